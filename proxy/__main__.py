@@ -1,0 +1,75 @@
+"""`python -m proxy`: settings in, supervisor up.
+
+The first word may be a sub-command; without one the gateway serves. A mistake of the operator is one sentence on
+standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from proxy.settings import Listen, SettingsError, load, to_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HEALTH_TIMEOUT_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except SettingsError as error:
+        print(f"pdproxy: error: {error}", file=sys.stderr)
+        # A container's health check knows only 0 and 1.
+        return 1 if words[:1] == ["health"] else 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    # Imported where they are needed: serving must not load the simulator, and a look at the settings neither of them.
+    match words:
+        case ["print-config", *flags]:
+            print(to_yaml(load(flags, os.environ, needs_backends=False)))
+            return 0
+        case ["check-config", *flags]:
+            settings = load(flags, os.environ).settings
+            engines = f"{len(settings.prefill)} prefillers and {len(settings.decode)} decoders"
+            print(f"ok: {engines}, connector {settings.connector}")
+            return 0
+        case ["health", *flags]:
+            return _health(load(flags, os.environ, needs_backends=False).settings.listen)
+        case ["mock-engine", *flags]:
+            from proxy.sim.engine import main as mock_engine
+
+            return mock_engine(flags)
+        case _:
+            settings = load(words, os.environ).settings
+            from proxy.supervisor import serve
+
+            return serve(settings)
+
+
+def _health(listen: Listen) -> int:
+    """Is the gateway on this host alive? 0 if it says so, 1 otherwise."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)
+    connection = http.client.HTTPConnection(host, listen.port, timeout=_HEALTH_TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", "/livez")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        print(f"pdproxy: {host} port {listen.port} does not answer: {error}", file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+    return 0 if status == 200 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

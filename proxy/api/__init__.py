@@ -1,0 +1,1 @@
+"""HTTP in: the routes clients and operators call."""

@@ -1,0 +1,139 @@
+"""POST /v1/chat/completions and /v1/completions: bytes in, Call, gateway, answer; and the account of how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+
+from proxy import call as calls
+from proxy.errors import Failure, GatewayError, UpstreamError
+from proxy.flow.client import ClientStalled, ClientStream
+from proxy.logs import access_line
+from proxy.record import Record
+from proxy.wire.openai import Api, error_event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from proxy.flow.gateway import Gateway
+    from proxy.metrics import Metrics
+    from proxy.settings import Settings
+
+# Request headers that mean the same to the engines. Everything else is rebuilt or dropped: hop-by-hop headers, and those
+# that steer an engine, such as X-data-parallel-rank, which an endpoint per rank answers with 400.
+_PASSED_ON: Final = ("traceparent", "tracestate")
+
+
+class GenerationApi:
+    """The two routes that go through the connector."""
+
+    def __init__(self, gateway: Gateway, settings: Settings, metrics: Metrics) -> None:
+        self._gateway = gateway
+        self._settings = settings
+        self._metrics = metrics
+        has_engine_key = settings.auth.engine_api_key is not None
+        # Without a key of our own the client's is the engines' business.
+        self._passed_on = _PASSED_ON if has_engine_key else (*_PASSED_ON, "authorization")
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        return [web.post(Api.CHAT.path, self._chat), web.post(Api.COMPLETIONS.path, self._completions)]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(Api.CHAT, request)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(Api.COMPLETIONS, request)
+
+    async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
+        record = Record(api, request["request_id"])
+        with self._account(record):
+            headers = {name: request.headers[name] for name in self._passed_on if name in request.headers}
+            call = calls.parse(api, await request.read(), self._settings.cost, headers)
+            record.stream = call.stream
+            if call.stream:
+                return await self._stream(call, request, record)
+            body = await self._gateway.complete(call, record)
+            return web.Response(body=body, content_type="application/json")
+
+    async def _stream(self, call: calls.Call, request: web.Request, record: Record) -> web.StreamResponse:
+        client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
+        try:
+            await self._gateway.stream(call, client, record)
+        except GatewayError as error:
+            if not client.is_committed:
+                raise
+            record.error = error
+            client.break_off(error_event(error))
+        except ClientStalled as stalled:
+            record.error = stalled
+        finally:
+            record.committed = client.is_committed
+        return client.response
+
+    @contextmanager
+    def _account(self, record: Record) -> Iterator[None]:
+        """One access line and one set of observations per request, however it ends."""
+        inflight = self._metrics.inflight_requests.labels(record.api.value)
+        inflight.inc()
+        try:
+            yield
+        except (GatewayError, web.HTTPException, asyncio.CancelledError) as error:
+            record.error = error
+            raise
+        finally:
+            inflight.dec()
+            self._observe(record)
+
+    def _observe(self, record: Record) -> None:
+        metrics, api = self._metrics, record.api.value
+        duration = record.clock() - record.started
+        term, status = end_of(record)
+        metrics.requests_total.labels(api, str(status)).inc()
+        metrics.request_end_total.labels(term).inc()
+        metrics.request_duration_seconds.labels(api, "true" if record.stream else "false").observe(duration)
+        if record.first_token_seconds is not None:
+            metrics.time_to_first_token_seconds.labels(api).observe(record.first_token_seconds)
+        prompt, cached, completion = record.tokens()
+        metrics.tokens_total.labels("prompt").inc(prompt)
+        metrics.tokens_total.labels("cached").inc(cached)
+        metrics.tokens_total.labels("completion").inc(completion)
+        for journey in record.journeys:
+            for stage, seconds in journey.seconds.items():
+                metrics.stage_duration_seconds.labels(stage.label).observe(seconds)
+        if record.committed and isinstance(record.error, UpstreamError):
+            metrics.streams_broken_total.labels("engine", _broken_reason(record.error)).inc()
+        elif record.committed and isinstance(record.error, ClientStalled):
+            metrics.streams_broken_total.labels("client", "write_timeout").inc()
+        elif record.committed and record.error is not None:
+            metrics.streams_broken_total.labels("client", "left").inc()
+        access_line(record.fields(status, term, duration))
+
+
+def end_of(record: Record) -> tuple[str, int]:
+    """Who ended the request and in which stage, as a two-letter `term`, and the status for log and metrics.
+
+    The first letter: `-` nobody, it is complete; C the client left; c the client stalled; S an engine failed; s an engine
+    was too slow; P the gateway refused. The second is the stage, R while the request was being read.
+    """
+    error = record.error
+    if error is None:
+        return "--", 200
+    stage = record.stage.value if record.stage else "R"
+    if isinstance(error, ClientStalled):
+        return "cD", 200
+    if isinstance(error, asyncio.CancelledError):
+        return "C" + stage, 200 if record.committed else 499
+    if isinstance(error, UpstreamError):
+        who = "s" if error.failure is Failure.TIMEOUT else "S"
+        return who + stage, 200 if record.committed else error.status
+    status = error.status if isinstance(error, GatewayError | web.HTTPException) else 500
+    return "P" + stage, status
+
+
+def _broken_reason(error: UpstreamError) -> str:
+    known = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
+    return error.failure.value if error.failure in known else Failure.BROKEN.value

@@ -1,0 +1,44 @@
+"""Values of the balancer: one engine endpoint, its role, and what a request costs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What an engine does in a disaggregated deployment."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What requests cost a backend, in whole tokens: integers, because float costs leave a residue when given back.
+
+    `compute` is being worked on now, `kv` is cache that is held.
+    """
+
+    compute: int = 0
+    kv: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One engine endpoint. `slot` is its column in the scoreboard; it does not take part in equality."""
+
+    role: Role
+    host: str
+    port: int
+    slot: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Base URL without a path, for example `http://10.0.0.1:7100`."""
+        return f"http://{self.name}"

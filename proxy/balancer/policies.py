@@ -1,0 +1,93 @@
+"""Ways to choose one backend among eligible ones.
+
+A policy gets the candidates in slot order, never none, and the weight of each: its load as one integer, lower is freer.
+It keeps at most a memory of its own last choice. To add one: a class with `__call__` and a line in POLICIES.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.balancer.backend import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from proxy.balancer.backend import Backend
+
+# (per compute token, per kv token). A prefiller is busy with the prompts it computes; KV that waits to be pulled only
+# takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in integers, whose total order has no
+# residue. A decoder works on every token it holds.
+WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (1, 1)}
+
+
+class Policy(Protocol):
+    """Choose one of `candidates`; `weights[i]` belongs to `candidates[i]`."""
+
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend: ...
+
+
+class LeastLoad:
+    """The least loaded; equal ones take turns, so that an idle pool does not send everything to its first member."""
+
+    def __init__(self) -> None:
+        self._last_slot = -1
+
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+        lowest = min(weights)
+        ties = [backend for backend, weight in zip(candidates, weights, strict=True) if weight == lowest]
+        chosen = _next_in_turn(ties, self._last_slot)
+        self._last_slot = chosen.slot
+        return chosen
+
+
+class RoundRobin:
+    """One after the other, whatever their load."""
+
+    def __init__(self) -> None:
+        self._last_slot = -1
+
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+        chosen = _next_in_turn(candidates, self._last_slot)
+        self._last_slot = chosen.slot
+        return chosen
+
+
+class PowerOfTwo:
+    """The less loaded of two drawn at random: does not herd when several gateways see the same stale loads."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+        count = len(candidates)
+        if count == 1:
+            return candidates[0]
+        first = self._rng.randrange(count)
+        second = (first + self._rng.randrange(1, count)) % count
+        return candidates[second if weights[second] < weights[first] else first]
+
+
+class Random:
+    """Any, each with the same probability."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+        return self._rng.choice(candidates)
+
+
+# Build them after forking: a random generator that workers inherit makes all of them choose alike.
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "least_load": LeastLoad,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "random": Random,
+}
+
+
+def _next_in_turn(backends: Sequence[Backend], last_slot: int) -> Backend:
+    """The first behind `last_slot`. Turns go by slot and not by position, which changes as backends come and go."""
+    return next((backend for backend in backends if backend.slot > last_slot), backends[0])

@@ -1,0 +1,102 @@
+"""The backends of one role: who is eligible now, and leases on them.
+
+Eligible means enabled, which the operator says through the roster, and healthy, which probes and traffic say. When
+nobody is eligible there is no lease: a down backend is not tried for want of a better one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.balancer.lease import Lease
+from proxy.balancer.policies import WEIGHTS
+from proxy.errors import NoBackendAvailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from proxy.balancer.backend import Backend, Load, Role
+    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.policies import Policy
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Row, Scoreboard
+    from proxy.errors import UpstreamError
+
+
+class Pool:
+    """One role's backends as one worker sees them. `row` is that worker's own; its leases write it."""
+
+    def __init__(
+        self,
+        role: Role,
+        policy: Policy,
+        scoreboard: Scoreboard,
+        row: Row,
+        roster: Roster,
+        health: Health,
+        on_transition: Callable[[Transition], None] | None = None,
+    ) -> None:
+        self.role = role
+        self.row = row
+        self._policy = policy
+        self._scoreboard = scoreboard
+        self._roster = roster
+        self._health = health
+        self._on_transition = on_transition
+        self._versions: tuple[int, int] | None = None  # of roster and health, when the two below were computed
+        self._backends: tuple[Backend, ...] = ()
+        self._eligible: tuple[Backend, ...] = ()
+
+    def lease(self, load: Load, avoid: Collection[Backend] = ()) -> Lease:
+        """A claim of `load` on some eligible backend not in `avoid`. It costs nothing until entered."""
+        return Lease(self, load, avoid)
+
+    def pick(self, avoid: Collection[Backend] = ()) -> Backend:
+        """What the policy chooses. Raises NoBackendAvailable."""
+        candidates = self.eligible()
+        if avoid:
+            candidates = tuple(backend for backend in candidates if backend not in avoid)
+        if not candidates:
+            raise NoBackendAvailable(self.role)
+        weights = self._scoreboard.weigh([backend.slot for backend in candidates], *WEIGHTS[self.role])
+        return self._policy(candidates, weights)
+
+    def report(self, backend: Backend, error: UpstreamError | None) -> None:
+        """How a request on a backend ended; None means well."""
+        transition = self._health.on_outcome(backend, error)
+        if transition is not None and self._on_transition is not None:
+            self._on_transition(transition)
+
+    def eligible(self) -> tuple[Backend, ...]:
+        """Those that may get new requests, in slot order."""
+        self._refresh()
+        return self._eligible
+
+    def backends(self) -> tuple[Backend, ...]:
+        """All there are, in slot order: also those that are down or draining."""
+        self._refresh()
+        return self._backends
+
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be expected to be served."""
+        return any(self._health.is_confirmed(backend) for backend in self.eligible())
+
+    def in_flight(self, backend: Backend) -> int:
+        """Open leases on a backend, over all workers."""
+        return self._scoreboard.requests(backend.slot)
+
+    def _refresh(self) -> None:
+        """Recompute who there is, only when roster or health have changed: every pick comes by here."""
+        roster_version = self._roster.version  # read before the members: another worker may change them meanwhile
+        if self._versions == (roster_version, self._health.version):
+            return
+        members = self._roster.members(self.role)
+        backends = tuple(member.backend for member in members)
+        # Whichever worker finalised the removal, every worker forgets here what it knew.
+        for gone in set(self._backends).difference(backends):
+            self._health.forget(gone)
+        self._backends = backends
+        self._eligible = tuple(
+            member.backend for member in members if not member.draining and self._health.is_healthy(member.backend)
+        )
+        self._versions = (roster_version, self._health.version)

@@ -1,0 +1,170 @@
+"""Call: one parsed client request, immutable, which knows what it costs.
+
+Only what the gateway decides by is read and checked here; every other field is the engine's business and reaches it
+with the bytes the client sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.balancer.backend import Load
+from proxy.errors import BadRequest
+from proxy.wire.document import REMOVED, Document, InvalidDocument
+from proxy.wire.openai import RESERVED_FIELDS, Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.settings import Cost
+
+# What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
+# 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
+PREFILL_OVERHEAD_TOKENS: Final = 3480
+
+# What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
+# number and long ones by memory.
+DECODE_OVERHEAD_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One unit of work for the engines: a single prompt and a single sample once `flow.fanout` has split it."""
+
+    api: Api
+    document: Document
+    prompt_tokens: int
+    """Estimated from the text's bytes, exact for token ids; images and audio count a fixed number each."""
+    output_tokens: int
+    """The client's limit, or the configured guess."""
+    stream: bool
+    include_usage: bool
+    """The client asked for a usage chunk at the end of the stream."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Request headers that are passed on to the engines."""
+    changes: Mapping[str, object] = field(default_factory=dict)
+    """Members of the document that are replaced or REMOVED on every leg."""
+
+    @property
+    def prefill_load(self) -> Load:
+        """Held by a prefiller: compute until it answers, kv until the decoder's first token."""
+        return Load(compute=self.prompt_tokens + PREFILL_OVERHEAD_TOKENS, kv=self.prompt_tokens)
+
+    @property
+    def decode_load(self) -> Load:
+        """Held by a decoder until the answer has ended."""
+        return Load(compute=DECODE_OVERHEAD_TOKENS, kv=self.prompt_tokens + self.output_tokens)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The client's fields as they were parsed."""
+        return self.document.values
+
+    @property
+    def samples(self) -> int:
+        """`n`: how many answers are wanted for each prompt."""
+        return self.values.get("n") or 1
+
+    def body(self, changes: Mapping[str, object]) -> bytes:
+        """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""
+        return self.document.with_changes({**self.changes, **changes})
+
+    def changed(self, changes: Mapping[str, object], *, prompt_tokens: int | None = None) -> Call:
+        """The same call with more members changed, and a new cost where the prompt is another one."""
+        return replace(
+            self,
+            changes={**self.changes, **changes},
+            prompt_tokens=self.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        )
+
+
+def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
+    """Parse a request body. Raises BadRequest for what no engine could make sense of."""
+    try:
+        document = Document(raw)
+        document.check_members()
+    except InvalidDocument as error:
+        raise BadRequest(str(error), code="invalid_json") from None
+    values = document.values
+    stream = _boolean(values, "stream")
+    options = values.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest("stream_options must be an object", param="stream_options")
+    if options and not stream:
+        raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
+    samples = values.get("n")
+    if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
+        raise BadRequest("n must be a positive integer", param="n")
+    include_usage = bool(options and options.get("include_usage"))
+    changes: dict[str, object] = {name: REMOVED for name in RESERVED_FIELDS if name in values}
+    if stream and not include_usage:
+        # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
+        changes["stream_options"] = {"include_usage": True}
+    return Call(
+        api=api,
+        document=document,
+        prompt_tokens=prompt_tokens(document, cost),
+        output_tokens=_output_limit(values) or cost.default_output_tokens,
+        stream=stream,
+        include_usage=include_usage,
+        headers=headers or {},
+        changes=changes,
+    )
+
+
+def prompt_tokens(document: Document, cost: Cost) -> int:
+    """Estimated prompt length in tokens, at least 1."""
+    values = document.values
+    total = sum(_content_tokens(m.get("content"), cost) for m in _objects(values.get("messages")))
+    total += document.value_bytes("tools") // cost.bytes_per_token
+    return max(1, total + text_tokens(values.get("prompt"), cost))
+
+
+def text_tokens(prompt: object, cost: Cost) -> int:
+    """Tokens of a `prompt`: text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        length = len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass"))
+        return -(-length // cost.bytes_per_token)
+    if isinstance(prompt, list):
+        if prompt and isinstance(prompt[0], int):
+            return len(prompt)
+        return sum(text_tokens(item, cost) for item in prompt)
+    return 0
+
+
+def _content_tokens(content: object, cost: Cost) -> int:
+    """Tokens of a message's content: a string, or parts. The bytes of an image say nothing about its tokens."""
+    if isinstance(content, str):
+        return text_tokens(content, cost)
+    total = 0
+    for part in _objects(content):
+        kind = part.get("type")
+        if kind == "text" or "text" in part:
+            total += text_tokens(part.get("text"), cost)
+        elif isinstance(kind, str) and "audio" in kind:
+            total += cost.audio_tokens
+        else:
+            total += cost.image_tokens
+    return total
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _boolean(values: Mapping[str, Any], name: str) -> bool:
+    """A flag the gateway itself acts on, so it must not guess what `"yes"` means to the engine."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return bool(value)
+
+
+def _output_limit(values: Mapping[str, Any]) -> int | None:
+    """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = values.get(name)
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+            return limit
+    return None

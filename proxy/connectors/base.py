@@ -1,0 +1,115 @@
+"""What every KV-transfer protocol has in common: the Connector, and the Attempt it opens."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.errors import Failure, UpstreamError
+from proxy.record import Journey, Stage
+from proxy.wire.document import Document, InvalidDocument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from contextlib import AbstractAsyncContextManager
+
+    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.pool import Pool
+    from proxy.call import Call
+    from proxy.settings import Timeouts
+    from proxy.upstream import Response
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The backends of both roles."""
+
+    prefill: Pool
+    decode: Pool
+
+    def of(self, role: Role) -> Pool:
+        """The pool of one role."""
+        return self.prefill if role == self.prefill.role else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a call: the decoder's open 200 answer, and the leases behind it."""
+
+    response: Response
+    journey: Journey
+    kv_handed_over: bool
+    """The decoder got its KV cache from a prefiller, so its own count of cached tokens is wrong."""
+    free_prefiller: Callable[[], None]
+    """Give back the prefiller's kv load; for `kv_arrived`."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens the prefiller found in its prefix cache; None when it does not tell."""
+        return self.journey.cached_tokens
+
+    def kv_arrived(self) -> None:
+        """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
+        self.free_prefiller()
+        self.journey.enter(Stage.STREAM)
+
+
+class Connector(Protocol):
+    """One KV-transfer protocol: how a call gets from prefiller to decoder."""
+
+    roles: tuple[Role, ...]
+    """Roles that need a healthy backend before the gateway is ready."""
+    one_sequence_per_call: bool
+    """Only one prompt and one sample fit a hand-over: the gateway splits the rest."""
+
+    def check(self, call: Call) -> None:
+        """Raise BadRequest for what this protocol cannot serve."""
+
+    def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """Lease backends, not those in `avoid`, and run the legs up to the decoder's status line.
+
+        Leaving the context closes the engine connections and gives every lease back.
+        Raises NoBackendAvailable and UpstreamError.
+        """
+
+
+def new_attempt_id() -> str:
+    """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id, which may collide with a
+    live one, is never used."""
+    return secrets.token_hex(16)
+
+
+def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
+    """How long a decoder may take to begin its answer: an unstreamed answer begins when it is complete."""
+    return timeouts.first_token_seconds if call.stream else timeouts.answer_seconds
+
+
+async def check_status(response: Response) -> None:
+    """Raise UpstreamError, with the engine's own status and body, unless the answer is a success."""
+    if not 200 <= response.status < 300:
+        raise refusal(response, await response.read())
+
+
+def refusal(response: Response, body: bytes) -> UpstreamError:
+    """The error for an engine's answer that is not a success."""
+    if response.status < 400:
+        return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
+    return UpstreamError(
+        Failure.STATUS,
+        response.backend,
+        f"{response.backend.role.value} instance: answered with status {response.status}",
+        engine_status=response.status,
+        body=body,
+        headers=response.headers,
+    )
+
+
+def parse_answer(response: Response, body: bytes) -> Document:
+    """The JSON object an engine answered with. Raises UpstreamError for anything else."""
+    try:
+        answer = Document(body)
+        answer.check_members()
+    except InvalidDocument:
+        raise response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object") from None
+    return answer

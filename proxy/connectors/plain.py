@@ -1,0 +1,59 @@
+"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes a request by itself.
+
+For single-node and data-parallel deployments. Promises the same leases, retries and answers as the PD protocols.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from proxy.balancer.backend import Role
+from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id
+from proxy.record import Journey, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection
+
+    from proxy.balancer.backend import Backend
+    from proxy.call import Call
+    from proxy.connectors.base import Pools
+    from proxy.metrics import Metrics
+    from proxy.settings import Settings
+    from proxy.upstream import Upstream
+
+
+class Plain:
+    """Sends a call to one engine as it is."""
+
+    roles: tuple[Role, ...] = (Role.DECODE,)
+    one_sequence_per_call = False
+
+    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self._pool = pools.decode
+        self._upstream = upstream
+        self._timeouts = settings.timeouts
+
+    def check(self, call: Call) -> None:
+        """Everything an engine can do alone is served."""
+
+    @asynccontextmanager
+    async def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AsyncIterator[Attempt]:
+        """One leg. See Connector.open."""
+        with self._pool.lease(call.decode_load, avoid) as lease:
+            journey.enter(Stage.FIRST_TOKEN)
+            journey.decoder = lease.backend.name
+            async with self._upstream.open(
+                lease.backend,
+                call.api.path,
+                call.body({}),
+                {**call.headers, "x-request-id": new_attempt_id()},
+                silence_seconds=first_byte_seconds(self._timeouts, call),
+                resend_if_stale=True,
+            ) as response:
+                await check_status(response)
+                yield Attempt(response, journey, kv_handed_over=False, free_prefiller=_nothing_to_free)
+
+
+def _nothing_to_free() -> None:
+    """There is no prefiller."""

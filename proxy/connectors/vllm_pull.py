@@ -1,0 +1,215 @@
+"""vLLM pull protocol: prefill first, then the decoder pulls the KV cache from the prefiller.
+
+Spoken by vLLM's NixlConnector and vLLM-Ascend's MooncakeConnector. The prefiller's answer carries `kv_transfer_params`,
+which go to the decoder verbatim: opaque, and used once. The decoder is reserved before the prefiller is called, so that KV
+cache is never pinned while no decoder has room for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from proxy.balancer.backend import Role
+from proxy.connectors.base import (
+    Attempt,
+    Pools,
+    check_status,
+    first_byte_seconds,
+    new_attempt_id,
+    parse_answer,
+    refusal,
+)
+from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
+from proxy.record import Journey, Stage
+from proxy.wire.document import REMOVED
+from proxy.wire.openai import cached_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+    from proxy.call import Call
+    from proxy.metrics import Metrics
+    from proxy.settings import Settings
+    from proxy.upstream import Response, Upstream
+    from proxy.wire.document import Document
+
+# Only do_remote_decode is read by the engines; the rest is what every proxy for this protocol sends.
+_ASK_FOR_KV: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+# The prefiller returns KV parameters only if it stops for length after its one token, so `min_tokens` keeps an
+# end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token itself is thrown away:
+# the decoder computes the last prompt position again and samples for itself.
+_PREFILL_CHANGES: Final[dict[str, object]] = {
+    "kv_transfer_params": _ASK_FOR_KV,
+    "stream": False,
+    "max_tokens": 1,
+    "min_tokens": 1,
+    "stream_options": REMOVED,
+    "logprobs": REMOVED,
+    "top_logprobs": REMOVED,
+}
+
+
+class VllmPull:
+    """Prefill → decode, one after the other."""
+
+    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    one_sequence_per_call = True
+
+    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self._pools = pools
+        self._upstream = upstream
+        self._timeouts = settings.timeouts
+        self._kv = settings.kv
+        self._metrics = metrics
+
+    def check(self, call: Call) -> None:
+        """Refuse what one set of KV parameters cannot express, or what only the prefiller's discarded answer has."""
+        values = call.values
+        if values.get("use_beam_search"):
+            raise BadRequest("beam search is not supported with prefill/decode disaggregation", param="use_beam_search")
+        best_of = values.get("best_of")
+        if isinstance(best_of, int) and best_of > call.samples:
+            raise BadRequest("best_of larger than n is not supported", param="best_of")
+        if values.get("prompt_logprobs") is not None:
+            raise BadRequest(
+                "prompt_logprobs is not supported with prefill/decode disaggregation", param="prompt_logprobs"
+            )
+        if values.get("echo") and values.get("logprobs") is not None:
+            raise BadRequest("echo with logprobs is not supported with prefill/decode disaggregation", param="echo")
+
+    @asynccontextmanager
+    async def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AsyncIterator[Attempt]:
+        """Both legs. See Connector.open."""
+        with (
+            self._pools.decode.lease(call.decode_load, avoid) as decoder,
+            self._pools.prefill.lease(call.prefill_load, avoid) as prefiller,
+        ):
+            handover = await self._prefill(call, prefiller, avoid, journey)
+            prefiller.free_compute()
+            async with AsyncExitStack() as stack:
+                response = await self._decode(stack, call, handover, decoder, avoid, journey)
+                journey.enter(Stage.FIRST_TOKEN)
+                yield Attempt(response, journey, handover.kv_params is not None, prefiller.free_kv)
+
+    async def _prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> _Handover:
+        """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
+        changes = dict(_PREFILL_CHANGES)
+        if "max_completion_tokens" in call.values:
+            changes["max_completion_tokens"] = 1
+        body = call.body(changes)
+        journey.enter(Stage.PREFILL)
+        may_ask_again = self._kv.on_missing == "retry_prefill"
+        while True:
+            attempt_id = new_attempt_id()
+            journey.prefiller = lease.backend.name
+            response, answer = await self._upstream.fetch(
+                lease.backend,
+                call.api.path,
+                body,
+                {**call.headers, "x-request-id": attempt_id},
+                silence_seconds=self._timeouts.prefill_seconds,
+            )
+            if response.status != 200:
+                raise refusal(response, answer)
+            kv_params = _kv_params(parse_answer(response, answer), journey)
+            if kv_params is not None:
+                return _Handover(attempt_id, kv_params)
+            missing = UpstreamError(
+                Failure.MISSING_KV, lease.backend, "prefill instance: the answer has no KV parameters for a decoder"
+            )
+            if not may_ask_again:
+                self._go_without_kv(call, missing)
+                return _Handover(attempt_id, None)
+            may_ask_again = False
+            self._metrics.missing_kv_total.labels("retry_prefill").inc()
+            self._moved(lease, set(avoid), missing)  # the same prefiller once more where there is no other
+
+    def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
+        """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""
+        local = self._kv.on_missing == "local" or (
+            # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
+            self._kv.on_missing == "retry_prefill" and call.prompt_tokens <= self._kv.local_max_tokens
+        )
+        self._metrics.missing_kv_total.labels("local" if local else "error").inc()
+        if not local:
+            missing.code = "kv_handoff_failed"
+            raise missing
+
+    async def _decode(
+        self,
+        stack: AsyncExitStack,
+        call: Call,
+        handover: _Handover,
+        lease: Lease,
+        avoid: Collection[Backend],
+        journey: Journey,
+    ) -> Response:
+        """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
+        body = call.body(
+            {} if handover.kv_params is None else {"kv_transfer_params": orjson.Fragment(handover.kv_params)}
+        )
+        refused = set(avoid)
+        journey.enter(Stage.HANDOFF)
+        while True:
+            journey.decoder = lease.backend.name
+            try:
+                response = await stack.enter_async_context(
+                    self._upstream.open(
+                        lease.backend,
+                        call.api.path,
+                        body,
+                        {**call.headers, "x-request-id": handover.attempt_id},
+                        silence_seconds=first_byte_seconds(self._timeouts, call),
+                    )
+                )
+                await check_status(response)
+                return response
+            except UpstreamError as error:
+                if error.failure is Failure.CONNECT and self._moved(lease, refused, error):
+                    continue
+                if handover.kv_params is not None:
+                    self._metrics.kv_orphans_total.inc()
+                raise
+
+    @staticmethod
+    def _moved(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:
+        """Move the reservation to a decoder that has not refused; False when there is none."""
+        refused.add(error.backend)
+        try:
+            lease.move(refused, because=error)
+        except NoBackendAvailable:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Handover:
+    """What the decode leg gets from the prefill leg. `kv_params` None: the decoder prefills by itself."""
+
+    attempt_id: str
+    kv_params: bytes | None
+
+
+def _kv_params(answer: Document, journey: Journey) -> bytes | None:
+    """The exact bytes of a prefiller's KV parameters; None when there are none a decoder could use."""
+    usage = answer.values.get("usage")
+    journey.cached_tokens = cached_tokens(usage)
+    if isinstance(usage, dict):
+        journey.prompt_tokens = usage.get("prompt_tokens")
+    params = answer.values.get("kv_transfer_params")
+    usable = isinstance(params, dict) and params.get("do_remote_prefill") is True
+    return answer.raw_value("kv_transfer_params") if usable else None

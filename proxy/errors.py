@@ -1,0 +1,107 @@
+"""Everything that can go wrong with a request, as the client will see it.
+
+A GatewayError carries its HTTP status, a stable machine-readable `code` and a message that says what to do. The kinds
+that come from an engine say which backend failed and how, which is all that retrying, health and logging need to know.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.balancer.backend import Backend, Role
+
+
+class GatewayError(Exception):
+    """A failure with an HTTP answer. `retry_after_seconds` None means that retrying cannot help."""
+
+    status = 500
+    code = "internal_error"
+    retry_after_seconds: float | None = None
+
+    def __init__(self, message: str, *, code: str | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+        if status is not None:
+            self.status = status
+
+
+class BadRequest(GatewayError):
+    """The client must change its request."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+class NoBackendAvailable(GatewayError):
+    """No backend of a role can take the request now."""
+
+    status = 503
+    retry_after_seconds = 1.0
+
+    def __init__(self, role: Role) -> None:
+        super().__init__(f"no healthy {role.value} instance is available", code=f"no_healthy_{role.value}")
+        self.role = role
+
+
+class Failure(StrEnum):
+    """How a backend failed; the retry matrix and health are written in these words."""
+
+    CONNECT = "connect"  # nothing was sent: refused, unreachable, name not found, connect timeout
+    RESET = "reset"  # the connection ended before any byte of the answer
+    TIMEOUT = "timeout"  # the stage's deadline passed
+    STATUS = "status"  # the engine answered with an error status; `engine_status` and `body` are its own
+    BAD_ANSWER = "bad_answer"  # an answer that is not HTTP, not JSON, or not what the protocol promises
+    BROKEN = "broken"  # the answer had begun and ended before it was complete
+    MISSING_KV = "missing_kv"  # a prefiller answered without the KV parameters a decoder needs
+    RECOMPUTED = "recomputed"  # the decoder gave the request up for lack of KV memory and asks for a new prefill
+
+
+_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504}
+
+
+class UpstreamError(GatewayError):
+    """A backend failed while serving one leg of a request.
+
+    `engine_status`, `body` and `content_type` are the engine's own answer when `failure` is STATUS, otherwise None: such
+    an answer reaches the client byte for byte.
+    """
+
+    status = 502
+
+    def __init__(
+        self,
+        failure: Failure,
+        backend: Backend,
+        message: str,
+        *,
+        engine_status: int | None = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, code=f"{backend.role.value}_{failure.value}")
+        self.failure = failure
+        self.backend = backend
+        self.engine_status = engine_status
+        self.body = body
+        self.headers = headers or {}
+        self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
+
+    @property
+    def is_backpressure(self) -> bool:
+        """The engine is busy, not sick."""
+        return self.engine_status in (429, 503)
+
+    @property
+    def is_clients_fault(self) -> bool:
+        """The engine refused this request and every other engine would, too."""
+        return self.engine_status is not None and 400 <= self.engine_status < 500 and self.engine_status != 429

@@ -1,0 +1,1 @@
+"""The life of one request, from admission to its last byte."""

@@ -1,0 +1,100 @@
+"""The client's side of a streamed answer.
+
+Headers are committed with the first bytes of the answer, so whatever fails before them is still an ordinary HTTP error.
+Bytes are framed and written to the socket in the caller's call stack; only a client that reads too slowly costs a wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import HttpVersion11, web
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_HEADERS: Final = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would otherwise collect tokens before it passes them on
+}
+
+
+class ClientStalled(Exception):
+    """The client read nothing for the whole write timeout."""
+
+
+class ClientStream:
+    """One streamed answer to one client; shared by the units of a request that was split."""
+
+    def __init__(self, request: web.Request, headers: Mapping[str, str], write_timeout_seconds: float) -> None:
+        self.response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self._request = request
+        self._write_timeout_seconds = write_timeout_seconds
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._chunked = request.version >= HttpVersion11
+
+    @property
+    def is_committed(self) -> bool:
+        """Have the status and headers gone out? Then an error can only be told inside the stream."""
+        return self._transport is not None
+
+    @property
+    def has_output(self) -> bool:
+        """Was anything of the answer written, be it still held here?"""
+        return self._transport is not None or bool(self._unsent)
+
+    def write(self, data: bytes) -> bool:
+        """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
+        transport = self._transport
+        if transport is None:
+            self._unsent.append(data)
+            return True
+        if transport.is_closing():
+            return False  # the client has left; the handler is about to be cancelled
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        return self._request.protocol.writing_paused
+
+    @property
+    def needs_attention(self) -> bool:
+        """Is there something only `attend` can do?"""
+        return bool(self._unsent) or self._request.protocol.writing_paused
+
+    async def attend(self) -> None:
+        """Commit the headers if that is due, and wait until the client has read enough. Raises ClientStalled."""
+        if self._transport is None and self._unsent:
+            await self._commit()
+        if self._request.protocol.writing_paused:
+            writer = await self.response.prepare(self._request)
+            try:
+                async with asyncio.timeout(self._write_timeout_seconds):
+                    if writer is not None:
+                        await writer.drain()
+            except TimeoutError:
+                self.cut()
+                raise ClientStalled from None
+
+    async def finish(self) -> None:
+        """End the answer: the client can tell that it is complete."""
+        if self._transport is None:
+            await self._commit()
+        await self.response.write_eof()
+
+    def break_off(self, event: bytes) -> None:
+        """End a committed stream with an event that tells why it is not complete."""
+        self.write(event)
+        self.cut()
+
+    def cut(self) -> None:
+        """Close the connection after what was written, without the end mark of the body: the answer is not complete."""
+        if self._request.transport is not None:
+            self._request.transport.close()
+
+    async def _commit(self) -> None:
+        await self.response.prepare(self._request)
+        self._transport = self._request.transport
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._transport is not None:
+            self.write(b"".join(unsent))

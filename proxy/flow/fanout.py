@@ -1,0 +1,123 @@
+"""Requests for several samples or several prompts: split into single units, and their answers merged again.
+
+One prefill answer carries the KV parameters of one sequence (vLLM returns those of the first only), so with a hand-over
+`n > 1` and lists of prompts would pin cache that nobody pulls, or decode every prompt on the first one's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.call import text_tokens
+from proxy.errors import BadRequest
+from proxy.wire.document import REMOVED
+from proxy.wire.openai import Api, data_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.call import Call
+    from proxy.settings import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One prompt, one sample. `index` is the choice's index in the client's answer."""
+
+    call: Call
+    index: int
+    is_first_sample: bool
+    """The first sample of its prompt: the one whose prompt tokens count in the merged usage."""
+
+
+def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
+    """The units of a call, in the order of their indexes, `prompt index * n + sample index` as in the engines.
+
+    Raises BadRequest when there would be more than `max_units`.
+    """
+    prompts, samples = _prompts(call), call.samples
+    if len(prompts) * samples > max_units:
+        raise BadRequest(
+            f"{len(prompts)} prompts x n={samples} is more than the limit of {max_units} answers", param="n"
+        )
+    if len(prompts) * samples == 1 and prompts[0] is None:
+        return [Unit(call, 0, True)]
+    seed = call.values.get("seed")
+    units = []
+    for prompt_index, prompt in enumerate(prompts):
+        for sample in range(samples):
+            # Engines that take n themselves give sample i the seed `seed + i`.
+            changes: dict[str, object] = {"n": REMOVED, "best_of": REMOVED}
+            if isinstance(seed, int) and sample:
+                changes["seed"] = seed + sample
+            tokens = None
+            if prompt is not None:
+                changes["prompt"] = prompt
+                tokens = max(1, text_tokens(prompt, cost))
+            units.append(
+                Unit(call.changed(changes, prompt_tokens=tokens), prompt_index * samples + sample, sample == 0)
+            )
+    return units
+
+
+def _prompts(call: Call) -> list[Any]:
+    """The prompts of a list; [None] for a single prompt, which stays as it is."""
+    prompt = call.values.get("prompt") if call.api is Api.COMPLETIONS else None
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt
+    return [None]
+
+
+def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]]) -> bytes:
+    """One answer out of the units' answers, which are in the order of the units."""
+    choices = [
+        {**choice, "index": unit.index}
+        for unit, answer in zip(units, answers, strict=True)
+        for choice in answer["choices"]
+    ]
+    usage = merge_usage(units, [answer.get("usage") for answer in answers])
+    return orjson.dumps({**answers[0], "choices": choices, "usage": usage})
+
+
+def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The sum of the units' usage, each prompt counted once; None when an engine reported none."""
+    known = [usage for usage in usages if usage is not None]
+    if len(known) < len(units):
+        return None
+    firsts = [usage for unit, usage in zip(units, known, strict=True) if unit.is_first_sample]
+    prompt = sum(usage.get("prompt_tokens") or 0 for usage in firsts)
+    completion = sum(usage.get("completion_tokens") or 0 for usage in known)
+    merged = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    details = [usage.get("prompt_tokens_details") for usage in firsts]
+    if all(details):
+        merged["prompt_tokens_details"] = {"cached_tokens": sum(d.get("cached_tokens") or 0 for d in details if d)}
+    return merged
+
+
+class StreamMerger:
+    """Makes the chunks of several streams look like those of one. Owns the common id, taken from the first chunk."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._common: dict[str, Any] = {}
+
+    def rewriter(self, unit: Unit) -> Callable[[dict[str, Any]], bytes]:
+        """The function that turns one unit's payloads into the bytes for the client."""
+
+        def rewrite(payload: dict[str, Any]) -> bytes:
+            if not self._common:
+                self._common = {name: payload[name] for name in ("id", "created") if name in payload}
+            choices = [{**choice, "index": unit.index} for choice in payload["choices"]]
+            return data_event({**payload, **self._common, "choices": choices})
+
+        return rewrite
+
+    def usage_event(self, last_payload: dict[str, Any], usages: Sequence[dict[str, Any] | None]) -> bytes:
+        """The usage chunk of the whole; empty when an engine reported no usage."""
+        usage = merge_usage(self._units, usages)
+        if usage is None:
+            return b""
+        return data_event({**last_payload, **self._common, "choices": [], "usage": usage})

@@ -1,0 +1,41 @@
+"""When a failed attempt may be repeated, and how long to wait before it. Pure.
+
+The questions are always the same two: can the engine have begun the work, and has the client seen any of it?
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from proxy.errors import Failure
+
+if TYPE_CHECKING:
+    from proxy.errors import UpstreamError
+    from proxy.settings import Retry
+
+
+def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_attempts: int) -> bool:
+    """May the request be tried again on another backend, after `attempts` tries that failed in this error's role?
+
+    Nothing is repeated once the client has bytes. A refused connection, a busy engine (429, 503) and a decoder that gave
+    up for lack of memory cost nothing to repeat, so they may use all attempts. A lost or broken answer and a 5xx may
+    have pinned KV cache on a prefiller: those are repeated once. A deadline that passed is not repeated, since a second
+    wait of that length helps nobody; what is the client's fault fails everywhere.
+    """
+    return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)
+
+
+def _attempts(error: UpstreamError, max_attempts: int) -> int:
+    if error.failure in (Failure.CONNECT, Failure.RECOMPUTED) or error.is_backpressure:
+        return max_attempts
+    if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV) or error.is_clients_fault:
+        return 1
+    return 2
+
+
+def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> float:
+    """Wait before the next attempt: exponential with full jitter. `draw` is the random number in [0, 1)."""
+    draw = random.random() if draw is None else draw
+    ceiling: float = min(retry.max_delay_seconds, retry.base_delay_seconds * 2 ** (attempts - 1))
+    return draw * ceiling

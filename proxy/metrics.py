@@ -1,0 +1,236 @@
+"""Every metric of the gateway: name, help, labels and buckets, in one table.
+
+Label values come from the configuration or from the tuples below, never from a request, so the number of series is
+bounded. What is known about instances is read when somebody scrapes, and an instance that was removed loses its series.
+With several workers prometheus-client keeps the values in files under `PROMETHEUS_MULTIPROC_DIR`, which must be set
+before this module is imported, and every worker answers for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from proxy import __version__
+from proxy.errors import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from prometheus_client import Metric
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.scoreboard import Scoreboard
+
+# A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+GENERATION_APIS: Final = ("chat", "completions")
+APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling")
+STAGES: Final = ("prefill", "handoff", "first_token", "stream")
+LEGS: Final = ("prefill", "decode")
+FAILURES: Final = tuple(str(failure) for failure in Failure)
+RESULTS: Final = ("ok", *FAILURES, "abandoned")
+"""What became of one exchange with an instance; `abandoned`: we or the client broke it off."""
+MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
+TOKEN_KINDS: Final = ("prompt", "cached", "completion")
+REJECTIONS: Final = ("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "draining")
+BROKEN_STREAMS: Final = (
+    *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
+    *(("client", reason) for reason in ("left", "write_timeout")),
+)
+TERMS: Final = (
+    *("--", "CR", "PR"),
+    *(who + phase for who in "CSsP" for phase in "FHTD"),
+    *("cD", "KD"),
+)
+"""How a request ended, after HAProxy's termination states. Who: Client, Server (the engine), Proxy, K admin; lower case
+for a timeout of that side. When: Reading the request, preFill, Handoff, waiting for the first Token, streaming Data."""
+
+# Where vLLM or the llm-d router has the same metric the bounds are theirs, so that panels can be laid over each other.
+_REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 3600)
+_FIRST_TOKEN_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
+)
+_INTER_TOKEN_BUCKETS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2)
+_STAGE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """One worker's metrics. The attributes made in `__init__` are the table; `render` is what a scrape gets.
+
+    Each Metrics has a registry of its own unless one is given.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._instances: _Instances | None = None
+        self._registry = registry or CollectorRegistry()
+        self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if not self._is_shared:
+            ProcessCollector(registry=self._registry)
+        new: dict[str, Any] = {"namespace": "pdproxy", "registry": self._registry}
+
+        self.build_info = Gauge(
+            "build_info",
+            "Versions of the gateway and of what it runs on. Always 1.",
+            ("version", "python", "aiohttp"),
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.requests_total = Counter("requests_total", "Requests by route and HTTP status.", ("api", "code"), **new)
+        self.request_end_total = Counter(
+            "request_end_total", "Generation requests by who ended them, and in which phase.", ("term",), **new
+        )
+        self.request_duration_seconds = Histogram(
+            "request_duration_seconds",
+            "Time from a generation request to the end of its answer.",
+            ("api", "stream"),
+            buckets=_REQUEST_BUCKETS,
+            **new,
+        )
+        self.time_to_first_token_seconds = Histogram(
+            "time_to_first_token_seconds",
+            "Time from a generation request to the first token of its stream.",
+            ("api",),
+            buckets=_FIRST_TOKEN_BUCKETS,
+            **new,
+        )
+        self.inter_token_seconds = Histogram(
+            "inter_token_seconds",
+            "Time between two events of a stream. A sample of them.",
+            buckets=_INTER_TOKEN_BUCKETS,
+            **new,
+        )
+        self.stage_duration_seconds = Histogram(
+            "stage_duration_seconds",
+            "Time a generation request spends in each stage.",
+            ("stage",),
+            buckets=_STAGE_BUCKETS,
+            **new,
+        )
+        self.inflight_requests = Gauge(
+            "inflight_requests", "Requests being worked on.", ("api",), multiprocess_mode="livesum", **new
+        )
+        self.instance_requests_total = Counter(
+            "instance_requests_total", "Exchanges with an instance.", ("role", "instance", "result"), **new
+        )
+        self.retries_total = Counter(
+            "retries_total", "Legs sent once more, by what had failed.", ("stage", "reason"), **new
+        )
+        self.missing_kv_total = Counter(
+            "missing_kv_total", "Prefill answers without KV parameters, by what was done then.", ("action",), **new
+        )
+        self.streams_broken_total = Counter(
+            "streams_broken_total", "Answers that ended early after their status was sent.", ("side", "reason"), **new
+        )
+        self.tokens_total = Counter("tokens_total", "Tokens as reported in the engines' usage.", ("kind",), **new)
+        self.rejected_total = Counter(
+            "rejected_total", "Requests refused before an engine was asked.", ("reason",), **new
+        )
+        self.kv_orphans_total = Counter(
+            "kv_orphans_total", "KV caches that no decoder fetched, so that their prefiller frees them late.", **new
+        )
+        self._show_known_series()
+
+    def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health) -> None:
+        """From now on every scrape tells about the instances that these have at that moment."""
+        self._instances = _Instances(tuple(pools), scoreboard, health)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The exposition in the format that an Accept header asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus-client's encoders ask for."""
+        existing = set() if self._instances is None else set(self._instances.names())
+        for name in existing:
+            self.instance_requests_total.labels(*name, "ok")
+        recorded = (
+            MultiProcessCollector(None) if self._is_shared else self._registry  # type: ignore[no-untyped-call]
+        )
+        for family in recorded.collect():
+            # Left out here, because the files that workers share cannot forget an instance.
+            family.samples = [
+                sample
+                for sample in family.samples
+                if "instance" not in sample.labels or (sample.labels["role"], sample.labels["instance"]) in existing
+            ]
+            yield family
+        if self._instances is not None:
+            yield from self._instances.collect()
+
+    def _show_known_series(self) -> None:
+        """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""
+        self.build_info.labels(__version__, platform.python_version(), version("aiohttp")).set(1)
+        known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
+            (self.requests_total, product(APIS, ("200",))),
+            (self.request_end_total, product(TERMS)),
+            (self.request_duration_seconds, product(GENERATION_APIS, ("true", "false"))),
+            (self.time_to_first_token_seconds, product(GENERATION_APIS)),
+            (self.stage_duration_seconds, product(STAGES)),
+            (self.inflight_requests, product(APIS)),
+            (self.retries_total, product(LEGS, FAILURES)),
+            (self.missing_kv_total, product(MISSING_KV_ACTIONS)),
+            (self.streams_broken_total, BROKEN_STREAMS),
+            (self.tokens_total, product(TOKEN_KINDS)),
+            (self.rejected_total, product(REJECTIONS)),
+        ]
+        for metric, series in known:
+            for labels in series:
+                metric.labels(*labels)
+
+
+class _Instances:
+    """What the balancer knows about the instances at the moment of a scrape.
+
+    `instance` is `host:port`, the same as the target under which Prometheus scrapes the engine itself.
+    """
+
+    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health) -> None:
+        self._pools = pools
+        self._scoreboard = scoreboard
+        self._health = health
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Role and instance of each."""
+        return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("role", "instance")
+        up = GaugeMetricFamily("pdproxy_instance_up", "Whether an instance is known to be well.", labels=labels)
+        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests an instance works on.", labels=labels)
+        load = GaugeMetricFamily(
+            "pdproxy_instance_load_tokens",
+            "Estimated tokens an instance is charged with: being computed, or held as KV cache.",
+            labels=(*labels, "kind"),
+        )
+        failures = GaugeMetricFamily(
+            "pdproxy_instance_consecutive_failures", "Failures of an instance since its last success.", labels=labels
+        )
+        for backend in (backend for pool in self._pools for backend in pool.backends()):
+            key = (backend.role.value, backend.name)
+            charged = self._scoreboard.load(backend.slot)
+            up.add_metric(key, self._health.is_confirmed(backend))
+            inflight.add_metric(key, self._scoreboard.requests(backend.slot))
+            load.add_metric((*key, "compute"), charged.compute)
+            load.add_metric((*key, "kv"), charged.kv)
+            failures.add_metric(key, self._health.consecutive_failures(backend))
+        yield from (up, inflight, load, failures)

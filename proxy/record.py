@@ -1,0 +1,141 @@
+"""Record: what happened to one request, for the access line and the metrics. No prompt and no completion in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.wire.openai import Api
+
+
+class Stage(StrEnum):
+    """Where a unit of a request is; the letter stands second in the access line's `term`."""
+
+    PREFILL = "F"
+    HANDOFF = "H"
+    FIRST_TOKEN = "T"
+    STREAM = "D"
+
+    @property
+    def label(self) -> str:
+        """The metric label: the member's name in lower case."""
+        return self.name.lower()
+
+
+@dataclass(slots=True)
+class Journey:
+    """One unit's way through its stages: seconds spent in each by the attempt under way."""
+
+    clock: Callable[[], float] = time.monotonic
+    stage: Stage | None = None
+    prefiller: str = "-"
+    decoder: str = "-"
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    attempts: int = 0
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    _entered: float = 0.0
+
+    def begin_attempt(self) -> None:
+        """A new attempt starts from nothing."""
+        self.attempts += 1
+        self.stage = None
+        self.prefiller = self.decoder = "-"
+        self.seconds.clear()
+
+    def enter(self, stage: Stage | None) -> None:
+        """Leave the stage of now, enter the next; None at the end."""
+        now = self.clock()
+        if self.stage is not None:
+            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._entered
+        self._entered = now
+        if stage is not None:
+            self.stage = stage
+
+    def saw_usage(self, usage: Any) -> None:
+        """Take the token counts of an engine's usage object, whatever it really is."""
+        if isinstance(usage, dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+
+
+@dataclass(slots=True)
+class Record:
+    """One client request, with a Journey for each unit it was split into."""
+
+    api: Api
+    request_id: str
+    stream: bool = False
+    clock: Callable[[], float] = time.monotonic
+    started: float = 0.0
+    first_token_seconds: float | None = None
+    journeys: list[Journey] = field(default_factory=list)
+    error: BaseException | None = None
+    """What ended the request before its answer was complete."""
+    committed: bool = False
+    """A streamed answer's status and headers went out."""
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def journey(self) -> Journey:
+        """The record of one more unit."""
+        journey = Journey(self.clock)
+        self.journeys.append(journey)
+        return journey
+
+    def first_token(self) -> None:
+        """The client was sent the first part of the answer; later calls change nothing."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = self.clock() - self.started
+
+    @property
+    def stage(self) -> Stage | None:
+        """The earliest stage any unit has not left: where a request that ends now was stuck."""
+        order = list(Stage)
+        stages = [journey.stage for journey in self.journeys if journey.stage is not None]
+        return min(stages, key=order.index, default=None)
+
+    def tokens(self) -> tuple[int, int, int]:
+        """Prompt, cached and completion tokens as far as engines reported them."""
+        return (
+            sum(journey.prompt_tokens or 0 for journey in self.journeys),
+            sum(journey.cached_tokens or 0 for journey in self.journeys),
+            sum(journey.completion_tokens or 0 for journey in self.journeys),
+        )
+
+    def fields(self, status: int, term: str, duration_seconds: float) -> dict[str, object]:
+        """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""
+        journeys = self.journeys or [Journey(self.clock)]
+        prompt, cached, completion = self.tokens()
+        return {
+            "id": self.request_id,
+            "api": self.api.value,
+            "stream": self.stream,
+            "code": status,
+            "term": term,
+            "p": journeys[0].prefiller,
+            "d": journeys[0].decoder,
+            "units": len(self.journeys),
+            "attempts": sum(journey.attempts for journey in self.journeys),
+            **{
+                f"t_{stage.label}": round(max(journey.seconds.get(stage, 0.0) for journey in journeys), 4)
+                for stage in Stage
+            },
+            "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
+            "dur": round(duration_seconds, 4),
+            "tokens_in": prompt,
+            "tokens_cached": cached,
+            "tokens_out": completion,
+            "error": getattr(self.error, "message", None),
+        }
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) else otherwise

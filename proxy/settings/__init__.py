@@ -1,0 +1,50 @@
+"""Every option of the gateway, and the loading: command line > environment > YAML file > default.
+
+`load` is what a program calls; the models are what its parts are given.
+"""
+
+from proxy.settings.endpoints import Endpoint, parse_endpoints
+from proxy.settings.load import Loaded, load
+from proxy.settings.mistakes import SettingsError
+from proxy.settings.model import (
+    MAX_BACKENDS,
+    Auth,
+    Balance,
+    Cost,
+    Drain,
+    Fanout,
+    HealthChecks,
+    Joining,
+    Kv,
+    Listen,
+    Log,
+    Retry,
+    Settings,
+    Timeouts,
+)
+from proxy.settings.show import to_yaml
+from proxy.settings.sources import OPTIONS
+
+__all__ = [
+    "MAX_BACKENDS",
+    "OPTIONS",
+    "Auth",
+    "Balance",
+    "Cost",
+    "Drain",
+    "Endpoint",
+    "Fanout",
+    "HealthChecks",
+    "Joining",
+    "Kv",
+    "Listen",
+    "Loaded",
+    "Log",
+    "Retry",
+    "Settings",
+    "SettingsError",
+    "Timeouts",
+    "load",
+    "parse_endpoints",
+    "to_yaml",
+]

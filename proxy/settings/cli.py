@@ -1,0 +1,143 @@
+"""The command line: flat flags, those of vLLM-Ascend's example proxy among them with the same meaning.
+
+Values stay text here; the model judges them, as it does those of the other sources. Secrets have no flag, because
+anybody on the host can read a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+import proxy
+from proxy.settings.endpoints import Endpoint, pair_endpoints, parse_endpoints, plain_host, port_range
+from proxy.settings.mistakes import SettingsError, did_you_mean
+from proxy.settings.sources import OPTIONS, Sourced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+# Flag → the options it sets. A later line overrides an earlier one.
+_FLAGS: Final = {
+    "--host": ["listen.host"],
+    "--port": ["listen.port"],
+    "--connector": ["connector"],
+    "--policy": ["balance.prefill_policy", "balance.decode_policy"],
+    "--prefill-policy": ["balance.prefill_policy"],
+    "--decode-policy": ["balance.decode_policy"],
+    "--max-retries": ["retry.max_attempts"],
+    "--retry-delay": ["retry.base_delay_seconds"],
+    "--max-waiting-retries": ["joining.max_attempts"],
+    "--waiting-retry-interval": ["joining.interval_seconds"],
+    "--workers": ["workers"],
+    "--log-level": ["log.level"],
+    "--log-format": ["log.format"],
+}
+
+# The option, the noun, and the port of a host that is given without ports.
+_ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002))
+
+_DESCRIPTION: Final = """\
+One OpenAI-compatible endpoint in front of engines that prefill and engines that decode.
+Every option can also be set in the environment (PROXY_LISTEN__PORT) or in the --config file, which have more options
+than there are flags: see configs/full.yaml. A flag beats the environment, the environment beats the file."""
+
+_COMMANDS: Final = """\
+sub-commands, as the first word, with the same flags:
+  print-config   print the effective options and where each came from
+  check-config   say whether the configuration is in order
+  health         ask the gateway on this host whether it is alive
+and with flags of its own:
+  mock-engine    run a simulated engine"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message.removeprefix("argument "))
+
+
+def parse(argv: Sequence[str]) -> tuple[dict[str, Sourced], str | None]:
+    """The options that were given as flags, and the path after --config. Raises SettingsError.
+
+    `--help` and `--version` print and raise SystemExit.
+    """
+    parser, known_flags = _parser()
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # Only the flag: what follows it, or its =, may be a secret.
+        for word in unknown:
+            if word.startswith("-"):
+                flag = word.partition("=")[0]
+                raise SettingsError(f"unknown flag {flag}{did_you_mean(flag, known_flags)}")
+        raise SettingsError(f"unexpected argument {unknown[0]!r}")
+    given: dict[str, Any] = vars(found)
+    values = {
+        option: Sourced(given[flag], flag)
+        for flag, options in _FLAGS.items()
+        if given[flag] is not None
+        for option in options
+    }
+    for role, noun, default_port in _ROLES:
+        flags = [f"--{noun}-hosts", f"--{noun}-ports", f"--{role}"]
+        if origin := ", ".join(flag for flag in flags if given[flag]):
+            hosts = _each(flags[0], plain_host, given[flags[0]])
+            ports = _each(flags[1], port_range, given[flags[1]])
+            urls = _each(flags[2], parse_endpoints, given[flags[2]])
+            if hosts or ports:
+                urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
+            values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
+    return values, given["--config"]
+
+
+def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -> list[T]:
+    try:
+        return [convert(word) for word in words or ()]
+    except ValueError as error:
+        raise SettingsError(f"{flag}: {error}") from None
+
+
+def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
+    try:
+        return pair_endpoints(noun, hosts, ports)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _parser() -> tuple[_Parser, list[str]]:
+    """The parser, whose results are named like their flags, and all flags."""
+    parser = _Parser(
+        prog="pdproxy",
+        description=_DESCRIPTION,
+        epilog=_COMMANDS,
+        usage="python -m proxy [sub-command] [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"pdproxy {proxy.__version__}")
+    flags = ["--config"]
+    parser.add_argument("--config", dest="--config", metavar="FILE.yaml", help="YAML file; also PROXY_CONFIG")
+    for role, noun, default_port in _ROLES:
+        group = parser.add_argument_group(f"{noun}s")
+        texts = {
+            f"--{role}": ("URL", "http://host:port, host:port or host:7100-7115, IPv6 in brackets; repeatable"),
+            f"--{noun}-hosts": ("HOST", "hosts, in step with the ports (localhost)"),
+            f"--{noun}-ports": ("PORT", f"ports or ranges like 7100-7115; one range serves all hosts ({default_port})"),
+        }
+        for flag, (metavar, text) in texts.items():
+            action = "extend" if flag == f"--{role}" else "store"
+            group.add_argument(flag, dest=flag, nargs="+", action=action, metavar=metavar, help=text)
+        flags += texts
+    group = parser.add_argument_group("other options")
+    for flag, options in _FLAGS.items():
+        group.add_argument(flag, dest=flag, metavar="VALUE", help=_help(options))
+    return parser, [*flags, *_FLAGS]
+
+
+def _help(options: Sequence[str]) -> str:
+    if len(options) > 1:
+        return f"sets {' and '.join(options)}"
+    field = OPTIONS[options[0]]
+    default = field.get_default(call_default_factory=False)
+    return f"{field.description} ({default})".replace("%", "%%")

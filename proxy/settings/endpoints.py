@@ -1,0 +1,103 @@
+"""Where engines are: `host:port`, alone or as port ranges and lists of hosts.
+
+Host names stay names: they are resolved when a connection is made. Every ValueError is a sentence for the operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Placeholders of deployment guides such as `141.xx.xx.1` are names, too; nobody resolves them before they are used.
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+def plain_host(text: str) -> str:
+    """A host name or address without brackets, in lower case. Raises ValueError for anything else."""
+    if _NAME.fullmatch(text):
+        return text.lower()
+    address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if "%" not in address:  # a zone such as fe80::1%eth0 has no place in a Host header
+        with contextlib.suppress(ipaddress.AddressValueError):
+            return str(ipaddress.IPv6Address(address))
+    raise ValueError(f"{text!r} is not a host name or an IP address")
+
+
+Host = Annotated[str, AfterValidator(plain_host)]
+
+
+class Endpoint(BaseModel):
+    """One engine's address. An IPv6 host is stored without brackets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: Host
+    port: int = Field(ge=1, le=65535)
+
+    @model_serializer
+    def _as_text(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def port_range(text: str) -> range:
+    """The ports of `7100` or of `7100-7115`, both ends included."""
+    match = _PORTS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a port or a port range like 7100-7115")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= 65535 or not 1 <= last <= 65535:
+        raise ValueError(f"{text!r} is outside the ports 1 to 65535")
+    if last < first:
+        raise ValueError(f"{text!r} is a port range that ends before it begins")
+    return range(first, last + 1)
+
+
+def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+    """The endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`."""
+    scheme, separator, rest = text.rpartition("://")
+    if "@" in rest:
+        # Not shown: what stands before the @ may be a password.
+        raise ValueError(f"the address of {rest.rpartition('@')[2]!r} must not hold a user name or password")
+    if separator and scheme.lower() != "http":
+        raise ValueError(f"{text!r} must be http://, as engines are reached without TLS")
+    rest = rest.removesuffix("/")
+    if re.search(r"[/?#]", rest):
+        raise ValueError(f"{text!r} must be host:port without a path")
+    host, separator, ports = rest.rpartition(":")
+    if not separator or ports.endswith("]"):
+        raise ValueError(f"{text!r} has no port: write it as host:port")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"{text!r} is ambiguous: write an IPv6 address in brackets, like [::1]:7100")
+    name = plain_host(host)
+    return tuple(Endpoint(host=name, port=port) for port in port_range(ports))
+
+
+def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
+    """The n-th host with the n-th port or range; one range serves every host, one host takes several ranges.
+
+    Plain lists must be equally long, as in vLLM-Ascend's example proxy.
+    """
+    if any(len(several) > 1 for several in ports):
+        if len(ports) == 1:
+            ports = [*ports] * len(hosts)
+        elif len(hosts) == 1:
+            hosts = [*hosts] * len(ports)
+    if len(hosts) != len(ports):
+        raise ValueError(f"{_count(len(hosts), role_noun, 'host')} but {_count(len(ports), role_noun, 'port')}")
+    pairs = zip(hosts, ports, strict=True)
+    return tuple(Endpoint(host=host, port=port) for host, several in pairs for port in several)
+
+
+def _count(number: int, role_noun: str, thing: str) -> str:
+    return f"{number} {role_noun} {thing}{'s' * (number != 1)}"

@@ -1,0 +1,89 @@
+"""The types of options: what is accepted as a number of seconds, a secret, a list of endpoints …
+
+A ValueError that begins with "must" is an expectation; the name of the option and the value are put around it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+
+from proxy.settings.endpoints import Endpoint, parse_endpoints
+
+
+def _not_boolean(value: object) -> object:
+    # YAML's `yes` would otherwise become 1.
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+def _cores_for_auto(value: object) -> object:
+    return len(os.sched_getaffinity(0)) if value == "auto" else value
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _list(value: object) -> list[object]:
+    """A comma separated text is a list, which is how an environment variable holds one."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("must be a list")
+    return list(value)
+
+
+def _endpoints(value: object) -> list[Endpoint]:
+    found: list[Endpoint] = []
+    for item in _list(value):
+        if isinstance(item, Endpoint):
+            found.append(item)
+        elif isinstance(item, str):
+            found.extend(parse_endpoints(item))
+        else:
+            raise ValueError("must be a list of host:port")
+    return found
+
+
+def _empty_is_none(value: object) -> object:
+    return (value.strip() or None) if isinstance(value, str) else value
+
+
+def _fits_a_header(value: SecretStr | None) -> SecretStr | None:
+    text = value.get_secret_value() if value else ""
+    if not (text.isascii() and (not text or text.isprintable())):
+        raise ValueError("must be printable ASCII, as it is sent in an HTTP header")
+    return value
+
+
+def _absolute_path(value: str) -> str:
+    if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError("must be a path that begins with /")
+    return value
+
+
+_number = BeforeValidator(_not_boolean)
+
+Seconds = Annotated[float, _number, Field(gt=0)]
+Delay = Annotated[float, _number, Field(ge=0)]
+Ratio = Annotated[float, _number, Field(ge=0, le=1)]
+Natural = Annotated[int, _number, Field(ge=0)]
+Positive = Annotated[int, _number, Field(ge=1)]
+# vLLM-Ascend's example proxy tries once when told 0.
+Attempts = Annotated[int, _number, Field(ge=0), AfterValidator(lambda count: max(count, 1))]
+ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
+Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
+
+Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
+PolicyName = Literal["least_load", "round_robin", "power_of_two", "random"]
+RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
+
+Secret = Annotated[SecretStr | None, BeforeValidator(_empty_is_none), AfterValidator(_fits_a_header)]
+SecretFile = Annotated[Path | None, BeforeValidator(_empty_is_none)]

@@ -1,0 +1,105 @@
+"""Settings from everything that may hold them: command line > environment > YAML file > default.
+
+Remembers where each value came from. A mistake raises SettingsError, whose text is one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
+
+from proxy.settings import cli
+from proxy.settings.mistakes import SettingsError, explain
+from proxy.settings.model import Settings
+from proxy.settings.sources import OPTIONS, SECRETS, Sourced, from_environment, from_yaml, variable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and the origin of each option: a flag, a variable, a file or `default`."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True) -> Loaded:
+    """Load and check everything. `needs_backends` False accepts settings without engines, to look at them."""
+    flags, config = cli.parse(argv)
+    variables = from_environment(environ)
+    path = config or environ.get("PROXY_CONFIG", "").strip()
+    values = {**(from_yaml(path) if path else {}), **variables, **flags}
+    settings = _validated(values)
+    keys = dict(_keys(settings, values, environ))
+    if keys:
+        values |= keys
+        settings = _validated(values)
+    if needs_backends:
+        _require_backends(settings)
+    return Loaded(settings, {option: values[option].origin if option in values else DEFAULT for option in OPTIONS})
+
+
+def _validated(values: Mapping[str, Sourced]) -> Settings:
+    tree: dict[str, object] = {}
+    for option, found in values.items():
+        section, _, name = option.rpartition(".")
+        branch = tree.setdefault(section, {}) if section else tree
+        assert isinstance(branch, dict)
+        branch[name] = found.value
+
+    def name_of(option: str) -> str:
+        found = values.get(option)
+        if found is None:
+            return option
+        return f"{found.origin}: {option}" if found.in_file else found.origin
+
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(explain(error, name_of, SECRETS)) from None
+
+
+def _keys(
+    settings: Settings, values: Mapping[str, Sourced], environ: Mapping[str, str]
+) -> Iterator[tuple[str, Sourced]]:
+    """Keys that are held by files, and the engine key's default."""
+    for option in SECRETS:
+        name = option.removeprefix("auth.")
+        path: Path | None = getattr(settings.auth, f"{name}_file")
+        is_given = option in values and values[option].value is not None
+        if path is not None:
+            if is_given:
+                raise SettingsError(f"{option} and {option}_file are both given, but one of them is enough")
+            yield option, Sourced(_read_key(option, path), str(path))
+        elif option == "auth.engine_api_key" and not is_given and (key := environ.get("OPENAI_API_KEY")):
+            yield option, Sourced(key, "OPENAI_API_KEY")
+
+
+def _read_key(option: str, path: Path) -> str:
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{option}_file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{option}_file {path} is not text") from None
+    if not key:
+        raise SettingsError(f"{option}_file {path} is empty")
+    return key
+
+
+def _require_backends(settings: Settings) -> None:
+    missing = {"decode": "decoder"} if not settings.decode else {}
+    if not settings.prefill and settings.connector != "plain":
+        missing = {"prefill": "prefiller", **missing}
+    if missing:
+        nouns = " and ".join(f"no {noun}" for noun in missing.values())
+        flags = " and ".join(f"--{role}" for role in missing)
+        variables = " and ".join(variable(role) for role in missing)
+        raise SettingsError(f"{nouns} given: use {flags}, {variables} or a --config file")

@@ -1,0 +1,237 @@
+"""Every option: its name, type, default and meaning.
+
+Frozen values; a part of the program is given the sub-model it needs. The text under a field is its documentation and
+appears in `--help` and `configs/full.yaml`.
+"""
+
+# No `from __future__ import annotations` here: pydantic reads the annotations at run time.
+from typing import Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from proxy.settings.endpoints import Endpoint, Host
+from proxy.settings.kinds import (
+    AbsolutePath,
+    Attempts,
+    Delay,
+    Endpoints,
+    ListenPort,
+    LogLevel,
+    Natural,
+    PolicyName,
+    Positive,
+    Ratio,
+    RouteGroups,
+    Seconds,
+    Secret,
+    SecretFile,
+    Workers,
+)
+
+# Each backend has a column in the scoreboard.
+MAX_BACKENDS: Final = 1024
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown options, a documented field each."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class Listen(Section):
+    """The address clients connect to, and what a client may use up."""
+
+    host: Host = "127.0.0.1"
+    """Host name or address to listen on; 0.0.0.0 is every IPv4 interface, :: every interface."""
+    port: ListenPort = 1999
+    """TCP port to listen on; 0 takes any free one."""
+    max_body_bytes: Positive = 64 * 1024 * 1024
+    """A larger request body is refused with status 413."""
+    keepalive_seconds: Seconds = 75.0
+    """An idle client connection is closed after this long."""
+    write_timeout_seconds: Seconds = 60.0
+    """A client that takes nothing from its answer for this long is cut off."""
+    backlog: Positive = 4096
+    """Connections the kernel holds before they are accepted."""
+
+
+class Balance(Section):
+    """How a backend is chosen among the eligible ones."""
+
+    prefill_policy: PolicyName = "least_load"
+    """Policy for prefillers: least_load, round_robin, power_of_two or random."""
+    decode_policy: PolicyName = "least_load"
+    """Policy for decoders: least_load, round_robin, power_of_two or random."""
+
+
+class Cost(Section):
+    """How the load of a request is estimated before its tokens are known."""
+
+    bytes_per_token: Positive = 4
+    """UTF-8 bytes of text that count as one token."""
+    image_tokens: Natural = 1024
+    """Tokens an image counts, whatever its bytes."""
+    audio_tokens: Natural = 512
+    """Tokens a piece of audio counts, whatever its bytes."""
+    default_output_tokens: Natural = 256
+    """Output tokens assumed for a request without a limit of its own."""
+
+
+class Retry(Section):
+    """What happens when a backend fails before the client has seen a byte."""
+
+    max_attempts: Attempts = 3
+    """Attempts per stage, the first one included; 0 counts as 1."""
+    base_delay_seconds: Delay = 0.025
+    """Longest wait before the second attempt; it doubles with each further one, and the real wait is drawn below it."""
+    max_delay_seconds: Delay = Field(default_factory=lambda earlier: max(0.25, earlier["base_delay_seconds"]))
+    """Where that doubling ends; by default 0.25, or base_delay_seconds where that is larger."""
+
+    @model_validator(mode="after")
+    def _cap_is_not_below_base(self) -> Self:
+        if self.max_delay_seconds < self.base_delay_seconds:
+            raise ValueError(
+                f"max_delay_seconds {self.max_delay_seconds} is below base_delay_seconds {self.base_delay_seconds}"
+            )
+        return self
+
+
+class Timeouts(Section):
+    """How long to wait for an engine."""
+
+    connect_seconds: Seconds = 2.0
+    """Until a connection to an engine is open."""
+    prefill_seconds: Seconds = 300.0
+    """Until a prefiller has answered."""
+    first_token_seconds: Seconds = 300.0
+    """Until a decoder's answer begins, which includes fetching the KV cache."""
+    idle_seconds: Seconds = 300.0
+    """Between two pieces of a decoder's answer."""
+
+
+class Kv(Section):
+    """The hand-over of the KV cache from prefiller to decoder."""
+
+    on_missing: Literal["retry_prefill", "local", "error"] = "retry_prefill"
+    """When a prefiller names no KV cache: retry_prefill asks another one, then lets the decoder compute a prompt of up
+    to local_max_tokens by itself; local always lets the decoder compute it; error fails the request."""
+    local_max_tokens: Natural = 2048
+    """Longest prompt a decoder may compute by itself after retry_prefill did not help."""
+
+
+class HealthChecks(Section):
+    """How backends are asked whether they are well."""
+
+    interval_seconds: Seconds = 5.0
+    """Between two checks of a backend."""
+    timeout_seconds: Seconds = 5.0
+    """A check that takes longer has failed."""
+    fall: Positive = 3
+    """Failed checks in a row that make a backend unhealthy."""
+    rise: Positive = 2
+    """Passed checks in a row that make it healthy again."""
+    jitter: Ratio = 0.2
+    """Random share by which an interval is made longer or shorter, so that checks do not come in step."""
+    changing_interval_seconds: Seconds = 1.0
+    """Between two checks while the verdict is about to change."""
+    path: AbsolutePath = "/health"
+    """What is requested; status 200 passes."""
+
+
+class Joining(Section):
+    """Instances added at run time that do not answer yet."""
+
+    max_attempts: Attempts = 3
+    """Checks before an added instance is given up; 0 counts as 1."""
+    interval_seconds: Seconds = 10.0
+    """Between two of these checks."""
+
+
+class Fanout(Section):
+    """Requests with several prompts or samples, which are split into single units."""
+
+    max_units: Positive = 1024
+    """A request that would be split into more units is refused."""
+    concurrency: Positive = 64
+    """Units of one request that run at the same time."""
+
+
+class Drain(Section):
+    """What happens after SIGTERM."""
+
+    not_ready_seconds: Delay = 0.0
+    """Keep accepting for this long while /readyz already says no, so that load balancers can notice."""
+    streams_seconds: Seconds = 300.0
+    """Then let requests that are running finish for this long; the rest get an error."""
+
+
+class Auth(Section):
+    """Keys. They come from the environment or from files, never from the command line."""
+
+    engine_api_key: Secret = None
+    """Sent to engines as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""
+    engine_api_key_file: SecretFile = None
+    """File that holds engine_api_key."""
+    admin_key: Secret = None
+    """Lets administrators in from elsewhere than this host; none: only this host may administer."""
+    admin_key_file: SecretFile = None
+    """File that holds admin_key."""
+
+
+class Log(Section):
+    """The program's log."""
+
+    level: LogLevel = "INFO"
+    """Least severe level that is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+    format: Literal["auto", "text", "json"] = "auto"
+    """text, json, or auto: text on a terminal and json elsewhere."""
+
+
+class Settings(Section):
+    """All options. Loading them from the command line, the environment and a file is `proxy.settings.load`."""
+
+    prefill: Endpoints = ()
+    """Prefillers, as host:port or host:first-last; none with connector plain."""
+    decode: Endpoints = ()
+    """Decoders, as host:port or host:first-last."""
+    connector: Literal["vllm_pull", "plain"] = "vllm_pull"
+    """How the KV cache travels: vllm_pull (the decoder fetches it) or plain (every engine does both stages)."""
+    workers: Workers = 1
+    """Processes that serve requests; auto is one per core."""
+    passthrough: RouteGroups = ("tokenizer", "pooling")
+    """Groups of routes that one engine answers alone: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
+    listen: Listen = Listen()
+    balance: Balance = Balance()
+    cost: Cost = Cost()
+    retry: Retry = Retry()
+    timeouts: Timeouts = Timeouts()
+    kv: Kv = Kv()
+    health: HealthChecks = HealthChecks()
+    joining: Joining = Joining()
+    fanout: Fanout = Fanout()
+    drain: Drain = Drain()
+    auth: Auth = Auth()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _every_backend_is_one_backend(self) -> Self:
+        nouns: dict[Endpoint, str] = {}
+        for noun, endpoints in (("prefiller", self.prefill), ("decoder", self.decode)):
+            for endpoint in endpoints:
+                before = nouns.setdefault(endpoint, "")
+                if before == noun:
+                    raise ValueError(f"{endpoint} is given twice as a {noun}")
+                if before:
+                    raise ValueError(f"{endpoint} is given both as a {before} and as a {noun}")
+                nouns[endpoint] = noun
+        if self.connector == "plain" and self.prefill:
+            raise ValueError("connector plain has no prefillers: give every engine as a decoder")
+        if len(nouns) > MAX_BACKENDS:
+            raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the most there can be")
+        return self

@@ -1,0 +1,115 @@
+"""Where values come from besides the command line: the environment and a YAML file.
+
+Both become a flat table from dotted options such as `listen.port` to a value and its origin, so that a later source
+simply replaces entries. A name that is no option is refused; types are the model's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import yaml
+
+from proxy.settings.mistakes import SettingsError, did_you_mean, shown
+from proxy.settings.model import Section, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pydantic.fields import FieldInfo
+
+PREFIX: Final = "PROXY_"
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced:
+    """A value as it was found, and where: `--port`, `PROXY_LISTEN__PORT`, the path of a file that holds options."""
+
+    value: object
+    origin: str
+    in_file: bool = False
+
+
+def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _options(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
+SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
+SECRETS: Final = ("auth.engine_api_key", "auth.admin_key")
+
+
+def variable(option: str) -> str:
+    """The environment variable of an option: `listen.port` is PROXY_LISTEN__PORT."""
+    return PREFIX + option.upper().replace(".", "__")
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
+    """Every `PROXY_…` variable that is not empty. Raises SettingsError for one that names no option of a section.
+
+    Other unknown names are left alone: Kubernetes sets PROXY_PORT and the like for a service that is called proxy.
+    """
+    found: dict[str, Sourced] = {}
+    for name, value in environ.items():
+        if not name.startswith(PREFIX) or not value.strip():
+            continue
+        option = name.removeprefix(PREFIX).replace("__", ".").lower()
+        if option in OPTIONS and name == variable(option):
+            found[option] = Sourced(value.strip(), name)
+        elif option in SECTIONS:
+            example = next(known for known in OPTIONS if known.startswith(f"{option}."))
+            raise SettingsError(f"{name} is a section: set its options, such as {variable(example)}")
+        elif option.partition(".")[0] in SECTIONS:
+            raise SettingsError(f"{name} names no option{did_you_mean(name, map(variable, OPTIONS))}")
+    return found
+
+
+def from_yaml(path: str) -> dict[str, Sourced]:
+    """The options of a YAML file. Raises SettingsError."""
+    try:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"{path}{line}: {error.problem}") from None
+    except yaml.YAMLError:
+        raise SettingsError(f"{path} is not YAML") from None
+    if not isinstance(tree, dict | None):
+        raise SettingsError(f"{path} must hold options such as `workers: 2`, not {shown(tree)}")
+    return dict(_flat(tree or {}, path))
+
+
+def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[tuple[str, Sourced]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in OPTIONS:
+            yield name, Sourced(value, path, in_file=True)
+        elif name not in SECTIONS:
+            raise SettingsError(f"{path}: unknown option {name}{did_you_mean(name, [*OPTIONS, *SECTIONS])}")
+        elif isinstance(value, dict):
+            yield from _flat(value, path, f"{name}.")
+        elif value is not None:  # nothing but comments below a section's name
+            raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)

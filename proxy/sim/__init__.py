@@ -1,0 +1,1 @@
+"""Simulated engines: the demo, the tests and the benchmarks all use these."""

@@ -1,0 +1,205 @@
+"""Request bodies of the OpenAI API, read and refused the way vLLM does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.sim.options import Options
+from proxy.sim.tokenizer import encode, render_chat, thinking_asked
+
+COMPLETION_DEFAULT_TOKENS = 16
+
+
+class EngineError(Exception):
+    """A request that the engine refuses. `late` when the handler did, not the schema: only then does an engine holding
+    `do_remote_prefill` params tell the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`)."""
+
+    def __init__(self, status: int, message: str, kind: str, param: str | None = None, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.late = late
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+def internal_error() -> EngineError:
+    return EngineError(500, "Internal server error", "InternalServerError")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One validated generation request, prompts already turned into ids."""
+
+    is_chat: bool
+    model: str
+    prompts: list[list[int]]
+    samples: int
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+    ignore_eos: bool
+    keep_markers: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: int | None
+    """How many alternatives to report per token; None reports no logprobs at all."""
+    return_token_ids: bool
+    echo: bool
+    kv_params: dict[str, Any]
+    is_thinking: bool
+    include_reasoning: bool
+    calls_tools: bool
+    names_tool: bool
+
+    @property
+    def is_prefill_leg(self) -> bool:
+        return bool(self.kv_params.get("do_remote_decode"))
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the output can hold reasoning or tool calls that a parser separates from the content."""
+        return self.is_chat and (self.is_thinking or self.calls_tools)
+
+
+def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
+    """Validate a request; raises EngineError as the engine would answer."""
+    _check_schema(body, is_chat)
+    _check_model(body, options)
+    prompts = _chat_prompt(body, options) if is_chat else _completion_prompts(body["prompt"])
+    for prompt in prompts:
+        if len(prompt) >= options.max_model_len:
+            raise _late(
+                f"This model's maximum context length is {options.max_model_len} tokens. However, your prompt contains "
+                f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. "
+                f"Please reduce the length of the input prompt.",
+                "input_tokens",
+            )
+    max_tokens, min_tokens = _token_limits(body, is_chat)
+    rank = headers.get("x-data-parallel-rank", "0")
+    if rank.lstrip("-").isdigit() and int(rank) != 0:
+        raise _late(f"data_parallel_rank {rank} is out of range [0, 1).")
+    stop = body.get("stop") or ()
+    stream_options = body.get("stream_options") or {}
+    tools = is_chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
+    thinking = is_chat and thinking_asked(body) and bool(options.reasoning_parser)
+    calls_tools = tools and bool(options.tool_call_parser)
+    return Ask(
+        is_chat=is_chat,
+        model=body.get("model") or options.model,
+        prompts=prompts,
+        samples=body.get("n") or 1,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=frozenset(body.get("stop_token_ids") or ()),
+        include_stop=bool(body.get("include_stop_str_in_output")),
+        ignore_eos=bool(body.get("ignore_eos")),
+        keep_markers=body.get("skip_special_tokens") is False or thinking or calls_tools,
+        stream=bool(body.get("stream")),
+        include_usage=bool(stream_options.get("include_usage")),
+        continuous_usage=bool(stream_options.get("include_usage") and stream_options.get("continuous_usage_stats")),
+        logprobs=_logprobs(body, is_chat),
+        return_token_ids=bool(body.get("return_token_ids")),
+        echo=bool(body.get("echo")),
+        kv_params=body.get("kv_transfer_params") or {},
+        is_thinking=thinking,
+        include_reasoning=body.get("include_reasoning") is not False,
+        calls_tools=calls_tools,
+        names_tool=isinstance(body.get("tool_choice"), dict),
+    )
+
+
+def _late(message: str, param: str | None = None) -> EngineError:
+    return EngineError(400, message, "BadRequestError", param, late=True)
+
+
+def _invalid(message: str, param: str | None) -> EngineError:
+    """As the schema refuses: raised before the handler runs."""
+    return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)
+
+
+def _check_schema(body: Any, is_chat: bool) -> None:
+    if not isinstance(body, dict):
+        raise _invalid("Input should be a valid dictionary", "body")
+    if is_chat and not (isinstance(body.get("messages"), list) and all(isinstance(m, dict) for m in body["messages"])):
+        raise _invalid("Field required" if "messages" not in body else "Input should be a valid list", "body.messages")
+    if not is_chat and body.get("prompt") in (None, "", []):
+        raise _invalid("Value error, Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens", "n"):
+        if not isinstance(body.get(name, 0), int | None):
+            raise _invalid("Input should be a valid integer", f"body.{name}")
+    if body.get("stream_options") and not body.get("stream"):
+        raise _invalid("Value error, Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.get("continue_final_message") and body.get("add_generation_prompt", True):
+        raise _invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
+    if not isinstance(body.get("kv_transfer_params"), dict | None):
+        raise _invalid("Input should be a valid dictionary", "body.kv_transfer_params")
+
+
+def _check_model(body: dict[str, Any], options: Options) -> None:
+    model = body.get("model")
+    if model and model != options.model:
+        message = f"The model `{model}` does not exist. Valid aliases: {options.model}."
+        raise EngineError(404, message, "NotFoundError", "model", late=True)
+
+
+def _token_limits(body: dict[str, Any], is_chat: bool) -> tuple[int | None, int]:
+    max_tokens = body.get("max_tokens")
+    if is_chat and body.get("max_completion_tokens") is not None:
+        max_tokens = body["max_completion_tokens"]
+    if not is_chat and max_tokens is None:
+        max_tokens = COMPLETION_DEFAULT_TOKENS
+    min_tokens = body.get("min_tokens") or 0
+    if max_tokens is not None and max_tokens < 1:
+        raise _late(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens")
+    if min_tokens < 0:
+        raise _late(f"min_tokens must be greater than or equal to 0, got {min_tokens}.")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _late(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.")
+    return max_tokens, min_tokens
+
+
+def _logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
+    if not is_chat:
+        count = body.get("logprobs")
+        return count if isinstance(count, int) and not isinstance(count, bool) else None
+    return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+
+
+def _completion_prompts(prompt: Any) -> list[list[int]]:
+    match prompt:
+        case str():
+            return [encode(prompt)]
+        case [int(), *_]:
+            return [list(prompt)]
+        case [list() | str(), *_]:
+            return [encode(one) if isinstance(one, str) else list(one) for one in prompt]
+    raise _invalid("Input should be a valid string or list", "body.prompt")
+
+
+def _chat_prompt(body: dict[str, Any], options: Options) -> list[list[int]]:
+    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    rule = options.profile.chat_prompt_ids
+    if given is None or rule == "ignored":
+        return [render_chat(body)]
+    if rule == "text_only" and (body.get("echo") or _has_media(body)):
+        return [render_chat(body)]
+    if not (isinstance(given, list) and given and all(isinstance(token, int) for token in given)):
+        if rule == "replace":
+            return [render_chat(body)]
+        raise _late("prompt_token_ids must be a non-empty list of integers.", "kv_transfer_params")
+    return [given]
+
+
+def _has_media(body: dict[str, Any]) -> bool:
+    contents = (message.get("content") for message in body["messages"])
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and "text" not in part for part in parts)

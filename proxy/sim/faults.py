@@ -1,0 +1,137 @@
+"""Fault injection: which requests go wrong, and how.
+
+A rule names an action and which requests it applies to; the rules that apply to one request are its `Plan`. Rules are
+added from a test (`engine.faults.add("reset_after_tokens", tokens=3, times=1)`) or by `POST /_mock/faults`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+ACTIONS: Final[dict[str, str]] = {
+    "refuse_status": "answer `status` with `body` (an OpenAI-style error unless given)",
+    "slow_headers": "wait `seconds`, then go on",
+    "hang_before_headers": "never answer",
+    "hang_after_headers": "answer 200 and headers, then nothing",
+    "reset_before_headers": "reset the connection instead of answering",
+    "reset_after_headers": "answer 200 and headers, then reset the connection",
+    "reset_after_tokens": "stream `tokens` tokens, then reset the connection",
+    "stall_after_tokens": "stream `tokens` tokens, then send nothing more",
+    "end_without_finish": "stream `tokens` tokens, then end without finish_reason (with `[DONE]` if `done`)",
+    "error_event": "stream `tokens` tokens, then an error event and `[DONE]`",
+    "recompute": "after `tokens` tokens end with stop_reason 'recomputed', the last `merged` of them in that chunk",
+    "load_failure": "the KV cannot be loaded",
+    "missing_kv_params": "answer a prefill without kv_transfer_params, pinning nothing",
+    "lost_response": "pin the KV of a prefill, then reset the connection",
+    "truncated_json": "close in the middle of a non-streamed body",
+    "invalid_json": "answer 200 with a body that is not JSON",
+    "split_bytes": "write the stream in pieces of `size` bytes",
+    "coalesce": "write `size` events at a time",
+    "crlf": "end the lines of the stream with CRLF",
+    "comments": "put an SSE comment before every event",
+    "kill": "after `tokens` tokens (0: before headers) the process exits, or the in-process engine is killed",
+}
+
+
+class UnknownAction(ValueError):
+    """A fault rule named an action or a field that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One way of going wrong. The conditions are combined: path and request id contain the given text, every n-th
+    match, with this probability, at most so many times."""
+
+    action: str
+    path: str = "/v1/"
+    request_id: str = ""
+    every: int = 1
+    skip: int = 0
+    probability: float = 1.0
+    times: int | None = None
+    status: int = 503
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    tokens: int = 0
+    merged: int = 0
+    size: int = 1
+    done: bool = False
+
+
+class Plan:
+    """The rules that apply to one request, at most one per action."""
+
+    __slots__ = ("_rules",)
+
+    def __init__(self, rules: dict[str, Rule] | None = None) -> None:
+        self._rules = rules or {}
+
+    def get(self, action: str) -> Rule | None:
+        return self._rules.get(action)
+
+    def __contains__(self, action: str) -> bool:
+        return action in self._rules
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+
+class Faults:
+    """The rules of one engine, with how often each matched and fired."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._rules: list[Rule] = []
+        self._matched: list[int] = []
+        self._fired: list[int] = []
+
+    def add(self, action: str, **fields: Any) -> Rule:
+        if action not in ACTIONS:
+            raise UnknownAction(f"unknown fault {action!r}; known are {', '.join(sorted(ACTIONS))}")
+        try:
+            rule = Rule(action=action, **fields)
+        except TypeError as error:
+            raise UnknownAction(str(error)) from None
+        self._rules.append(rule)
+        self._matched.append(0)
+        self._fired.append(0)
+        return rule
+
+    def clear(self) -> None:
+        self._rules.clear()
+        self._matched.clear()
+        self._fired.clear()
+
+    def plan(self, path: str, request_id: str) -> Plan:
+        """Which rules apply to this request; counts it for `every`, `skip` and `times`."""
+        if not self._rules:
+            return _NO_FAULTS
+        rules: dict[str, Rule] = {}
+        for index, rule in enumerate(self._rules):
+            if rule.action not in rules and self._fires(index, rule, path, request_id):
+                rules[rule.action] = rule
+        return Plan(rules)
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {"action": rule.action, "path": rule.path, "matched": matched, "fired": fired, "times": rule.times}
+            for rule, matched, fired in zip(self._rules, self._matched, self._fired, strict=True)
+        ]
+
+    def _fires(self, index: int, rule: Rule, path: str, request_id: str) -> bool:
+        if rule.path not in path or rule.request_id not in request_id:
+            return False
+        self._matched[index] += 1
+        count = self._matched[index] - rule.skip
+        if count <= 0 or count % rule.every or (rule.times is not None and self._fired[index] >= rule.times):
+            return False
+        if rule.probability < 1.0 and self._random.random() >= rule.probability:
+            return False
+        self._fired[index] += 1
+        return True
+
+
+_NO_FAULTS: Final = Plan()

@@ -1,0 +1,183 @@
+"""The engine's side of one request: its sequences, the KV it fetches and the KV it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from proxy.sim.ask import Ask, internal_error
+from proxy.sim.core import Core, Loaded
+from proxy.sim.faults import Plan
+from proxy.sim.model import Writer
+from proxy.sim.sequence import Delta, GarbageWriter, Sequence, Strike
+
+_STRIKES = (
+    "recompute",
+    "reset_after_tokens",
+    "stall_after_tokens",
+    "end_without_finish",
+    "error_event",
+    "kill",
+)
+
+
+class Generation:
+    """Runs one `Ask`. `run` returns when every sequence has ended; cancelling it aborts them all."""
+
+    def __init__(self, core: Core, ask: Ask, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]) -> None:
+        self.kv_params: dict[str, Any] | None = None
+        self._core = core
+        self._ask = ask
+        self._answer_id = answer_id
+        self._plan = plan
+        self._on_delta = on_delta
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queued_at = self._first_token_at = asyncio.get_running_loop().time()
+        self._params = ask.kv_params if ask.kv_params.get("do_remote_prefill") else {}
+        self._fetches = core.protocol.is_complete(self._params)
+        self._fetching = False
+        self.sequences = [
+            self._sequence(prompt_index * ask.samples + sample, prompt)
+            for prompt_index, prompt in enumerate(ask.prompts)
+            for sample in range(ask.samples)
+        ]
+        self._live = len(self.sequences)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self._ask.prompts))
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(sequence.output) for sequence in self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.sequences[0].cached_tokens
+
+    async def run(self) -> None:
+        first, *others = self.sequences
+        scheduler = self._core.scheduler
+        if self._fetches:
+            first.on_admitted = lambda: self._admitted.done() or self._admitted.set_result(None)
+        else:
+            self._prefill(first)
+        for other in others:
+            self._prefill(other)
+        try:
+            for sequence in self.sequences:
+                scheduler.submit(sequence)
+            if self._fetches:
+                await self._admitted
+                await self._fetch(first)
+            await self._done
+        except asyncio.CancelledError:
+            await self._abort()
+            raise
+        self._leave_kv()
+
+    def _sequence(self, index: int, prompt: list[int]) -> Sequence:
+        options = self._core.options
+        ask = self._ask
+        limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
+        # One set of params names the KV of one prompt, and its blocks are gone after the first pull.
+        is_garbage = self._fetches and index > 0
+        writer = Writer(prompt, tools=ask.calls_tools, eos_after=options.eos_after)
+        return Sequence(
+            index,
+            prompt,
+            ask,
+            GarbageWriter() if is_garbage else writer,
+            self._emitted,
+            max_tokens=min(limit, options.max_model_len - len(prompt)),
+            stream_interval=options.stream_interval,
+            ends_at_once=options.first_token_eos,
+            strike=self._strike() if index == 0 else None,
+        )
+
+    def _strike(self) -> Strike | None:
+        for kind in _STRIKES:
+            rule = self._plan.get(kind)
+            if rule is not None and (kind != "kill" or rule.tokens):
+                return Strike(kind, rule.tokens, rule.merged)
+        return None
+
+    def _prefill(self, sequence: Sequence) -> None:
+        """Account for computing a prompt here, less what the prefix cache has."""
+        sequence.cached_tokens = self._core.cache.add(sequence.prompt)
+        sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
+        self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
+        self._core.state.prompt_tokens += len(sequence.prompt)
+        self._core.state.local_prefills += not self._ask.is_prefill_leg
+
+    async def _fetch(self, sequence: Sequence) -> None:
+        self._fetching = True
+        loaded = await self._core.protocol.load(self._params, sequence.prompt)
+        if "load_failure" in self._plan:
+            loaded = Loaded.FAILED
+        if loaded is Loaded.FAILED:
+            if self._core.options.kv_load_failure_policy == "fail":
+                sequence.fail()
+                self._core.scheduler.drop(sequence)
+                return
+            self._prefill(sequence)
+        else:
+            if loaded is Loaded.FOREIGN:
+                sequence.source = GarbageWriter()
+            # A decoder that got the KV calls all but the last token, which it runs again, cached.
+            sequence.cached_tokens = len(sequence.prompt) - 1
+            self._core.cache.add(sequence.prompt)
+            self._core.metrics.count_prompt(transferred=len(sequence.prompt))
+            self._core.state.prompt_tokens += len(sequence.prompt)
+        self._core.scheduler.begin(sequence)
+
+    def _emitted(self, delta: Delta) -> None:
+        if not self._first_token_at > self._queued_at:
+            self._first_token_at = asyncio.get_running_loop().time()
+        if delta.stop_reason == "recomputed":
+            self._core.state.recomputed += 1
+        self._on_delta(delta)
+        if delta.finish_reason is not None or delta.fault == "end_without_finish":
+            self._ended(delta)
+
+    def _ended(self, delta: Delta) -> None:
+        sequence = self.sequences[delta.index]
+        now = asyncio.get_running_loop().time()
+        self._core.metrics.finished(
+            delta.finish_reason or "abort", self._queued_at, self._first_token_at, now, len(sequence.output)
+        )
+        self._live -= 1
+        if not self._live and not self._done.done():
+            self._done.set_result(None)
+
+    async def _abort(self) -> None:
+        for sequence in self.sequences:
+            self._core.scheduler.drop(sequence)
+        if self._live:
+            self._core.state.aborted += 1
+        # A transfer under way is waited for before the blocks are given back, whatever the version.
+        if self._fetches and (self._fetching or self._core.options.releases_unused):
+            await self._core.protocol.release(self._params)
+
+    def _leave_kv(self) -> None:
+        """Pin what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
+        core = self._core
+        if not self._ask.is_prefill_leg or core.options.role == "decode" or "missing_kv_params" in self._plan:
+            return
+        keeps = {"length", "stop"} if core.options.connector == "nixl" else {"length"}
+        for sequence in self.sequences:
+            if sequence.finish_reason in keeps:
+                params = core.protocol.keep(self._child_id(sequence.index), sequence.prompt)
+                if sequence.index == 0:
+                    self.kv_params = params
+        if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:
+            raise internal_error()
+        if "lost_response" not in self._plan and not self._ask.stream and self.kv_params is not None:
+            core.protocol.announce(self.kv_params)
+
+    def _child_id(self, index: int) -> str:
+        prompt_index, sample = divmod(index, self._ask.samples)
+        request_id = self._answer_id if self._ask.is_chat else f"{self._answer_id}-{prompt_index}"
+        return f"{sample}_{request_id}" if self._ask.samples > 1 else request_id

@@ -1,0 +1,84 @@
+"""`/metrics` of a simulated engine: vLLM's names, values from what the engine really did.
+
+Written by hand because a client library would register its values in the process's own registry, next to the gateway's
+when both run in one test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+_SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts per bucket of a duration in seconds."""
+
+    __slots__ = ("counts", "sum", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(_SECONDS)
+        self.sum = 0.0
+        self.total = 0
+
+    def observe(self, seconds: float) -> None:
+        self.sum += seconds
+        self.total += 1
+        for index, bound in enumerate(_SECONDS):
+            if seconds <= bound:
+                self.counts[index] += 1
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        lines = [f"# TYPE {name} histogram"]
+        for bound, count in zip(_SECONDS, self.counts, strict=True):
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
+        lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {self.total}')
+        lines.append(f"{name}_sum{{{labels}}} {self.sum}")
+        lines.append(f"{name}_count{{{labels}}} {self.total}")
+        return lines
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """What only `/metrics` needs; everything else is read from the engine's state when scraped."""
+
+    model: str
+    prompt_tokens_by_source: Counter[str] = field(default_factory=Counter)
+    requests_by_reason: Counter[str] = field(default_factory=Counter)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    request_seconds: Histogram = field(default_factory=Histogram)
+    token_seconds: Histogram = field(default_factory=Histogram)
+
+    def count_prompt(self, *, computed: int = 0, cached: int = 0, transferred: int = 0) -> None:
+        self.prompt_tokens_by_source["local_compute"] += computed
+        self.prompt_tokens_by_source["local_cache_hit"] += cached
+        self.prompt_tokens_by_source["external_kv_transfer"] += transferred
+
+    def finished(self, reason: str, queued_at: float, first_token_at: float, ended_at: float, tokens: int) -> None:
+        self.requests_by_reason[reason] += 1
+        self.time_to_first_token.observe(first_token_at - queued_at)
+        self.request_seconds.observe(ended_at - queued_at)
+        if tokens > 1:
+            self.token_seconds.observe((ended_at - first_token_at) / (tokens - 1))
+
+    def render(self, gauges: dict[str, float], counters: dict[str, float]) -> str:
+        """The exposition text. Names are given without `vllm:` and, for counters, without `_total`."""
+        labels = f'engine="0",model_name="{self.model}"'
+        lines: list[str] = []
+        for name, value in gauges.items():
+            lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{labels}}} {value}"]
+        for name, value in counters.items():
+            lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{labels}}} {value}"]
+        lines += _by_label("prompt_tokens_by_source", "source", self.prompt_tokens_by_source, labels)
+        lines += _by_label("request_success", "finished_reason", self.requests_by_reason, labels)
+        lines += self.time_to_first_token.lines("vllm:time_to_first_token_seconds", labels)
+        lines += self.request_seconds.lines("vllm:e2e_request_latency_seconds", labels)
+        lines += self.token_seconds.lines("vllm:request_time_per_output_token_seconds", labels)
+        return "\n".join(lines) + "\n"
+
+
+def _by_label(name: str, label: str, values: Counter[str], labels: str) -> list[str]:
+    lines = [f"# TYPE vllm:{name}_total counter"]
+    return lines + [f'vllm:{name}_total{{{labels},{label}="{key}"}} {value}' for key, value in values.items()]

@@ -1,0 +1,61 @@
+"""How one simulated engine is configured; every field is a flag of `mock-engine`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from proxy.sim.profile import PROFILES, ConnectorName, Profile
+
+SimRole = Literal["prefill", "decode", "both"]
+LoadFailurePolicy = Literal["fail", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Fixed for the life of an engine. All delays default to zero: as fast as the machine goes."""
+
+    role: SimRole = "both"
+    model: str = "sim"
+    profile_name: str = "v0.30"
+    connector_name: ConnectorName | None = None
+    protocol: str = "pull"
+    api_key: str | None = None
+    max_model_len: int = 131_072
+    default_max_tokens: int = 256
+    """Chat without max_tokens stops here, as with `max_new_tokens` in a model's generation config."""
+    block_size: int = 128
+    num_gpu_blocks: int = 100_000
+    prefill_ms_per_1k_tokens: float = 0.0
+    decode_step_ms: float = 0.0
+    decode_step_ms_per_seq: float = 0.0
+    max_num_seqs: int = 256
+    tokens_per_step: int = 1
+    stream_interval: int = 1
+    eos_after: int | None = None
+    first_token_eos: bool = False
+    pin_seconds: float | None = None
+    kv_load_failure_policy: LoadFailurePolicy = "fail"
+    prompt_tokens_details: bool = True
+    reasoning_parser: str = "kimi_k2"
+    tool_call_parser: str = ""
+    request_id_headers: bool = False
+    request_id_randomization: bool = True
+    kv_host: str | None = None
+    """The address prefillers announce for pulling; the listening address unless given."""
+
+    @property
+    def profile(self) -> Profile:
+        return PROFILES[self.profile_name]
+
+    @property
+    def connector(self) -> ConnectorName:
+        return self.connector_name or self.profile.connector
+
+    @property
+    def lease_seconds(self) -> float:
+        return self.profile.pin_seconds(self.connector) if self.pin_seconds is None else self.pin_seconds
+
+    @property
+    def releases_unused(self) -> bool:
+        return self.profile.releases_unused(self.connector)

@@ -1,0 +1,101 @@
+"""Version profiles: what differs on the wire between the engine versions a gateway meets.
+
+A profile names a vLLM version; with the Mooncake connector it stands for the vllm-ascend release built on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+ConnectorName = Literal["mooncake", "mooncake-pull", "mooncake-hybrid", "nixl"]
+PromptIds = Literal["ignored", "replace", "text_only"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one engine version does where versions differ."""
+
+    name: str
+    version: str
+    connector: ConnectorName
+    """The connector an engine of this version is simulated with unless told otherwise."""
+    swallows_empty_finish: bool
+    """A choice that ends with no token has no final chunk in a stream (vLLM `chat_completion/serving.py`)."""
+    nixl_releases_unused: bool
+    mooncake_releases_unused: bool
+    """A rejected or abandoned decode request tells the prefiller to free its blocks."""
+    chat_prompt_ids: PromptIds = "ignored"
+    """`kv_transfer_params.prompt_token_ids` in chat: replaces the rendered prompt, or only that of text requests."""
+    has_fingerprint: bool = True
+    has_json_reset: bool = True
+    has_waiting_by_reason: bool = True
+    explicit_nulls: bool = False
+    """Completion chunks carry `usage: null` and chunks of a chat may too."""
+    named_tool_choice_fails: bool = False
+    """The prefill leg of a named `tool_choice` with a reasoning parser pins its KV and then answers 500."""
+    has_block_size: bool = True
+    nixl_pin_seconds: float = 30.0
+
+    def releases_unused(self, connector: ConnectorName) -> bool:
+        if connector == "nixl":
+            return self.nixl_releases_unused
+        return self.mooncake_releases_unused and connector == "mooncake"
+
+    def pin_seconds(self, connector: ConnectorName) -> float:
+        """How long a prefiller keeps KV that nobody pulls."""
+        return self.nixl_pin_seconds if connector == "nixl" else 480.0
+
+
+_V18: Final = Profile(
+    name="v0.18",
+    version="0.18.0",
+    connector="mooncake",
+    swallows_empty_finish=True,
+    nixl_releases_unused=False,
+    mooncake_releases_unused=False,
+    has_fingerprint=False,
+    has_json_reset=False,
+    has_waiting_by_reason=False,
+    explicit_nulls=True,
+    named_tool_choice_fails=True,
+    has_block_size=False,
+    nixl_pin_seconds=480.0,
+)
+_V23: Final = Profile(
+    name="v0.23",
+    version="0.23.0",
+    connector="mooncake",
+    swallows_empty_finish=True,
+    nixl_releases_unused=True,
+    mooncake_releases_unused=False,
+    has_json_reset=False,
+)
+_V27: Final = Profile(
+    name="v0.27",
+    version="0.27.1",
+    connector="mooncake",
+    swallows_empty_finish=True,
+    nixl_releases_unused=True,
+    mooncake_releases_unused=False,
+)
+_V30: Final = Profile(
+    name="v0.30",
+    version="0.30.0",
+    connector="mooncake",
+    swallows_empty_finish=True,
+    nixl_releases_unused=True,
+    mooncake_releases_unused=True,
+    chat_prompt_ids="replace",
+)
+_V33: Final = Profile(
+    name="v0.33",
+    version="0.33.0",
+    connector="nixl",
+    swallows_empty_finish=False,
+    nixl_releases_unused=True,
+    mooncake_releases_unused=True,
+    chat_prompt_ids="text_only",
+)
+
+PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}

@@ -1,0 +1,172 @@
+"""The pull protocol: the prefiller pins its KV and the decoder fetches it over a socket.
+
+`POST /_mock/pull` on the prefiller stands for the RDMA read and the decoder's DONE message that frees the blocks, so
+params are single-use as they are with Ascend's connectors. The params have the shape of the configured connector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from proxy.sim.core import Loaded
+from proxy.sim.kv import Pin, PinTable
+from proxy.sim.model import digest
+from proxy.sim.options import Options
+from proxy.sim.state import State
+
+_NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
+
+
+class PullProtocol:
+    """Both ends of the pull protocol; owns the pins of this engine and the timer that expires them."""
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        self.engine_id = str(uuid.uuid4())
+        self.table = PinTable(options.lease_seconds, options.num_gpu_blocks)
+        self._options = options
+        self._state = state
+        self._address = address
+        self._timer: asyncio.TimerHandle | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    def keep(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        remote_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
+        self._changed()
+        return self._params(pin, prompt)
+
+    def announce(self, params: Mapping[str, Any]) -> None:
+        if pin := self.table.pins.get(params["remote_request_id"]):
+            pin.announced = True
+
+    def is_complete(self, params: Mapping[str, Any]) -> bool:
+        """What decoders check (vllm-ascend `mooncake_connector.py`): there are blocks, and the address is whole."""
+        return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _NEEDED)
+
+    async def load(self, params: Mapping[str, Any], prompt: Sequence[int]) -> Loaded:
+        answer = await self._ask_prefiller(params, "pull")
+        if answer is None:
+            self._state.pull_failures += 1
+            self._state.changed()
+            return Loaded.FAILED
+        self._state.pulls += 1
+        self._state.changed()
+        return Loaded.YES if answer["prompt_digest"] == digest(prompt) else Loaded.FOREIGN
+
+    async def release(self, params: Mapping[str, Any]) -> None:
+        if self.is_complete(params) and await self._ask_prefiller(params, "release") is not None:
+            self._state.releases += 1
+            self._state.changed()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/_mock/pull", self._give), web.get("/_mock/pins", self._show_pins)]
+
+    def blocks_held(self) -> int:
+        return self.table.blocks_held
+
+    def describe(self) -> dict[str, Any]:
+        table = self.table
+        return {
+            "engine_id": self.engine_id,
+            "pinned_now": len(table.pins),
+            "pinned_blocks": table.blocks_held,
+            "pinned_total": table.pinned,
+            "pulled": table.pulled,
+            "released": table.released,
+            "expired": table.expired,
+            "leaked": table.leaked,
+        }
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
+        """The prefiller's answer, None when it has no such KV or cannot be reached."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        host = str(params["remote_host"])
+        url = f"http://{f'[{host}]' if ':' in host else host}:{params['remote_port']}/_mock/pull"
+        body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
+        try:
+            async with self._session.post(url, json=body) as response:
+                return await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+
+    async def _give(self, request: web.Request) -> web.Response:
+        """The prefiller's end: hand over a pin, once."""
+        body = await request.json(loads=orjson.loads)
+        now = asyncio.get_running_loop().time()
+        take = self.table.release if body.get("verb") == "release" else self.table.pull
+        pin = take(body["remote_request_id"], now) if body.get("remote_engine_id") == self.engine_id else None
+        self._changed()
+        if pin is None:
+            return web.json_response({"error": "no such KV here"}, status=404)
+        return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})
+
+    async def _show_pins(self, request: web.Request) -> web.Response:
+        pins = [
+            {"remote_request_id": pin.request_id, "blocks": len(pin.blocks), "announced": pin.announced}
+            for pin in self.table.pins.values()
+        ]
+        return web.json_response(self.describe() | {"pins": pins})
+
+    def _changed(self) -> None:
+        self._state.pinned = len(self.table.pins)
+        self._state.changed()
+        if self._timer is None and (expires_at := self.table.next_expiry()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(expires_at, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.table.expire(asyncio.get_running_loop().time())
+        self._changed()
+
+    def _params(self, pin: Pin, prompt: Sequence[int]) -> dict[str, Any]:
+        """The shape of the connector's `request_finished` (vllm-ascend `mooncake_connector.py`, vLLM `nixl/`)."""
+        host, port = self._address()
+        params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [pin.blocks],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": pin.request_id,
+            "remote_host": host,
+            "remote_port": port,
+        }
+        connector = self._options.connector
+        if connector == "nixl":
+            return params | _nixl_extras(self._options.profile.name, pin.prompt_tokens)
+        if connector == "mooncake-pull":
+            return params | {"remote_num_prompt_tokens": pin.prompt_tokens, "last_token_id": prompt[-1]}
+        params |= {
+            "remote_ptp_size": 1,
+            "last_token_id": prompt[-1],
+            "remote_multi_nodes_meta_mapping": {"0": {"host": host, "engine_id": self.engine_id}},
+            "num_prompt_blocks": len(pin.blocks),
+        }
+        if connector == "mooncake":
+            params |= {"remote_pcp_size": 1, "remote_dcp_size": 1}
+            if self._options.profile.has_block_size:
+                params["remote_block_size"] = self._options.block_size
+        return params
+
+
+def _nixl_extras(profile_name: str, prompt_tokens: int) -> dict[str, Any]:
+    extras: dict[str, Any] = {"tp_size": 1}
+    if profile_name >= "v0.27":
+        extras |= {"remote_num_tokens": prompt_tokens, "remote_blocks_expiry_time": None}
+    if profile_name >= "v0.33":
+        extras |= {"dcp_size": 1, "pp_size": 1, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0}
+    return extras

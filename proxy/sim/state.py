@@ -1,0 +1,78 @@
+"""What a simulated engine saw and did, and waiting for it to happen.
+
+Every change is announced, so tests wait for a condition instead of sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Condition = Callable[["State"], bool]
+
+_KEPT_REQUESTS = 1000
+_KEPT_BODY_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One request as it arrived. `body` is None when it was too large to keep or not JSON."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+    body_bytes: int
+
+
+@dataclass(slots=True)
+class State:
+    """Counters of one engine, owned by it; `live` requests are those not answered to the end yet."""
+
+    live: int = 0
+    received: int = 0
+    finished: int = 0
+    aborted: int = 0
+    disconnects: int = 0
+    tokens_generated: int = 0
+    tokens_sent: int = 0
+    prompt_tokens: int = 0
+    pulls: int = 0
+    pull_failures: int = 0
+    releases: int = 0
+    local_prefills: int = 0
+    recomputed: int = 0
+    prefix_cache_resets: int = 0
+    faults_applied: int = 0
+    pinned: int = 0
+    requests: deque[Seen] = field(default_factory=lambda: deque(maxlen=_KEPT_REQUESTS))
+    _waiters: list[tuple[Condition, asyncio.Future[None]]] = field(default_factory=list)
+
+    def saw(self, method: str, path: str, headers: dict[str, str], body: Any, body_bytes: int) -> None:
+        kept = body if body_bytes <= _KEPT_BODY_BYTES else None
+        self.requests.append(Seen(method, path, headers, kept, body_bytes))
+        self.received += 1
+        self.changed()
+
+    def changed(self) -> None:
+        """Wake those whose condition has come true."""
+        for condition, future in self._waiters:
+            if not future.done() and condition(self):
+                future.set_result(None)
+
+    async def wait_until(self, condition: Condition, timeout_seconds: float) -> None:
+        if condition(self):
+            return
+        waiter = (condition, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await waiter[1]
+        finally:
+            self._waiters.remove(waiter)
+
+    def counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__ if name not in ("requests", "_waiters")}

@@ -1,0 +1,138 @@
+"""A tokenizer for simulated engines: one token per byte, plus the special markers of Kimi K2.
+
+Ids 0-255 are bytes, so a character may span several tokens as it does with real byte-level vocabularies. The markers
+carry Kimi K2's real ids. Prefiller and decoder render a chat to the same ids, which the KV transfer relies on.
+"""
+
+from __future__ import annotations
+
+import codecs
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import orjson
+
+SPACE: Final = 0x20
+BOS: Final = 163584
+END: Final = 163586
+USER: Final = 163587
+ASSISTANT: Final = 163588
+SYSTEM: Final = 163594
+SECTION_BEGIN: Final = 163595
+SECTION_END: Final = 163596
+CALL_BEGIN: Final = 163597
+ARGUMENT_BEGIN: Final = 163598
+CALL_END: Final = 163599
+MIDDLE: Final = 163601
+MEDIA: Final = 163605
+THINK: Final = 163606
+THINK_END: Final = 163607
+
+MARKERS: Final[dict[int, str]] = {
+    BOS: "[BOS]",
+    END: "<|im_end|>",
+    USER: "<|im_user|>",
+    ASSISTANT: "<|im_assistant|>",
+    SYSTEM: "<|im_system|>",
+    SECTION_BEGIN: "<|tool_calls_section_begin|>",
+    SECTION_END: "<|tool_calls_section_end|>",
+    CALL_BEGIN: "<|tool_call_begin|>",
+    ARGUMENT_BEGIN: "<|tool_call_argument_begin|>",
+    CALL_END: "<|tool_call_end|>",
+    MIDDLE: "<|im_middle|>",
+    MEDIA: "<|media_pad|>",
+    THINK: "<think>",
+    THINK_END: "</think>",
+}
+
+MEDIA_TOKENS: Final = 64
+"""Placeholder tokens of one image, video or audio part."""
+
+_ROLES: Final = {"user": USER, "assistant": ASSISTANT}
+
+
+def encode(text: str) -> list[int]:
+    """Text to ids; markers written in the text stay text, as they do for untrusted input."""
+    return list(text.encode("utf-8", "surrogatepass"))
+
+
+def pack(ids: Sequence[int]) -> bytes:
+    """Ids as bytes, the form that digests are computed over."""
+    return array("I", ids).tobytes()
+
+
+class Detokenizer:
+    """Ids to text, incrementally: the bytes of an unfinished character are held until it is complete."""
+
+    __slots__ = ("_decoder", "_keep_markers")
+
+    def __init__(self, *, keep_markers: bool = False) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._keep_markers = keep_markers
+
+    def feed(self, token: int) -> str:
+        if token < 256:
+            return self._decoder.decode(bytes((token,)))
+        # A marker in the middle of a character ends it, broken.
+        broken = self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return broken + MARKERS.get(token, "") if self._keep_markers else broken
+
+
+def decode(ids: Iterable[int], *, keep_markers: bool = False) -> str:
+    """All ids to text; an unfinished last character becomes U+FFFD."""
+    detokenizer = Detokenizer(keep_markers=keep_markers)
+    text = "".join([detokenizer.feed(token) for token in ids])
+    return text + detokenizer._decoder.decode(b"", True)
+
+
+def render_chat(body: dict[str, Any], *, media: bool = True) -> list[int]:
+    """The ids a chat request becomes, after Kimi K2's template.
+
+    `tools` are declared in a system turn unless `tool_choice` is "none". The generation prompt opens reasoning when
+    `chat_template_kwargs.thinking` is true and closes it at once otherwise. `media=False` drops media parts.
+    """
+    ids: list[int] = []
+    if body.get("tools") and body.get("tool_choice") != "none":
+        ids += [SYSTEM, *b"tool_declare", MIDDLE, *orjson.dumps(body["tools"]), END]
+    for message in body["messages"]:
+        ids += _render_message(message, media)
+    if body.get("continue_final_message"):
+        return ids[:-1]
+    if body.get("add_generation_prompt", True):
+        ids += [ASSISTANT, *b"assistant", MIDDLE, THINK]
+        if not thinking_asked(body):
+            ids.append(THINK_END)
+    return ids
+
+
+def thinking_asked(body: dict[str, Any]) -> bool:
+    kwargs = body.get("chat_template_kwargs") or {}
+    return bool(kwargs.get("thinking") or kwargs.get("enable_thinking"))
+
+
+def _render_message(message: dict[str, Any], media: bool) -> list[int]:
+    role = str(message.get("role", "user"))
+    ids = [_ROLES.get(role, SYSTEM), *encode(role), MIDDLE]
+    if role == "tool":
+        ids += encode(f"## Return of {message.get('tool_call_id')}\n")
+    content = message.get("content")
+    if isinstance(content, str):
+        ids += encode(content)
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, str):
+            ids += encode(part)
+        elif "text" in part:
+            ids += encode(str(part["text"]))
+        elif media:
+            ids += [MEDIA] * MEDIA_TOKENS
+    if calls := message.get("tool_calls"):
+        ids.append(SECTION_BEGIN)
+        for call in calls:
+            function = call["function"]
+            ids += [CALL_BEGIN, *encode(str(call.get("id"))), ARGUMENT_BEGIN]
+            ids += [*encode(str(function.get("arguments", ""))), CALL_END]
+        ids.append(SECTION_END)
+    ids.append(END)
+    return ids

@@ -1,0 +1,275 @@
+"""Keeps the workers alive.
+
+One worker runs in this process. Several are forked and share the listening socket, the scoreboard and the roster; one
+that dies is replaced and its load erased. The supervisor itself serves nothing and has no event loop: it waits for a
+signal, passes it on, or picks up a dead worker. When it dies itself, its pipe to the workers closes and they leave.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from proxy import logs
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+
+if TYPE_CHECKING:
+    from proxy.settings import Listen, Settings
+
+# worker.run: serves until it is drained and returns the exit code. The last argument is the reading end of a pipe that
+# closes when the supervisor is gone, None without a supervisor.
+RunWorker = Callable[["Settings", socket.socket, Scoreboard, Roster, int, int | None], int]
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+_PASSED_ON = _STOP_SIGNALS | {signal.SIGHUP}
+# A worker ends by itself after its drain, or at once after the second signal; one that hangs is killed this much later.
+_STOP_GRACE_SECONDS = 10.0
+_STOP_NOW_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How soon a dead worker is replaced, and when it dies too often to go on."""
+
+    first_delay_seconds: float = 0.1
+    max_delay_seconds: float = 5.0
+    steady_seconds: float = 60.0
+    max_deaths: int = 10
+
+    def delay_seconds(self, deaths: int) -> float:
+        """The wait after so many deaths in a row, the first one being 1."""
+        return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
+
+
+def serve(settings: Settings, run: RunWorker | None = None, restarts: RestartPolicy | None = None) -> int:
+    """Listen and serve until told to stop; returns the exit code. `run` None means `worker.run`."""
+    logs.setup(settings.log)
+    try:
+        listener = listen(settings.listen)
+    except OSError as error:
+        print(f"pdproxy: error: {error}", file=sys.stderr)
+        return 1
+    scoreboard, roster = _shared(settings)
+    with listener:
+        if settings.workers == 1:
+            return (run or _worker_run())(settings, listener, scoreboard, roster, 0, None)
+        with _metrics_directory() as directory:
+            # prometheus-client looks at this once, when it is first imported: that is why the worker is imported late.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+            worker = partial(run or _worker_run(), settings, listener, scoreboard, roster)
+            return _Supervisor(settings, scoreboard, worker, restarts or RestartPolicy()).keep_alive()
+
+
+def listen(settings: Listen) -> socket.socket:
+    """The listening socket. Raises OSError whose text is one sentence for the operator.
+
+    A name with several addresses gets its first IPv4 one, because `localhost` is expected to answer there; `::` listens
+    on IPv4, too.
+    """
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        return socket.create_server(
+            address, family=family, backlog=settings.backlog, dualstack_ipv6=settings.host == "::"
+        )
+    except OSError as error:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise OSError(f"cannot listen on {host}:{settings.port}: {str(reason).lower()}") from error
+
+
+def _worker_run() -> RunWorker:
+    from proxy import worker
+
+    return worker.run
+
+
+def _shared(settings: Settings) -> tuple[Scoreboard, Roster]:
+    """What all workers share, made before the first one is forked; with room to add as many instances again."""
+    prefill = [(endpoint.host, endpoint.port) for endpoint in settings.prefill]
+    decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
+    scoreboard = Scoreboard(workers=settings.workers, slots=max(1024, 2 * len(prefill + decode)))
+    return scoreboard, Roster(prefill, decode, scoreboard)
+
+
+def _metrics_directory() -> tempfile.TemporaryDirectory[str]:
+    """Where the workers keep their metrics for each other; only this user can look into it."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="pdproxy-")
+    except FileNotFoundError:  # nothing is writable in a container with a read-only root, except its shared memory
+        return tempfile.TemporaryDirectory(prefix="pdproxy-", dir="/dev/shm")
+
+
+@dataclass(slots=True)
+class _Seat:
+    """The place of one worker; a replacement takes the same seat and the same row of the scoreboard."""
+
+    worker: int
+    pid: int | None = None
+    started: float = 0.0
+    start_at: float | None = 0.0
+    deaths: deque[float] = field(default_factory=deque)
+
+
+class _Supervisor:
+    """Owns the seats. All times are monotonic seconds."""
+
+    def __init__(
+        self, settings: Settings, scoreboard: Scoreboard, run: Callable[[int, int], int], restarts: RestartPolicy
+    ) -> None:
+        """`run` is called with the worker's number and the reading end of the pipe."""
+        self._drain = settings.drain
+        self._scoreboard = scoreboard
+        self._run = run
+        self._restarts = restarts
+        self._seats = [_Seat(worker) for worker in range(settings.workers)]
+        self._alive_reader, self._alive_writer = os.pipe()
+        self._signals_before: set[int | signal.Signals] = set()
+        self._stop_signals = 0
+        self._kill_at: float | None = None
+        self._exit_code = 0
+
+    def keep_alive(self) -> int:
+        """Start the workers and replace the dead until a signal says stop or one dies too often; the exit code."""
+        waited_for = _PASSED_ON | {signal.SIGCHLD}
+        # Blocked, not handled: a blocked signal waits for sigtimedwait and cannot fall between two lines.
+        self._signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+        # The workers share the memory of everything imported so far as long as their collectors leave it alone.
+        gc.freeze()
+        try:
+            self._start_due()
+            while any(seat.pid for seat in self._seats) or not self._is_stopping:
+                received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
+                if received is not None and received.si_signo in _PASSED_ON:
+                    self._pass_on(signal.Signals(received.si_signo))
+                self._bury_dead()
+                self._start_due()
+                self._kill_overdue()
+        finally:
+            os.close(self._alive_writer)
+            os.close(self._alive_reader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
+        return self._exit_code
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._kill_at is not None
+
+    def _seconds_to_next_deadline(self) -> float:
+        deadlines = [seat.start_at for seat in self._seats if seat.start_at is not None]
+        if self._kill_at is not None:
+            deadlines.append(self._kill_at)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._signal_workers(number)
+        if number in _STOP_SIGNALS:
+            logger.info("%s: stopping the workers", number.name)
+            self._stop(now=self._stop_signals > 0)
+            self._stop_signals += 1
+
+    def _stop(self, *, now: bool) -> None:
+        """No more replacements; the workers have been told to leave and get this long for it."""
+        seconds = self._drain.not_ready_seconds + self._drain.streams_seconds + _STOP_GRACE_SECONDS
+        self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
+        for seat in self._seats:
+            seat.start_at = None
+
+    def _signal_workers(self, number: signal.Signals) -> None:
+        for seat in self._seats:
+            if seat.pid is not None:  # ours until it is buried, so this cannot hit a stranger
+                os.kill(seat.pid, number)
+
+    def _kill_overdue(self) -> None:
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            logger.error("killing the workers that did not stop in time")
+            self._signal_workers(signal.SIGKILL)
+            self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
+
+    def _bury_dead(self) -> None:
+        while any(seat.pid for seat in self._seats):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            # As process 1 of a container we are also given orphans of others: those have no seat.
+            for seat in self._seats:
+                if seat.pid == pid:
+                    self._bury(seat, pid, os.waitstatus_to_exitcode(status))
+
+    def _bury(self, seat: _Seat, pid: int, exit_code: int) -> None:
+        from prometheus_client import multiprocess
+
+        seat.pid = None
+        self._scoreboard.erase(seat.worker)
+        multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        if self._is_stopping:
+            self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
+            return
+        now = time.monotonic()
+        if now - seat.started >= self._restarts.steady_seconds:
+            seat.deaths.clear()
+        seat.deaths.append(now)
+        while seat.deaths[0] < now - self._restarts.steady_seconds:
+            seat.deaths.popleft()
+        if len(seat.deaths) >= self._restarts.max_deaths:
+            logger.error("worker %d died %d times in a row: giving up", seat.worker, len(seat.deaths))
+            self._exit_code = 1
+            self._signal_workers(signal.SIGTERM)
+            self._stop(now=False)
+            return
+        seat.start_at = now + self._restarts.delay_seconds(len(seat.deaths))
+        logger.error(
+            "worker %d (pid %d) ended with code %d, starting another in %.1f s",
+            seat.worker,
+            pid,
+            exit_code,
+            seat.start_at - now,
+        )
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for seat in self._seats:
+            if seat.start_at is not None and seat.start_at <= now:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # out of memory or processes; the other workers go on meanwhile
+                    logger.error("cannot start worker %d: %s", seat.worker, error)
+                    seat.start_at = now + self._restarts.max_delay_seconds
+                    continue
+                seat.pid = pid or self._be_worker(seat.worker)
+                seat.started = now
+                seat.start_at = None
+
+    def _be_worker(self, worker: int) -> NoReturn:
+        """The forked process: runs the worker and leaves without unwinding what belongs to the supervisor."""
+        exit_code = 1
+        try:
+            os.close(self._alive_writer)
+            # Its own process group, or a Ctrl-C would arrive twice, from the terminal and from the supervisor.
+            os.setpgid(0, 0)
+            # Until the worker has handlers of its own there is nothing to drain and nothing to reload.
+            for number in _STOP_SIGNALS:
+                signal.signal(number, lambda *_: os._exit(0))
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
+            exit_code = self._run(worker, self._alive_reader)
+        except BaseException:
+            logger.exception("worker %d failed", worker)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)

@@ -1,0 +1,145 @@
+"""A JSON object that is sent on with a few members changed, without being serialised again.
+
+A multimodal request carries megabytes of base64. It is parsed once, for validation and for the few fields the gateway
+reads; a changed copy is joined from slices of the original bytes. Members that nobody changes keep their exact bytes:
+their order, number spelling and escapes reach the engine as the client wrote them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+REMOVED: Final = object()
+"""As the new value of a member in `Document.with_changes`: leave the member out."""
+
+# A member's key and, when it is a number or a literal, its value; an empty value group means that a string, an array or
+# an object follows.
+_MEMBER = re.compile(rb'[\s,]*("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*([^\s,{}\[\]"]*)', re.DOTALL)
+_STRUCTURE = re.compile(rb'["\[\]{}]')
+
+# A bound on the work for a hostile body of nothing but brackets: about 0.2 s of scanning.
+_MAX_STRUCTURAL_TOKENS = 500_000
+
+_QUOTE, _BACKSLASH = 0x22, 0x5C
+
+
+class InvalidDocument(ValueError):
+    """The bytes are not one JSON object, or one that no sane client sends; the message is safe to show."""
+
+
+class Document:
+    """One JSON object: parsed values, and the raw bytes of each top-level member.
+
+    Raises InvalidDocument for bytes that are not a JSON object or that name a member twice: parsers disagree on which of
+    two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
+    """
+
+    __slots__ = ("_members", "raw", "values")
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            values = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            # Only the position: the message must not echo a prompt.
+            raise InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})") from None
+        if not isinstance(values, dict):
+            raise InvalidDocument("the body must be a JSON object")
+        self.raw = raw
+        self.values: dict[str, Any] = values
+        self._members: dict[str, tuple[int, int, int]] | None = None
+
+    def _spans(self) -> dict[str, tuple[int, int, int]]:
+        """Start of the key, start and end of the value of each member, in the order of the bytes."""
+        if self._members is None:
+            members: dict[str, tuple[int, int, int]] = {}
+            for key, *span in _top_level_members(self.raw):
+                if key in members:
+                    raise InvalidDocument(f"the body names the member {key[:64]!r} twice")
+                members[key] = (span[0], span[1], span[2])
+            self._members = members
+        return self._members
+
+    def check_members(self) -> None:
+        """Find the members now, so that what `raw_value` and `with_changes` would raise is raised here."""
+        self._spans()
+
+    def raw_value(self, name: str) -> bytes | None:
+        """The exact bytes of a member's value; None when there is no such member."""
+        span = self._spans().get(name)
+        return None if span is None else self.raw[span[1] : span[2]]
+
+    def value_bytes(self, name: str) -> int:
+        """Length of a member's value as it was sent; 0 when there is no such member."""
+        span = self._spans().get(name)
+        return 0 if span is None else span[2] - span[1]
+
+    def with_changes(self, changes: Mapping[str, object]) -> bytes:
+        """The object with members replaced, added at the end, or left out (REMOVED).
+
+        A new value is anything orjson serialises; `orjson.Fragment` puts bytes in verbatim. The copy is joined once.
+        """
+        source = memoryview(self.raw)
+        parts: list[bytes | memoryview] = [b"{"]
+        spans = self._spans()
+        for name, (key_start, value_start, value_end) in spans.items():
+            if name not in changes:
+                parts += (source[key_start:value_end], b",")
+            elif changes[name] is not REMOVED:
+                parts += (source[key_start:value_start], orjson.dumps(changes[name]), b",")
+        for name, value in changes.items():
+            if name not in spans and value is not REMOVED:
+                parts += (orjson.dumps(name), b":", orjson.dumps(value), b",")
+        if len(parts) > 1:
+            parts.pop()
+        parts.append(b"}")
+        return b"".join(parts)
+
+
+def _top_level_members(raw: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Key, key start, value start and value end of each member of a *valid* JSON object."""
+    position = raw.index(b"{") + 1
+    while (member := _MEMBER.match(raw, position)) is not None:
+        key_start, key_end = member.span(1)
+        value_start, position = member.span(2)
+        if value_start == position:
+            position = _string_end(raw, position) if raw[position] == _QUOTE else _container_end(raw, position)
+        key = raw[key_start + 1 : key_end - 1]
+        yield (orjson.loads(raw[key_start:key_end]) if b"\\" in key else key.decode()), key_start, value_start, position
+
+
+def _string_end(raw: bytes, start: int) -> int:
+    """Position after the string that begins at `start`. Searches for the quote at memory speed: strings can be long."""
+    quote = start
+    while True:
+        quote = raw.index(b'"', quote + 1)
+        before = quote - 1
+        while raw[before] == _BACKSLASH:
+            before -= 1
+        if (quote - before) % 2:
+            return quote + 1
+
+
+def _container_end(raw: bytes, start: int) -> int:
+    """Position after the array or object that begins at `start`."""
+    depth, position = 0, start
+    for _ in range(_MAX_STRUCTURAL_TOKENS):
+        token = _STRUCTURE.search(raw, position)
+        if token is None:  # not reachable for what orjson has accepted
+            break
+        position = token.end()
+        sign = raw[position - 1]
+        if sign == _QUOTE:
+            position = _string_end(raw, position - 1)
+        elif sign in b"[{":
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                return position
+    raise InvalidDocument("the body has too many JSON elements")

@@ -1,0 +1,98 @@
+"""The few fields of OpenAI requests and answers that the gateway reads or writes; everything else passes untouched."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.errors import BadRequest, UpstreamError
+
+if TYPE_CHECKING:
+    from proxy.errors import GatewayError
+
+
+class Api(StrEnum):
+    """The two generation endpoints that go through prefill and decode; the value is the metric label."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+    @property
+    def path(self) -> str:
+        """The route, the same on the gateway and on the engines."""
+        return "/v1/chat/completions" if self is Api.CHAT else "/v1/completions"
+
+
+RESERVED_FIELDS: Final = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "request_id",
+        "rid",
+    }
+)
+"""Fields that steer KV transfer or engine-internal routing. From a client they could point a decoder at any host, or
+collide with a live request, so they are removed."""
+
+DONE: Final = b"[DONE]"
+DONE_EVENT: Final = b"data: [DONE]\n\n"
+
+
+def error_type(status: int) -> str:
+    """The `type` of an OpenAI error object for an HTTP status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if 400 <= status < 500 else "server_error"
+
+
+def error_body(error: GatewayError) -> bytes:
+    """The JSON body for one of our own errors."""
+    param = error.param if isinstance(error, BadRequest) else None
+    return orjson.dumps(
+        {"error": {"message": error.message, "type": error_type(error.status), "param": param, "code": error.code}}
+    )
+
+
+def error_event(error: GatewayError) -> bytes:
+    """The event that tells a client in the middle of a stream that the answer is not complete.
+
+    What an engine itself told stays in its own words. The OpenAI SDK raises APIError on an event whose object has an `error` member. No `[DONE]` follows: some clients count
+    a stream with `[DONE]` as a success whatever came before.
+    """
+    told = error.body if isinstance(error, UpstreamError) else None
+    if not told or b"\n" in told:
+        told = error_body(error)
+    return b"data: " + told + b"\n\n"
+
+
+def data_event(payload: object) -> bytes:
+    """An event that carries a JSON payload."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def cached_tokens(usage: Any) -> int | None:
+    """`usage.prompt_tokens_details.cached_tokens`; None when the engine does not report it."""
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None
+
+
+def with_cached_tokens(usage: dict[str, Any], cached: int | None) -> dict[str, Any]:
+    """A decoder's usage with the prefiller's cached tokens.
+
+    A decoder that received its KV cache reports nearly the whole prompt as cached (vllm-ascend #8910); only the prefiller
+    knows. `cached` None: the prefiller does not tell, and the decoder's figure is withdrawn rather than passed on.
+    """
+    details = usage.get("prompt_tokens_details")
+    if cached is None:
+        return usage if details is None else {**usage, "prompt_tokens_details": None}
+    return {**usage, "prompt_tokens_details": {**(details or {}), "cached_tokens": cached}}

@@ -1,0 +1,52 @@
+# Sourced by the other scripts: goes to the project's root and makes ./.venv ready, with everything development needs.
+# Promises to ask nothing, to need only a Python 3.11 with venv, and to cost nothing when pyproject.toml did not change.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=.venv/bin/python
+
+say() { printf '%s\n' "$*" >&2; }
+
+# The first interpreter that is new enough and can make a virtual environment. Each one is run: a name on the PATH may
+# be a shim that leads nowhere.
+find_python() {
+  local candidate incomplete=""
+  for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python; do
+    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue
+    if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+    incomplete=$candidate
+  done
+  if [ -n "$incomplete" ]; then
+    say "$incomplete cannot make virtual environments: on Debian and Ubuntu, apt-get install python3-venv (or" \
+      "$("$incomplete" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"
+  else
+    say "Python 3.11 or newer is needed, and no python3, python3.13, python3.12 or python3.11 on the PATH is one" \
+      "(PYTHON=/path/to/python names another)"
+  fi
+  return 1
+}
+
+# What .venv was made from. The directory counts, because an editable install points at it.
+fingerprint() {
+  "$python" -c 'import hashlib, os, sys
+print(sys.version_info[:3], os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())'
+}
+
+setup_venv() {
+  local base
+  if ! "$python" -c '' >/dev/null 2>&1; then
+    base=$(find_python)
+    say "making .venv with $("$base" --version)"
+    "$base" -m venv --clear .venv
+  elif [ "$(fingerprint)" = "$(cat .venv/fingerprint 2>/dev/null)" ]; then
+    return
+  fi
+  say "installing the gateway and its development tools into .venv (a minute or two, once)"
+  # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
+  env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 "$python" -m pip install --disable-pip-version-check -e '.[dev]'
+  fingerprint >.venv/fingerprint
+}
