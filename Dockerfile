@@ -30,5 +30,6 @@ USER 10001:10001
 WORKDIR /
 EXPOSE 1999
 STOPSIGNAL SIGTERM
+# Sees the environment and not the command line: to listen elsewhere, set PROXY_LISTEN__PORT rather than --port.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 CMD ["python", "-m", "proxy", "health"]
 ENTRYPOINT ["python", "-m", "proxy"]

@@ -72,8 +72,8 @@ _STATUS_OF_FAILURE = {Failure.TIMEOUT: 504}
 class UpstreamError(GatewayError):
     """A backend failed while serving one leg of a request.
 
-    `engine_status`, `body` and `content_type` are the engine's own answer when `failure` is STATUS, otherwise None: such
-    an answer reaches the client byte for byte.
+    `engine_status`, `body` and `content_type` are the engine's own answer when `failure` is STATUS, otherwise None:
+    such an answer reaches the client byte for byte.
     """
 
     status = 502

@@ -15,8 +15,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -47,11 +47,12 @@ class RestartPolicy:
 
     first_delay_seconds: float = 0.1
     max_delay_seconds: float = 5.0
-    steady_seconds: float = 60.0
     max_deaths: int = 10
+    window_seconds: float = 60.0
+    """Deaths longer ago are forgotten, and with them all deaths of a worker that then lived so long."""
 
     def delay_seconds(self, deaths: int) -> float:
-        """The wait after so many deaths in a row, the first one being 1."""
+        """The wait after so many deaths, the first one being 1."""
         return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
 
 
@@ -63,15 +64,20 @@ def serve(settings: Settings, run: RunWorker | None = None, restarts: RestartPol
     except OSError as error:
         print(f"pdproxy: error: {error}", file=sys.stderr)
         return 1
-    scoreboard, roster = _shared(settings)
-    with listener:
-        if settings.workers == 1:
-            return (run or _worker_run())(settings, listener, scoreboard, roster, 0, None)
-        with _metrics_directory() as directory:
+    with ExitStack() as stack:
+        stack.enter_context(listener)
+        if settings.workers > 1:
             # prometheus-client looks at this once, when it is first imported: that is why the worker is imported late.
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
-            worker = partial(run or _worker_run(), settings, listener, scoreboard, roster)
-            return _Supervisor(settings, scoreboard, worker, restarts or RestartPolicy()).keep_alive()
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(_metrics_directory())
+        if run is None:
+            from proxy import worker
+
+            run = worker.run
+        scoreboard, roster = _shared(settings)
+        run_worker = partial(run, settings, listener, scoreboard, roster)
+        if settings.workers == 1:
+            return run_worker(0, None)
+        return _Supervisor(settings, listener, scoreboard, run_worker, restarts or RestartPolicy()).keep_alive()
 
 
 def listen(settings: Listen) -> socket.socket:
@@ -90,12 +96,6 @@ def listen(settings: Listen) -> socket.socket:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"cannot listen on {host}:{settings.port}: {str(reason).lower()}") from error
-
-
-def _worker_run() -> RunWorker:
-    from proxy import worker
-
-    return worker.run
 
 
 def _shared(settings: Settings) -> tuple[Scoreboard, Roster]:
@@ -120,19 +120,24 @@ class _Seat:
 
     worker: int
     pid: int | None = None
-    started: float = 0.0
     start_at: float | None = 0.0
-    deaths: deque[float] = field(default_factory=deque)
+    deaths: list[float] = field(default_factory=list)
 
 
 class _Supervisor:
     """Owns the seats. All times are monotonic seconds."""
 
     def __init__(
-        self, settings: Settings, scoreboard: Scoreboard, run: Callable[[int, int], int], restarts: RestartPolicy
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        scoreboard: Scoreboard,
+        run: Callable[[int, int], int],
+        restarts: RestartPolicy,
     ) -> None:
         """`run` is called with the worker's number and the reading end of the pipe."""
         self._drain = settings.drain
+        self._listener = listener
         self._scoreboard = scoreboard
         self._run = run
         self._restarts = restarts
@@ -176,14 +181,16 @@ class _Supervisor:
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
     def _pass_on(self, number: signal.Signals) -> None:
-        self._signal_workers(number)
         if number in _STOP_SIGNALS:
             logger.info("%s: stopping the workers", number.name)
             self._stop(now=self._stop_signals > 0)
             self._stop_signals += 1
+        self._signal_workers(number)
 
     def _stop(self, *, now: bool) -> None:
-        """No more replacements; the workers have been told to leave and get this long for it."""
+        """No more replacements; the workers, about to be told to leave, get this long for it."""
+        # Only workers accept: were our copy open when they have closed theirs, clients would queue for nobody.
+        self._listener.close()
         seconds = self._drain.not_ready_seconds + self._drain.streams_seconds + _STOP_GRACE_SECONDS
         self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
         for seat in self._seats:
@@ -220,25 +227,18 @@ class _Supervisor:
             self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
             return
         now = time.monotonic()
-        if now - seat.started >= self._restarts.steady_seconds:
-            seat.deaths.clear()
-        seat.deaths.append(now)
-        while seat.deaths[0] < now - self._restarts.steady_seconds:
-            seat.deaths.popleft()
+        seat.deaths = [death for death in seat.deaths if death > now - self._restarts.window_seconds] + [now]
         if len(seat.deaths) >= self._restarts.max_deaths:
-            logger.error("worker %d died %d times in a row: giving up", seat.worker, len(seat.deaths))
+            logger.error(
+                "worker %d (pid %d) ended with code %d: once too often, giving up", seat.worker, pid, exit_code
+            )
             self._exit_code = 1
-            self._signal_workers(signal.SIGTERM)
             self._stop(now=False)
+            self._signal_workers(signal.SIGTERM)
             return
-        seat.start_at = now + self._restarts.delay_seconds(len(seat.deaths))
-        logger.error(
-            "worker %d (pid %d) ended with code %d, starting another in %.1f s",
-            seat.worker,
-            pid,
-            exit_code,
-            seat.start_at - now,
-        )
+        delay = self._restarts.delay_seconds(len(seat.deaths))
+        logger.error("worker %d (pid %d) ended with code %d: another in %.1f s", seat.worker, pid, exit_code, delay)
+        seat.start_at = now + delay
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -251,7 +251,6 @@ class _Supervisor:
                     seat.start_at = now + self._restarts.max_delay_seconds
                     continue
                 seat.pid = pid or self._be_worker(seat.worker)
-                seat.started = now
                 seat.start_at = None
 
     def _be_worker(self, worker: int) -> NoReturn:

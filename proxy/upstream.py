@@ -1,8 +1,8 @@
 """HTTP out: raw HTTP/1.1 connections to the engines, and the only file that knows transport errors.
 
 Bytes are parsed by httptools inside `data_received` and handed to a Sink in the same call stack, so a streamed token
-costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure leaves this
-file as an UpstreamError that says whether the engine can have seen the request.
+costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure leaves
+this file as an UpstreamError that says whether the engine can have seen the request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import httptools
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Mapping
     from types import TracebackType
     from typing import Self
 
     from proxy.balancer.backend import Backend
+    from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
 
 # Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE).
@@ -275,11 +276,9 @@ class _Connection(asyncio.Protocol):
 class Upstream:
     """One worker's connections to all backends. `async with` it; leaving closes every connection."""
 
-    def __init__(
-        self, timeouts: Timeouts, engine_headers: Callable[[Backend], Mapping[str, str]], *, sweep_seconds: float = 1.0
-    ) -> None:
+    def __init__(self, timeouts: Timeouts, keys: EngineKeys, *, sweep_seconds: float = 1.0) -> None:
         self._timeouts = timeouts
-        self._engine_headers = engine_headers
+        self._keys = keys
         self._sweep_seconds = sweep_seconds
         self._idle: dict[Backend, list[_Connection]] = {}
         self._busy: set[_Connection] = set()
@@ -316,6 +315,7 @@ class Upstream:
     ) -> AsyncIterator[Response]:
         """POST a JSON body and yield the answer once its headers are there. Leaving early drops the connection.
 
+        `headers` have lower-case names; an `authorization` among them is the client's own.
         `silence_seconds` bounds the wait for the headers and then, until `limit_silence`, every gap in the body.
         `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine most likely closed it
         while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice.
@@ -358,7 +358,7 @@ class Upstream:
             async with asyncio.timeout(self._timeouts.connect_seconds):
                 _, connection = await loop.create_connection(lambda: _Connection(backend), backend.host, backend.port)
         except (OSError, TimeoutError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+            reason = error.strerror or type(error).__name__
             raise _error(Failure.CONNECT, backend, f"cannot connect ({reason.lower()})") from None
         return connection
 
@@ -367,7 +367,9 @@ class Upstream:
             f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {body_bytes}\r\nAccept-Encoding: identity\r\n"
         ]
-        lines += [f"{name}: {value}\r\n" for name, value in {**headers, **self._engine_headers(backend)}.items()]
+        credentials = self._keys.headers(backend, headers.get("authorization"))
+        lines += [f"{name}: {value}\r\n" for name, value in headers.items() if name != "authorization"]
+        lines += [f"{name}: {value}\r\n" for name, value in credentials.items()]
         lines.append("\r\n")
         return "".join(lines).encode("latin-1")
 

@@ -30,22 +30,20 @@ find_python() {
   return 1
 }
 
-# What .venv was made from. The directory counts, because an editable install points at it.
+# What .venv was made from. The directory counts, because a virtual environment cannot be moved.
 fingerprint() {
   "$python" -c 'import hashlib, os, sys
-print(sys.version_info[:3], os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())'
+print(sys.version_info[:3], os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())' 2>/dev/null
 }
 
 setup_venv() {
-  local base
-  if ! "$python" -c '' >/dev/null 2>&1; then
-    base=$(find_python)
-    say "making .venv with $("$base" --version)"
-    "$base" -m venv --clear .venv
-  elif [ "$(fingerprint)" = "$(cat .venv/fingerprint 2>/dev/null)" ]; then
+  local base made_from
+  if made_from=$(fingerprint) && [ "$made_from" = "$(cat .venv/fingerprint 2>/dev/null)" ]; then
     return
   fi
-  say "installing the gateway and its development tools into .venv (a minute or two, once)"
+  base=$(find_python)
+  say "making .venv with $("$base" --version), the gateway and its development tools (a minute or two, once)"
+  "$base" -m venv --clear .venv
   # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
   env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 "$python" -m pip install --disable-pip-version-check -e '.[dev]'
   fingerprint >.venv/fingerprint

@@ -67,11 +67,13 @@ def signal_worker(
 def draining_worker(
     settings: Settings, sock: socket.socket, scoreboard: Scoreboard, roster: Roster, worker: int, alive_fd: int | None
 ) -> int:
-    """Needs two signals: the first one only begins a drain."""
+    """Needs two signals: at the first one it only stops accepting."""
     numbers = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     say("ready", worker, os.getpid(), sock.getsockname()[1])
-    say("draining", worker, signal.Signals(signal.sigwait(numbers)).name)
+    name = signal.Signals(signal.sigwait(numbers)).name
+    sock.close()
+    say("draining", worker, name)
     return 128 + signal.sigwait(numbers)
 
 
@@ -235,6 +237,17 @@ def test_a_second_stop_signal_is_passed_on_and_the_workers_exit_code_is_ours() -
         assert sorted(gateway.hear() for _ in range(2)) == [["draining", str(worker), "SIGTERM"] for worker in range(2)]
         gateway.process.send_signal(signal.SIGINT)
         assert gateway.wait() == 128 + signal.SIGINT
+
+
+def test_the_port_is_closed_as_soon_as_all_workers_have_stopped_accepting() -> None:
+    with program("draining_worker", 2) as gateway:
+        port = gateway.hear_all_ready(2)[0].port
+        gateway.process.terminate()
+        assert sorted(gateway.hear()[0] for _ in range(2)) == ["draining", "draining"]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        gateway.process.terminate()
+        gateway.wait()
 
 
 def test_a_worker_that_hangs_after_the_second_signal_is_killed() -> None:

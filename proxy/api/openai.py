@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from proxy.metrics import Metrics
     from proxy.settings import Settings
 
-# Request headers that mean the same to the engines. Everything else is rebuilt or dropped: hop-by-hop headers, and those
-# that steer an engine, such as X-data-parallel-rank, which an endpoint per rank answers with 400.
-_PASSED_ON: Final = ("traceparent", "tracestate")
+# Request headers that mean the same to the engines. Everything else is rebuilt or dropped: hop-by-hop headers, and
+# those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank answers with 400.
+_PASSED_ON: Final = ("authorization", "traceparent", "tracestate")
 
 
 class GenerationApi:
@@ -34,9 +34,6 @@ class GenerationApi:
         self._gateway = gateway
         self._settings = settings
         self._metrics = metrics
-        has_engine_key = settings.auth.engine_api_key is not None
-        # Without a key of our own the client's is the engines' business.
-        self._passed_on = _PASSED_ON if has_engine_key else (*_PASSED_ON, "authorization")
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -51,7 +48,7 @@ class GenerationApi:
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         record = Record(api, request["request_id"])
         with self._account(record):
-            headers = {name: request.headers[name] for name in self._passed_on if name in request.headers}
+            headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
             call = calls.parse(api, await request.read(), self._settings.cost, headers)
             record.stream = call.stream
             if call.stream:
@@ -116,8 +113,8 @@ class GenerationApi:
 def end_of(record: Record) -> tuple[str, int]:
     """Who ended the request and in which stage, as a two-letter `term`, and the status for log and metrics.
 
-    The first letter: `-` nobody, it is complete; C the client left; c the client stalled; S an engine failed; s an engine
-    was too slow; P the gateway refused. The second is the stage, R while the request was being read.
+    The first letter: `-` nobody, it is complete; C the client left; c the client stalled; S an engine failed; s an
+    engine was too slow; P the gateway refused. The second is the stage, R while the request was being read.
     """
     error = record.error
     if error is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Lease:
     """Get one from `Pool.lease` and enter it, once. `with`, not `async with`: there is nothing to wait for."""
 
-    __slots__ = ("_avoid", "_backend", "_compute", "_kv", "_pool", "_reported", "_requests")
+    __slots__ = ("_avoid", "_backend", "_compute", "_has_served", "_kv", "_pool", "_reported", "_requests")
 
     def __init__(self, pool: Pool, load: Load, avoid: Collection[Backend]) -> None:
         self._pool = pool
@@ -31,6 +31,7 @@ class Lease:
         self._requests = 1
         self._compute = load.compute
         self._kv = load.kv
+        self._has_served = False
         self._reported: UpstreamError | None = None
 
     @property
@@ -52,14 +53,16 @@ class Lease:
         backend = self.backend
         self._uncharge(backend)
         self._requests = self._compute = self._kv = 0
-        if error is None:
-            self._pool.report(backend, None)
-        elif isinstance(error, UpstreamError):
+        if isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
-        # Anything else (the client left, another part failed) says nothing about this backend.
+        elif error is None or self._has_served:
+            self._pool.report(backend, None)
+        else:
+            self._pool.abandon(backend)  # the client left, or another part failed: that says nothing about this backend
 
     def free_compute(self) -> None:
-        """The backend has done its work for this request. May be called again."""
+        """The backend has done its work for this request: whatever fails now, it served. May be called again."""
+        self._has_served = True
         self._pool.row.add(self.backend.slot, compute=-self._compute)
         self._compute = 0
 
@@ -92,6 +95,6 @@ class Lease:
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.
-        if error.backend == backend and error is not self._reported:
+        if error is not self._reported:
             self._reported = error
             self._pool.report(backend, error)

@@ -35,7 +35,11 @@ class Pool:
         roster: Roster,
         health: Health,
         on_transition: Callable[[Transition], None] | None = None,
+        on_end: Callable[[Backend, UpstreamError | None], None] | None = None,
+        on_abandon: Callable[[Backend], None] | None = None,
     ) -> None:
+        """`on_transition` hears of changes of health, `on_end` how each lease ended (None: well), `on_abandon` of leases
+        that ended for a reason outside their backend."""
         self.role = role
         self.row = row
         self._policy = policy
@@ -43,6 +47,8 @@ class Pool:
         self._roster = roster
         self._health = health
         self._on_transition = on_transition
+        self._on_end = on_end
+        self._on_abandon = on_abandon
         self._versions: tuple[int, int] | None = None  # of roster and health, when the two below were computed
         self._backends: tuple[Backend, ...] = ()
         self._eligible: tuple[Backend, ...] = ()
@@ -66,6 +72,13 @@ class Pool:
         transition = self._health.on_outcome(backend, error)
         if transition is not None and self._on_transition is not None:
             self._on_transition(transition)
+        if self._on_end is not None:
+            self._on_end(backend, error)
+
+    def abandon(self, backend: Backend) -> None:
+        """A request on a backend was broken off, and the backend is not to blame."""
+        if self._on_abandon is not None:
+            self._on_abandon(backend)
 
     def eligible(self) -> tuple[Backend, ...]:
         """Those that may get new requests, in slot order."""

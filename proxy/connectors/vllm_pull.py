@@ -1,8 +1,8 @@
 """vLLM pull protocol: prefill first, then the decoder pulls the KV cache from the prefiller.
 
 Spoken by vLLM's NixlConnector and vLLM-Ascend's MooncakeConnector. The prefiller's answer carries `kv_transfer_params`,
-which go to the decoder verbatim: opaque, and used once. The decoder is reserved before the prefiller is called, so that KV
-cache is never pinned while no decoder has room for it.
+which go to the decoder verbatim: opaque, and used once. The decoder is reserved before the prefiller is called, so
+that KV cache is never pinned while no decoder has room for it.
 """
 
 from __future__ import annotations

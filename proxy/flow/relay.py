@@ -1,8 +1,8 @@
 """The decoder's stream to the client: event by event, in the call stack of the socket's read.
 
-The relay's task sleeps while tokens flow; it wakes once to commit the headers, whenever the client falls behind, and at the
-end. What is passed on is passed on with its exact bytes. The role chunk is held back until the first token: as long as the
-client has nothing, a failed attempt can be repeated without a seam.
+The relay's task sleeps while tokens flow; it wakes once to commit the headers, whenever the client falls behind, and
+at the end. What is passed on is passed on with its exact bytes. The role chunk is held back until the first token: as
+long as the client has nothing, a failed attempt can be repeated without a seam.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Relay:
         include_usage: bool,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
     ) -> None:
-        """`include_usage`: the client asked for the usage chunk. `rewrite` turns each payload into the bytes to send when the
-        stream is merged with others; such a stream's usage chunk and `[DONE]` are left to the merger."""
+        """`include_usage`: the client asked for the usage chunk. `rewrite` turns each payload into the bytes to send
+        when the stream is merged with others; such a stream's usage chunk and `[DONE]` are left to the merger."""
         self.transcript = Transcript()
         self.has_sent = False
         """Part of the answer was given to the client: from now on the attempt cannot be repeated."""

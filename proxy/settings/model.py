@@ -110,9 +110,11 @@ class Timeouts(Section):
     prefill_seconds: Seconds = 300.0
     """Until a prefiller has answered."""
     first_token_seconds: Seconds = 300.0
-    """Until a decoder's answer begins, which includes fetching the KV cache."""
+    """Until a decoder's streamed answer begins, which includes fetching the KV cache."""
+    answer_seconds: Seconds = 3600.0
+    """Until a decoder's answer that is not streamed is there: engines send nothing of it before its end."""
     idle_seconds: Seconds = 300.0
-    """Between two pieces of a decoder's answer."""
+    """Between two pieces of a decoder's streamed answer."""
 
 
 class Kv(Section):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from proxy.sim.options import Options
 from proxy.sim.tokenizer import encode, render_chat, thinking_asked
+
+if TYPE_CHECKING:
+    from proxy.sim.options import Options
 
 COMPLETION_DEFAULT_TOKENS = 16
 
 
 class EngineError(Exception):
     """A request that the engine refuses. `late` when the handler did, not the schema: only then does an engine holding
-    `do_remote_prefill` params tell the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`)."""
+    `do_remote_prefill` params tell the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`).
+    """
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None, *, late: bool = False) -> None:
         super().__init__(message)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from aiohttp import web
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
-from proxy.sim.faults import Faults
-from proxy.sim.kv import PrefixCache
-from proxy.sim.metrics import EngineMetrics
-from proxy.sim.options import Options
-from proxy.sim.scheduler import Scheduler
-from proxy.sim.state import State
+    from aiohttp import web
+
+    from proxy.sim.faults import Faults
+    from proxy.sim.kv import PrefixCache
+    from proxy.sim.metrics import EngineMetrics
+    from proxy.sim.options import Options
+    from proxy.sim.scheduler import Scheduler
+    from proxy.sim.state import State
 
 
 class Loaded(Enum):

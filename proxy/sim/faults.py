@@ -22,6 +22,7 @@ ACTIONS: Final[dict[str, str]] = {
     "end_without_finish": "stream `tokens` tokens, then end without finish_reason (with `[DONE]` if `done`)",
     "error_event": "stream `tokens` tokens, then an error event and `[DONE]`",
     "recompute": "after `tokens` tokens end with stop_reason 'recomputed', the last `merged` of them in that chunk",
+    "slow_load": "the transfer of KV takes `seconds` longer",
     "load_failure": "the KV cannot be loaded",
     "missing_kv_params": "answer a prefill without kv_transfer_params, pinning nothing",
     "lost_response": "pin the KV of a prefill, then reset the connection",
@@ -42,7 +43,8 @@ class UnknownAction(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One way of going wrong. The conditions are combined: path and request id contain the given text, every n-th
-    match, with this probability, at most so many times."""
+    match, with this probability, at most so many times.
+    """
 
     action: str
     path: str = "/v1/"
@@ -74,6 +76,9 @@ class Plan:
 
     def __contains__(self, action: str) -> bool:
         return action in self._rules
+
+    def has_any(self, *actions: str) -> bool:
+        return any(action in self._rules for action in actions)
 
     def __len__(self) -> int:
         return len(self._rules)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from proxy.sim.ask import Ask, internal_error
+from proxy.sim.ask import Ask, EngineError, internal_error
 from proxy.sim.core import Core, Loaded
-from proxy.sim.faults import Plan
 from proxy.sim.model import Writer
 from proxy.sim.sequence import Delta, GarbageWriter, Sequence, Strike
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.faults import Plan
 
 _STRIKES = (
     "recompute",
@@ -32,9 +35,10 @@ class Generation:
         self._answer_id = answer_id
         self._plan = plan
         self._on_delta = on_delta
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queued_at = self._first_token_at = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[EngineError | None] = loop.create_future()
+        self._admitted: asyncio.Future[None] = loop.create_future()
+        self._queued_at = self._first_token_at = loop.time()
         self._params = ask.kv_params if ask.kv_params.get("do_remote_prefill") else {}
         self._fetches = core.protocol.is_complete(self._params)
         self._fetching = False
@@ -61,7 +65,7 @@ class Generation:
         first, *others = self.sequences
         scheduler = self._core.scheduler
         if self._fetches:
-            first.on_admitted = lambda: self._admitted.done() or self._admitted.set_result(None)
+            first.on_admitted = self._first_admitted
         else:
             self._prefill(first)
         for other in others:
@@ -72,10 +76,13 @@ class Generation:
             if self._fetches:
                 await self._admitted
                 await self._fetch(first)
-            await self._done
+            error = await self._done
         except asyncio.CancelledError:
             await self._abort()
             raise
+        if error is not None:
+            self._drop_all()
+            raise error
         self._leave_kv()
 
     def _sequence(self, index: int, prompt: list[int]) -> Sequence:
@@ -112,8 +119,14 @@ class Generation:
         self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.state.local_prefills += not self._ask.is_prefill_leg
 
+    def _first_admitted(self) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(None)
+
     async def _fetch(self, sequence: Sequence) -> None:
         self._fetching = True
+        if rule := self._plan.get("slow_load"):
+            await asyncio.sleep(rule.seconds)
         loaded = await self._core.protocol.load(self._params, sequence.prompt)
         if "load_failure" in self._plan:
             loaded = Loaded.FAILED
@@ -136,25 +149,36 @@ class Generation:
     def _emitted(self, delta: Delta) -> None:
         if not self._first_token_at > self._queued_at:
             self._first_token_at = asyncio.get_running_loop().time()
-        if delta.stop_reason == "recomputed":
-            self._core.state.recomputed += 1
+        self._core.state.recomputed += delta.stop_reason == "recomputed"
         self._on_delta(delta)
-        if delta.finish_reason is not None or delta.fault == "end_without_finish":
-            self._ended(delta)
+        if delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
+            self._end(internal_error())
+        elif delta.finish_reason is not None or delta.fault == "end_without_finish":
+            self._count(delta)
+            self._live -= 1
+            if not self._live:
+                self._end(None)
 
-    def _ended(self, delta: Delta) -> None:
-        sequence = self.sequences[delta.index]
+    def _is_swallowed(self, delta: Delta) -> bool:
+        has_tokens = bool(self.sequences[delta.index].output)
+        return self._ask.stream and self._core.options.profile.swallows_empty_finish and not has_tokens
+
+    def _count(self, delta: Delta) -> None:
         now = asyncio.get_running_loop().time()
-        self._core.metrics.finished(
-            delta.finish_reason or "abort", self._queued_at, self._first_token_at, now, len(sequence.output)
-        )
-        self._live -= 1
-        if not self._live and not self._done.done():
-            self._done.set_result(None)
+        tokens = len(self.sequences[delta.index].output)
+        reason = delta.finish_reason or "abort"
+        self._core.metrics.finished(reason, self._queued_at, self._first_token_at, now, tokens)
 
-    async def _abort(self) -> None:
+    def _end(self, error: EngineError | None) -> None:
+        if not self._done.done():
+            self._done.set_result(error)
+
+    def _drop_all(self) -> None:
         for sequence in self.sequences:
             self._core.scheduler.drop(sequence)
+
+    async def _abort(self) -> None:
+        self._drop_all()
         if self._live:
             self._core.state.aborted += 1
         # A transfer under way is waited for before the blocks are given back, whatever the version.

@@ -63,12 +63,16 @@ class EngineMetrics:
         if tokens > 1:
             self.token_seconds.observe((ended_at - first_token_at) / (tokens - 1))
 
-    def render(self, gauges: dict[str, float], counters: dict[str, float]) -> str:
-        """The exposition text. Names are given without `vllm:` and, for counters, without `_total`."""
+    def render(self, gauges: dict[tuple[str, str], float], counters: dict[str, float]) -> str:
+        """The exposition text.
+
+        Names are given without `vllm:` and, for counters, without `_total`; a gauge's name comes with its own labels.
+        """
         labels = f'engine="0",model_name="{self.model}"'
         lines: list[str] = []
-        for name, value in gauges.items():
-            lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{labels}}} {value}"]
+        for (name, more), value in gauges.items():
+            all_labels = f"{labels},{more}" if more else labels
+            lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{all_labels}}} {value}"]
         for name, value in counters.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{labels}}} {value}"]
         lines += _by_label("prompt_tokens_by_source", "source", self.prompt_tokens_by_source, labels)

@@ -1,15 +1,14 @@
 """The deterministic model of simulated engines.
 
 The next token is a pure function of all tokens before it, so `out(prompt + out[:k]) == out[k:]` holds exactly: a
-generation resumed anywhere continues as if it had never stopped. It costs one pass of crc32 over the prompt and then one
-decision per word, not per token.
+generation resumed anywhere continues as if it had never stopped. It costs one pass of crc32 over the prompt and then
+one decision per word, not per token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 import orjson
@@ -31,13 +30,16 @@ from proxy.sim.tokenizer import (
     pack,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 THINKING_TOKENS: Final = 40
 """Reasoning lasts at least this many tokens, to the end of the word."""
 PREAMBLE_TOKENS: Final = 16
 """Content before a tool-call section, likewise."""
 
 _WORDS: Final = tuple(
-    tuple(word.encode()) + (SPACE,)
+    (*word.encode(), SPACE)
     for word in (
         "river stone bright morning under seven small lantern carry window slow copper garden north paper quiet winter "
         "follow metal orange distance summer pattern harbor gentle basket thunder silver market yellow corner bridge "

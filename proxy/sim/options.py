@@ -41,6 +41,7 @@ class Options:
     tool_call_parser: str = ""
     request_id_headers: bool = False
     request_id_randomization: bool = True
+    """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
     kv_host: str | None = None
     """The address prefillers announce for pulling; the listening address unless given."""
 

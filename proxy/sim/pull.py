@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -18,8 +17,12 @@ from aiohttp import web
 from proxy.sim.core import Loaded
 from proxy.sim.kv import Pin, PinTable
 from proxy.sim.model import digest
-from proxy.sim.options import Options
-from proxy.sim.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from proxy.sim.options import Options
+    from proxy.sim.state import State
 
 _NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
 
@@ -35,10 +38,11 @@ class PullProtocol:
         self._address = address
         self._timer: asyncio.TimerHandle | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._stopped = False
 
     def keep(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
-        remote_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        remote_id = f"{request_id}-{uuid.uuid4().hex[:8]}" if self._options.request_id_randomization else request_id
         pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
         self._changed()
         return self._params(pin, prompt)
@@ -86,6 +90,7 @@ class PullProtocol:
         }
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         if self._session is not None:
@@ -93,6 +98,8 @@ class PullProtocol:
 
     async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
         """The prefiller's answer, None when it has no such KV or cannot be reached."""
+        if self._stopped:
+            return None
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         host = str(params["remote_host"])
@@ -125,7 +132,7 @@ class PullProtocol:
     def _changed(self) -> None:
         self._state.pinned = len(self.table.pins)
         self._state.changed()
-        if self._timer is None and (expires_at := self.table.next_expiry()) is not None:
+        if self._timer is None and not self._stopped and (expires_at := self.table.next_expiry()) is not None:
             self._timer = asyncio.get_running_loop().call_at(expires_at, self._expire)
 
     def _expire(self) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from proxy.sim.options import Options
-from proxy.sim.sequence import Sequence
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.options import Options
+    from proxy.sim.sequence import Sequence
 
 
 class Scheduler:
@@ -42,11 +45,11 @@ class Scheduler:
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for sequences in (self._waiting, self._running, self._prefilling, self._decoding):
-            sequences.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._prefilling.clear()
+        self._decoding.clear()
+        self._arm()
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""

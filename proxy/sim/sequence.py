@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.sim.ask import Ask
 from proxy.sim.tokenizer import END, Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.ask import Ask
 
 _GARBAGE: Final = b"[KV of another prompt] "
 

@@ -14,12 +14,12 @@ from typing import Any
 Condition = Callable[["State"], bool]
 
 _KEPT_REQUESTS = 1000
-_KEPT_BODY_BYTES = 256 * 1024
+_KEPT_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request as it arrived. `body` is None when it was too large to keep or not JSON."""
+    """One request as it arrived; `body` is None when it was not JSON, header names are in lower case."""
 
     method: str
     path: str
@@ -48,13 +48,17 @@ class State:
     prefix_cache_resets: int = 0
     faults_applied: int = 0
     pinned: int = 0
-    requests: deque[Seen] = field(default_factory=lambda: deque(maxlen=_KEPT_REQUESTS))
+    requests: deque[Seen] = field(default_factory=deque)
+    """The latest ones, within a bound of memory."""
+    _kept_bytes: int = 0
     _waiters: list[tuple[Condition, asyncio.Future[None]]] = field(default_factory=list)
 
     def saw(self, method: str, path: str, headers: dict[str, str], body: Any, body_bytes: int) -> None:
-        kept = body if body_bytes <= _KEPT_BODY_BYTES else None
-        self.requests.append(Seen(method, path, headers, kept, body_bytes))
+        self.requests.append(Seen(method, path, headers, body, body_bytes))
         self.received += 1
+        self._kept_bytes += body_bytes
+        while len(self.requests) > 1 and (self._kept_bytes > _KEPT_BYTES or len(self.requests) > _KEPT_REQUESTS):
+            self._kept_bytes -= self.requests.popleft().body_bytes
         self.changed()
 
     def changed(self) -> None:
@@ -75,4 +79,5 @@ class State:
             self._waiters.remove(waiter)
 
     def counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__ if name not in ("requests", "_waiters")}
+        names = [name for name in self.__slots__ if name != "requests" and not name.startswith("_")]
+        return {name: getattr(self, name) for name in names}

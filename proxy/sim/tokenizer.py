@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 SPACE: Final = 0x20
 BOS: Final = 163584

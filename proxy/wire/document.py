@@ -36,8 +36,8 @@ class InvalidDocument(ValueError):
 class Document:
     """One JSON object: parsed values, and the raw bytes of each top-level member.
 
-    Raises InvalidDocument for bytes that are not a JSON object or that name a member twice: parsers disagree on which of
-    two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
+    Raises InvalidDocument for bytes that are not a JSON object or that name a member twice: parsers disagree on which
+    of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
     """
 
     __slots__ = ("_members", "raw", "values")

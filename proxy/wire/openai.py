@@ -65,8 +65,8 @@ def error_body(error: GatewayError) -> bytes:
 def error_event(error: GatewayError) -> bytes:
     """The event that tells a client in the middle of a stream that the answer is not complete.
 
-    What an engine itself told stays in its own words. The OpenAI SDK raises APIError on an event whose object has an `error` member. No `[DONE]` follows: some clients count
-    a stream with `[DONE]` as a success whatever came before.
+    What an engine itself told stays in its own words. The OpenAI SDK raises APIError on an event whose object has an
+    `error` member. No `[DONE]` follows: some clients count a stream with `[DONE]` as a success whatever came before.
     """
     told = error.body if isinstance(error, UpstreamError) else None
     if not told or b"\n" in told:
@@ -89,8 +89,9 @@ def cached_tokens(usage: Any) -> int | None:
 def with_cached_tokens(usage: dict[str, Any], cached: int | None) -> dict[str, Any]:
     """A decoder's usage with the prefiller's cached tokens.
 
-    A decoder that received its KV cache reports nearly the whole prompt as cached (vllm-ascend #8910); only the prefiller
-    knows. `cached` None: the prefiller does not tell, and the decoder's figure is withdrawn rather than passed on.
+    A decoder that received its KV cache reports nearly the whole prompt as cached (vllm-ascend #8910); only the
+    prefiller knows. `cached` None: the prefiller does not tell, and the decoder's figure is withdrawn rather than
+    passed on.
     """
     details = usage.get("prompt_tokens_details")
     if cached is None:

@@ -1,0 +1,242 @@
+"""What operators and their tools ask: is it alive, is it ready, what does it measure, who serves. And changing that.
+
+Everybody may look. Changing anything takes the admin key, or without one a connection that comes straight from this
+host: nothing a client writes into its headers can make it local.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from proxy import __version__
+from proxy.balancer.backend import Role
+from proxy.errors import BadRequest, GatewayError, NoBackendAvailable
+from proxy.settings import parse_endpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from aiohttp.typedefs import Handler
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.pool import Pool
+    from proxy.metrics import Metrics
+    from proxy.prober import Prober
+    from proxy.settings import Endpoint
+
+logger = logging.getLogger(__name__)
+
+_RESET_TIMEOUT: Final = aiohttp.ClientTimeout(total=30.0)
+
+# A request with one of these was made for somebody else: by a reverse proxy on this host, or by a browser for a page.
+_ON_BEHALF: Final = ("X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Forwarded", "Via", "Origin")
+
+
+class AdminApi:
+    """The routes for operators.
+
+    `pools` are those of the roles that the connector uses: each needs a healthy backend before the gateway is ready.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        prober: Prober,
+        session: aiohttp.ClientSession,
+        keys: EngineKeys,
+        metrics: Metrics,
+        admin_key: str | None,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._pools = pools
+        self._prober = prober
+        self._session = session
+        self._keys = keys
+        self._metrics = metrics
+        self._admin_key = admin_key
+        self._is_draining = is_draining
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        return [
+            web.get("/livez", self._live),
+            *(web.get(path, self._ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
+            web.get("/healthcheck", self._healthcheck),
+            web.get("/version", self._version),
+            web.get("/metrics", self._show_metrics),
+            web.post("/instances/add", self._guarded(self._add)),
+            web.post("/instances/remove", self._guarded(self._remove)),
+            web.post("/reset_prefix_cache", self._guarded(self._reset_prefix_cache)),
+        ]
+
+    # For everybody
+
+    async def _live(self, request: web.Request) -> web.Response:
+        """This process answers, whatever the engines do."""
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if self._is_draining():
+            raise GatewayError("the gateway is shutting down", code="draining", status=503)
+        for role, pool in self._pools.items():
+            if not pool.is_ready():
+                raise NoBackendAvailable(role)
+        return _json({"status": "ok"})
+
+    async def _healthcheck(self, request: web.Request) -> web.Response:
+        """The answer of vLLM-Ascend's example proxy."""
+        # Every unit of a generation request has a lease on one decoder.
+        decoders = self._pools[Role.DECODE]
+        return _json(
+            {
+                "status": "ok",
+                "prefill_instances": len(self._backends(Role.PREFILL)),
+                "decode_instances": len(self._backends(Role.DECODE)),
+                "request_num": sum(decoders.in_flight(backend) for backend in decoders.backends()),
+            }
+        )
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    # For administrators
+
+    async def _add(self, request: web.Request) -> web.Response:
+        role, endpoints = _parse(await request.read(), self._pools.keys())
+        try:
+            joining = [e for e in endpoints if self._prober.join(role, e.host, e.port)]
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        if joining:
+            return self._members(f"Instances {_names(joining)} are waiting to be added.")
+        return self._members(f"add {role} instances: {_names(endpoints)}.")
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        role, endpoints = _parse(await request.read(), self._pools.keys())
+        for endpoint in endpoints:
+            self._prober.remove(role, endpoint.host, endpoint.port)
+        self._prober.drop_drained()
+        left = {backend.name for backend in self._backends(role)}
+        if any(str(endpoint) in left for endpoint in endpoints):
+            return self._members(f"Instances {_names(endpoints)} are isolated and waiting to be removed.")
+        return self._members(f"remove {role} instances: {_names(endpoints)}.")
+
+    def _members(self, message: str) -> web.Response:
+        logger.info("%s", message)
+        answer: dict[str, Any] = {"message": message}
+        for role in Role:
+            answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
+            answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
+        return _json(answer)
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        backends = [backend for role in Role for backend in self._backends(role)]
+        query = list(request.query.items())
+        done = await asyncio.gather(*(self._reset(backend, query) for backend in backends))
+        failed = [backend.url for backend, ok in zip(backends, done, strict=True) if not ok]
+        return _json({"failed": failed}, status=500) if failed else web.Response()
+
+    async def _reset(self, backend: Backend, query: Sequence[tuple[str, str]]) -> bool:
+        request = self._session.post(
+            f"{backend.url}/reset_prefix_cache",
+            params=query,
+            headers=self._keys.headers(backend),
+            timeout=_RESET_TIMEOUT,
+            allow_redirects=False,
+        )
+        try:
+            async with request as answer:
+                problem = "" if answer.status < 300 else f"status {answer.status}"
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            problem = type(error).__name__
+        if problem:
+            logger.error("%s instance %s did not reset its prefix cache: %s", backend.role, backend.name, problem)
+        return not problem
+
+    def _backends(self, role: Role) -> Sequence[Backend]:
+        return self._pools[role].backends() if role in self._pools else ()
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            self._check(request)
+            return await handler(request)
+
+        return guarded
+
+    def _check(self, request: web.Request) -> None:
+        """Raise GatewayError unless the caller may administer."""
+        if self._admin_key is not None:
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            given = request.headers.get("X-Admin-Key") or (token if scheme.lower() == "bearer" else "")
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._admin_key.encode()):
+                raise GatewayError("this route needs the admin key", code="admin_key_required", status=401)
+        elif not _is_local(request):
+            raise GatewayError(
+                "without an admin key only this host may use this route; set auth.admin_key to let others in",
+                code="admin_key_not_configured",
+                status=403,
+            )
+
+
+def _is_local(request: web.Request) -> bool:
+    """Whether the connection comes from this host, and not on behalf of somebody else."""
+    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+    if not isinstance(peer, tuple) or any(name in request.headers for name in _ON_BEHALF):
+        return False
+    address = ipaddress.ip_address(peer[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _parse(raw: bytes, roles: Collection[Role]) -> tuple[Role, list[Endpoint]]:
+    """Role and endpoints of `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    try:
+        role = Role(body.get("type", ""))
+    except ValueError:
+        raise BadRequest("type must be 'prefill' or 'decode'", param="type") from None
+    if role not in roles:
+        raise BadRequest(f"the configured connector has no {role} instances", param="type")
+    listed = body.get("instances")
+    texts = [listed] if isinstance(listed, str) else listed
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
+    try:
+        return role, [_endpoint(text) for text in texts]
+    except ValueError as error:
+        raise BadRequest(str(error), param="instances") from None
+
+
+def _endpoint(text: str) -> Endpoint:
+    if "/" in text:
+        raise ValueError(f"{text!r} must be host:port without scheme and path")
+    found = parse_endpoints(text)
+    if len(found) != 1:
+        raise ValueError(f"{text!r} must name one port")
+    return found[0]
+
+
+def _names(endpoints: Sequence[Endpoint]) -> list[str]:
+    return [str(endpoint) for endpoint in endpoints]
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)

@@ -1,0 +1,201 @@
+"""Asks every backend on a timer whether it is well, and lets instances that were added at run time in once they answer.
+
+What a probe says goes to Health, which decides; each change of state is one log line. Each round also drops the
+backends that have drained. Nothing here outlives the `async with`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.health import HealthState, Transition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+    from types import TracebackType
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.settings import HealthChecks, Joining
+
+logger = logging.getLogger(__name__)
+
+_JOINING_PATH = "/v1/models"  # answers once the model is loaded; the request vLLM-Ascend's example proxy makes, too
+_JOINING_TIMEOUT_SECONDS = 5.0
+
+
+def log_transition(transition: Transition) -> None:
+    """One line for a backend that went up or down, whoever noticed it."""
+    level = logging.WARNING if transition.new is HealthState.DOWN else logging.INFO
+    backend = transition.backend
+    logger.log(level, "%s instance %s is %s: %s", backend.role, backend.name, transition.new, transition.reason)
+
+
+def connect_problem(error: aiohttp.ClientConnectorError) -> str:
+    """Why there is no connection, in the system's words: `connection refused`, `name or service not known` …"""
+    # A failed look-up has a negative number; for the rest asyncio's own text would repeat the address.
+    number = error.errno or 0
+    return (os.strerror(number) if number > 0 else error.strerror or type(error).__name__).lower()
+
+
+class Prober:
+    """One worker's view of which backends are well. `async with` it."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        roster: Roster,
+        health: Health,
+        checks: HealthChecks,
+        joining: Joining,
+        session: aiohttp.ClientSession,
+        engine_headers: Callable[[Backend], Mapping[str, str]],
+        on_transition: Callable[[Transition], None] = log_transition,
+    ) -> None:
+        self._pools = pools
+        self._roster = roster
+        self._health = health
+        self._checks = checks
+        self._joining_settings = joining
+        self._session = session
+        self._engine_headers = engine_headers
+        self._on_transition = on_transition
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
+        self._joining: dict[Backend, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._start(self._keep_probing())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Membership
+
+    def join(self, role: Role, host: str, port: int) -> bool:
+        """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
+
+        Raises ValueError when the endpoint has, or is about to have, the other role.
+        """
+        candidate = Backend(role, host, port)
+        for other in (*self._joining, *(backend for pool in self._pools.values() for backend in pool.backends())):
+            if (other.host, other.port) == (host, port) and other.role is not role:
+                raise ValueError(f"{other.name} is already a {other.role} instance")
+        members = {member.backend: member for member in self._roster.members(role)}
+        if candidate in self._joining or (candidate in members and not members[candidate].draining):
+            return False
+        task = self._joining[candidate] = self._start(self._join(candidate))
+        task.add_done_callback(lambda done: self._end_joining(candidate, done))
+        return True
+
+    def remove(self, role: Role, host: str, port: int) -> bool:
+        """Let a backend drain, or stop waiting for it. False when it is not there and not joining."""
+        joining = self._joining.pop(Backend(role, host, port), None)
+        if joining is not None:
+            joining.cancel()
+        return self._roster.remove(role, host, port) or joining is not None
+
+    def drop_drained(self) -> None:
+        """Forget the removed backends whose last request has ended."""
+        for backend in self._roster.finalize():
+            logger.info("%s instance %s is removed", backend.role, backend.name)
+
+    def joining(self, role: Role) -> list[Backend]:
+        """Instances that have been added and did not answer yet."""
+        return [backend for backend in self._joining if backend.role is role]
+
+    def _end_joining(self, candidate: Backend, task: asyncio.Task[None]) -> None:
+        if self._joining.get(candidate) is task:  # otherwise it was removed, and perhaps added again since
+            del self._joining[candidate]
+
+    async def _join(self, candidate: Backend) -> None:
+        attempts = self._joining_settings.max_attempts
+        problem = ""
+        for attempt in range(attempts):
+            if attempt:
+                await asyncio.sleep(self._joining_settings.interval_seconds)
+            problem = await self._ask(candidate, _JOINING_PATH, _JOINING_TIMEOUT_SECONDS)
+            if problem:
+                continue
+            try:
+                self._roster.add(candidate.role, candidate.host, candidate.port)
+            except ValueError as error:
+                problem = str(error)
+                break
+            logger.info("%s instance %s is added", candidate.role, candidate.name)
+            return
+        logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
+
+    # Probing
+
+    async def _keep_probing(self) -> None:
+        pause_seconds = min(self._checks.changing_interval_seconds, self._checks.interval_seconds)
+        while True:
+            self.drop_drained()
+            self._start_due_probes()
+            await asyncio.sleep(pause_seconds)
+
+    def _start_due_probes(self) -> None:
+        backends = {backend for pool in self._pools.values() for backend in pool.backends()}
+        for gone in self._due.keys() - backends:
+            del self._due[gone]
+        now = asyncio.get_running_loop().time()
+        for backend in backends:
+            due = self._due.get(backend, now)
+            if due <= now or (due < math.inf and self._health.is_changing(backend)):
+                self._due[backend] = math.inf
+                self._start(self._probe(backend))
+
+    async def _probe(self, backend: Backend) -> None:
+        try:
+            problem = await self._ask(backend, self._checks.path, self._checks.timeout_seconds)
+            if backend not in self._pools[backend.role].backends():
+                return  # it left meanwhile, and Health is not to hear of it again
+            transition = self._health.on_probe(backend, not problem, problem or "passed its health check")
+            if transition is not None:
+                self._on_transition(transition)
+        finally:
+            jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
+            self._due[backend] = asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
+
+    async def _ask(self, backend: Backend, path: str, timeout_seconds: float) -> str:
+        """GET a path: empty when the answer is 200, otherwise what was wrong."""
+        headers = self._engine_headers(backend)
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        request = self._session.get(backend.url + path, headers=headers, timeout=timeout, allow_redirects=False)
+        try:
+            async with request as answer:
+                return "" if answer.status == 200 else f"{path} answered with status {answer.status}"
+        except TimeoutError:
+            return f"{path} did not answer within {timeout_seconds:g} s"
+        except aiohttp.ClientConnectorError as error:
+            return f"cannot connect ({connect_problem(error)})"
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
+            return f"{path} failed ({type(error).__name__})"
+
+    # Tasks
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a health check failed unexpectedly", exc_info=error)

@@ -1,0 +1,114 @@
+"""Chat answers: role, content, reasoning and tool-call messages, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.sim.answers import Answer, event, fingerprint, usage
+from proxy.sim.logprobs import chat_logprobs
+from proxy.sim.parser import KimiParser, parse_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from proxy.sim.ask import Ask
+    from proxy.sim.options import Options
+    from proxy.sim.sequence import Delta, Sequence
+
+
+class ChatAnswer(Answer):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._started = False
+        self._parsers = [KimiParser(ask.prompts[0]) for _ in range(ask.samples)] if ask.is_parsed else []
+        head = orjson.dumps(self.head(self.chunk_kind))[:-1]
+        self._plain_start = b"data: " + head + b',"choices":[{"index":0,"delta":{"content":'
+        self._plain_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+        self._is_plain = not (ask.continuous_usage or ask.return_token_ids or self._parsers or ask.logprobs is not None)
+
+    def events(self, delta: Delta) -> list[bytes]:
+        events = [] if self._started else self._role_chunks()
+        self._started = True
+        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+            return events
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        if self._is_plain and delta.finish_reason is None and delta.index == 0:
+            return [*events, self._plain_start + orjson.dumps(delta.text) + self._plain_end]
+        message = self._message(delta)
+        if message is None:
+            if delta.finish_reason is None and self.ask.logprobs is None and not self._shows_token_ids():
+                return events
+            message = {}
+        return [*events, self._chunk(self._choice(delta, message), delta.index)]
+
+    def _role_chunks(self) -> list[bytes]:
+        chunks = []
+        for index in range(self.ask.samples):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunk = self.head(self.chunk_kind) | {"choices": [choice]}
+            if self.ask.continuous_usage:
+                chunk["usage"] = usage(self.prompt_tokens, 0)
+            chunk["prompt_token_ids"] = self.ask.prompts[0] if self.ask.return_token_ids else None
+            chunks.append(event(chunk))
+        return chunks
+
+    def _message(self, delta: Delta) -> dict[str, Any] | None:
+        if not self._parsers:
+            return {"content": delta.text}
+        message = self._parsers[delta.index].feed(delta.text, finished=delta.finish_reason is not None)
+        if message and not self.ask.include_reasoning:
+            message.pop("reasoning", None)
+        return message or None
+
+    def _shows_token_ids(self) -> bool:
+        return self.ask.return_token_ids and (self.ask.include_reasoning or not self._parsers)
+
+    def _choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": delta.index, "delta": message, "logprobs": None, "finish_reason": None}
+        if self.ask.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(delta.token_ids, self.ask.logprobs)
+        if delta.finish_reason is not None:
+            called = bool(self._parsers) and self._parsers[delta.index].called_tools
+            calls_tools = called and not self.ask.names_tool and delta.finish_reason == "stop"
+            choice["finish_reason"] = "tool_calls" if calls_tools else delta.finish_reason
+            choice["stop_reason"] = delta.stop_reason
+        choice["token_ids"] = delta.token_ids if self._shows_token_ids() else None
+        return choice
+
+    def whole(
+        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return self.head(self.kind) | {
+            "choices": [self._whole_choice(delta) for delta in texts],
+            "service_tier": None,
+            "system_fingerprint": fingerprint(self.options),
+            "usage": self._whole_usage(sequences, cached_tokens),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
+            "kv_transfer_params": kv_params,
+        }
+
+    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
+        fields: dict[str, Any] = {"content": delta.text, "reasoning": None}
+        calls_tools = False
+        if self._parsers:
+            fields, calls_tools = parse_whole(self.ask.prompts[0], delta.text)
+            if not self.ask.include_reasoning:
+                fields["reasoning"] = None
+        message = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None}
+        message |= {"function_call": None} | fields
+        logprobs = None if self.ask.logprobs is None else chat_logprobs(delta.token_ids, self.ask.logprobs)
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if calls_tools and not self.ask.names_tool else delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._shows_token_ids() else None,
+        }

@@ -1,0 +1,97 @@
+"""The flags of `python -m proxy mock-engine`; each sets one field of `Options`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from proxy.sim.faults import ACTIONS
+from proxy.sim.options import LoadFailurePolicy, Options, SimRole
+from proxy.sim.profile import PROFILES, ConnectorName
+
+_DESCRIPTION = """\
+A simulated vLLM engine: a deterministic model behind the engine's HTTP interface, with KV hand-over between a simulated
+prefiller and decoder over real sockets. For demonstrations, tests and benchmarks; it computes nothing."""
+
+_EPILOG = """\
+control endpoints:
+  POST   /_mock/faults   add a fault rule (a JSON object or a list of them)
+  DELETE /_mock/faults   remove all rules
+  GET    /_mock/state    requests seen, counters, pins
+  GET    /_mock/pins     KV kept for decoders
+
+fault rules: {"action": NAME, conditions, parameters}
+  conditions   path, request_id (contained text), every (n-th), skip (first n), probability, times
+  parameters   status, body, headers, seconds, tokens, merged, size, done
+  actions
+"""
+
+
+def _epilog() -> str:
+    return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in ACTIONS.items())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    default = Options()
+    parser = argparse.ArgumentParser(
+        prog="proxy mock-engine",
+        description=_DESCRIPTION,
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one and prints it")
+    add("--role", choices=get_args(SimRole), default=default.role, help="what it is used as (default: %(default)s)")
+    add("--model", default=default.model, help="served model name (default: %(default)s)")
+    add(
+        "--profile",
+        dest="profile_name",
+        choices=sorted(PROFILES),
+        default=default.profile_name,
+        help="the version whose wire format and defects to show (default: %(default)s)",
+    )
+    add(
+        "--connector",
+        dest="connector_name",
+        choices=get_args(ConnectorName),
+        help="shape and rules of the KV params; default: nixl from v0.33 on, mooncake (vllm-ascend) before",
+    )
+    add("--protocol", default=default.protocol, choices=("pull",), help="how KV travels (default: %(default)s)")
+    add("--api-key", help="require this key for paths under /v1")
+    add("--max-model-len", type=int, default=default.max_model_len, metavar="TOKENS")
+    add("--default-max-tokens", type=int, default=default.default_max_tokens, metavar="TOKENS", help="chat without max")
+    add("--block-size", type=int, default=default.block_size, metavar="TOKENS")
+    add("--num-gpu-blocks", type=int, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
+    add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
+    add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
+    add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
+    add("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N", help="more than these wait")
+    add(
+        "--tokens-per-step", type=int, default=default.tokens_per_step, metavar="N", help="as speculative decoding does"
+    )
+    add("--stream-interval", type=int, default=default.stream_interval, metavar="N", help="tokens per chunk")
+    add("--eos-after", type=int, metavar="TOKENS", help="answers end by themselves after about so many tokens")
+    add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
+    add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
+    add(
+        "--kv-load-failure-policy",
+        choices=get_args(LoadFailurePolicy),
+        default=default.kv_load_failure_policy,
+        help="what a decoder does when KV cannot be fetched (default: %(default)s)",
+    )
+    add("--prompt-tokens-details", action=argparse.BooleanOptionalAction, default=True, help="report cached_tokens")
+    add("--reasoning-parser", choices=("", "kimi_k2"), default=default.reasoning_parser, help="(default: %(default)s)")
+    add("--tool-call-parser", choices=("", "kimi_k2"), default=default.tool_call_parser, help="default: none")
+    add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
+    add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
+    add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:
+    """Host, port and options; exits with code 2 and one line on a mistake."""
+    values = vars(build_parser().parse_args(argv))
+    host, port = values.pop("host"), values.pop("port")
+    return host, port, Options(**values)

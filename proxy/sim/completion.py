@@ -1,0 +1,68 @@
+"""Answers of `/v1/completions`: plain text, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.sim.answers import Answer, fingerprint
+from proxy.sim.logprobs import completion_logprobs
+from proxy.sim.tokenizer import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from proxy.sim.ask import Ask
+    from proxy.sim.options import Options
+    from proxy.sim.sequence import Delta, Sequence
+
+
+class CompletionAnswer(Answer):
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._has_begun = [False] * len(self.sent_tokens)
+        self._text_offsets = [0] * len(self.sent_tokens)
+
+    def events(self, delta: Delta) -> list[bytes]:
+        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+            return []
+        choice = self._choice(delta)
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        return [self._chunk(choice, delta.index)]
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        is_first = not self._has_begun[delta.index]
+        self._has_begun[delta.index] = True
+        prompt = self.ask.prompts[delta.index // self.ask.samples]
+        echo = decode(prompt, keep_markers=True) if self.ask.echo and is_first else ""
+        logprobs = None
+        if self.ask.logprobs is not None:
+            logprobs = completion_logprobs(delta.token_ids, self.ask.logprobs, self._text_offsets[delta.index])
+            self._text_offsets[delta.index] += sum(map(len, logprobs["tokens"]))
+        return {
+            "index": delta.index,
+            "text": echo + delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "prompt_token_ids": prompt if self.ask.return_token_ids and is_first else None,
+            "token_ids": delta.token_ids if self.ask.return_token_ids else None,
+        }
+
+    def whole(
+        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        choices = []
+        for delta in texts:
+            choice = self._choice(delta)
+            token_ids, prompt_ids = choice.pop("token_ids"), choice.pop("prompt_token_ids")
+            choices.append(choice | {"token_ids": token_ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids})
+        return self.head(self.kind) | {
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": fingerprint(self.options),
+            "usage": self._whole_usage(sequences, cached_tokens),
+            "kv_transfer_params": kv_params,
+        }

@@ -1,0 +1,177 @@
+"""A simulated engine, in this process (`SimulatedEngine`) or as a program (`python -m proxy mock-engine`).
+
+It speaks the engines' HTTP interface and hands KV to other simulated engines over real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, Self
+
+import uvloop
+from aiohttp import web
+
+from proxy.sim.cli import parse_arguments
+from proxy.sim.control import ControlRoutes
+from proxy.sim.core import Core
+from proxy.sim.faults import Faults
+from proxy.sim.kv import Pin, PrefixCache
+from proxy.sim.metrics import EngineMetrics
+from proxy.sim.options import Options
+from proxy.sim.pull import PullProtocol
+from proxy.sim.scheduler import Scheduler
+from proxy.sim.server import GenerationRoutes
+from proxy.sim.state import Condition, Seen, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+PROTOCOLS = {"pull": PullProtocol}
+"""How KV travels; a new protocol is one file and one line here."""
+
+_MAX_BODY_BYTES = 256 * 1024 * 1024
+
+
+class SimulatedEngine:
+    """An engine on the current event loop, serving between `__aenter__` and `__aexit__`.
+
+    Options are given by name (see `Options`). `state` counts what happened, `pins` is the KV kept for decoders,
+    `faults` makes requests go wrong. Nothing is left running or open afterwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        options: Options | None = None,
+        on_kill: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.options = dataclasses.replace(options or Options(), **fields)
+        self.state = State()
+        self.faults = Faults()
+        self._runner: web.AppRunner | None = None
+        self._core: Core | None = None
+        self._killing: asyncio.Task[None] | None = None
+        self._on_kill = on_kill or self._kill_soon
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def core(self) -> Core:
+        assert self._core is not None, "the engine is not running"
+        return self._core
+
+    @property
+    def pins(self) -> dict[str, Pin]:
+        """The KV pinned right now, by remote request id."""
+        protocol = self._core.protocol if self._core is not None else None
+        return protocol.table.pins if isinstance(protocol, PullProtocol) else {}
+
+    @property
+    def requests(self) -> list[Seen]:
+        return list(self.state.requests)
+
+    async def wait_until(self, condition: Condition, timeout_seconds: float = 5.0) -> None:
+        """Wait for a condition on `state`, which is looked at whenever anything changes."""
+        await self.state.wait_until(condition, timeout_seconds)
+
+    async def start(self) -> None:
+        scheduler = Scheduler(self.options, self._on_step)
+        scheduler.start()
+        self._core = Core(
+            options=self.options,
+            state=self.state,
+            faults=self.faults,
+            scheduler=scheduler,
+            cache=PrefixCache(self.options.block_size, self.options.num_gpu_blocks),
+            metrics=EngineMetrics(self.options.model),
+            protocol=PROTOCOLS[self.options.protocol](self.options, self.state, self._kv_address),
+        )
+        control = ControlRoutes(self._core)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
+        app.add_routes(control.routes())
+        app.add_routes(self._core.protocol.routes())
+        app.add_routes(GenerationRoutes(self._core, self._on_kill).routes())
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port, backlog=4096, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def kill(self) -> None:
+        """End as a crash would: every connection reset, the port closed, all pins gone."""
+        core, runner = self._core, self._runner
+        self._core = self._runner = None
+        if core is None or runner is None:
+            return
+        core.scheduler.stop()
+        self._abort_connections(runner)
+        await core.protocol.stop()
+        await runner.cleanup()
+        # Transports tell their protocols of their end in the next turn.
+        await asyncio.sleep(0)
+        self.state.pinned = 0
+        self.state.changed()
+
+    async def restart(self) -> None:
+        """Start again on the same port as a new engine, which knows nothing of the KV of the old one."""
+        await self.kill()
+        await self.start()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._killing is not None:
+            await self._killing
+        await self.kill()
+
+    def _abort_connections(self, runner: web.AppRunner) -> None:
+        for handler in runner.server.connections if runner.server is not None else ():
+            if handler.transport is not None:
+                handler.transport.abort()
+
+    def _kill_soon(self) -> None:
+        if self._killing is None:
+            self._killing = asyncio.create_task(self.kill())
+
+    def _kv_address(self) -> tuple[str, int]:
+        return self.options.kv_host or self.host, self.port
+
+    def _on_step(self, tokens: int) -> None:
+        self.state.tokens_generated += tokens
+        self.state.changed()
+
+
+async def serve(host: str, port: int, options: Options) -> None:
+    """Run one engine until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with SimulatedEngine(host=host, port=port, options=options, on_kill=lambda: os._exit(1)) as engine:
+        print(f"simulated {options.role} engine ({options.profile_name}) on {engine.url}", flush=True)
+        await stopped.wait()
+
+
+def main(argv: list[str]) -> int:
+    host, port, options = parse_arguments(argv)
+    try:
+        uvloop.run(serve(host, port, options))
+    except OSError as error:
+        print(f"cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0

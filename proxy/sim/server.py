@@ -1,0 +1,237 @@
+"""The generation endpoints of a simulated engine: chat and plain completions, streamed and whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from proxy.sim.answers import DONE, event
+from proxy.sim.ask import EngineError, read_ask
+from proxy.sim.chat import ChatAnswer
+from proxy.sim.completion import CompletionAnswer
+from proxy.sim.generation import Generation
+from proxy.sim.sequence import Delta
+from proxy.sim.stream import EventStream, hang, reset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.answers import Answer
+    from proxy.sim.ask import Ask
+    from proxy.sim.core import Core
+    from proxy.sim.faults import Plan
+
+
+def json_response(payload: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(payload), status=status, headers=headers, content_type="application/json")
+
+
+def refusal(error: EngineError) -> web.Response:
+    return json_response(error.body(), error.status)
+
+
+async def read_json(request: web.Request) -> tuple[Any, int]:
+    """The parsed body (None if it is not JSON) and its size."""
+    raw = await request.read()
+    try:
+        return orjson.loads(raw), len(raw)
+    except orjson.JSONDecodeError:
+        return None, len(raw)
+
+
+class Collector:
+    """Puts the deltas of a whole answer together, one per choice."""
+
+    def __init__(self, choices: int) -> None:
+        self.deltas = [Delta(index, "", []) for index in range(choices)]
+
+    def on_delta(self, delta: Delta) -> None:
+        self.deltas[delta.index].merge(delta)
+
+
+class GenerationRoutes:
+    """`kill` ends the whole engine; it is what the fault of that name does."""
+
+    def __init__(self, core: Core, kill: Callable[[], None]) -> None:
+        self._core = core
+        self._kill = kill
+        self._live_ids: set[str] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._completion),
+        ]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, is_chat=True)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._counted(request, is_chat=False)
+
+    async def _counted(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        """Every request is live until its answer ended, one way or another."""
+        state = self._core.state
+        body, body_bytes = await read_json(request)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        state.saw(request.method, request.path, headers, body, body_bytes)
+        state.live += 1
+        try:
+            response = await self._answer(request, headers, body, is_chat=is_chat)
+            state.finished += 1
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            state.disconnects += "was_cut" not in request
+            raise
+        finally:
+            state.live -= 1
+            state.changed()
+
+    async def _answer(
+        self, request: web.Request, headers: dict[str, str], body: Any, *, is_chat: bool
+    ) -> web.StreamResponse:
+        core = self._core
+        request_id = core.new_request_id(headers, body)
+        plan = core.faults.plan(request.path, request_id)
+        core.state.faults_applied += len(plan)
+        if plan and (refused := await self._fail_early(request, plan)):
+            return refused
+        try:
+            ask = read_ask(body, is_chat=is_chat, options=core.options, headers=headers)
+        except EngineError as error:
+            await self._release_rejected(error, body)
+            return refusal(error)
+        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
+        answer: Answer = (ChatAnswer if is_chat else CompletionAnswer)(ask, core.options, answer_id)
+        extra = {"X-Request-Id": request_id} if core.options.request_id_headers else {}
+        if answer_id in self._live_ids and not core.options.request_id_randomization:
+            return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"))
+        self._live_ids.add(answer_id)
+        try:
+            if ask.stream:
+                return await self._stream(request, ask, answer, plan, extra)
+            return await self._whole(request, ask, answer, plan, extra | self._load_report(headers))
+        finally:
+            self._live_ids.discard(answer_id)
+
+    async def _fail_early(self, request: web.Request, plan: Plan) -> web.Response | None:
+        if rule := plan.get("slow_headers"):
+            await asyncio.sleep(rule.seconds)
+        if "hang_before_headers" in plan:
+            await hang()
+        if "reset_before_headers" in plan:
+            reset(request)
+            await hang()
+        if (rule := plan.get("kill")) and not rule.tokens:
+            self._kill()
+            await hang()
+        if rule := plan.get("refuse_status"):
+            error = EngineError(rule.status, "simulated fault", "InternalServerError")
+            return json_response(error.body() if rule.body is None else rule.body, rule.status, rule.headers)
+        return None
+
+    async def _release_rejected(self, error: EngineError, body: Any) -> None:
+        params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+        if error.late and self._core.options.releases_unused and params and params.get("do_remote_prefill"):
+            await self._core.protocol.release(params)
+
+    def _load_report(self, headers: dict[str, str]) -> dict[str, str]:
+        """The ORCA load report, which vLLM adds to whole answers only."""
+        usage = self._core.protocol.blocks_held() / self._core.options.num_gpu_blocks
+        waiting = self._core.scheduler.waiting
+        match headers.get("endpoint-load-metrics-format", "").lower():
+            case "text":
+                named = f"named_metrics.kv_cache_usage_perc={usage}, named_metrics.num_requests_waiting={waiting}"
+                return {"endpoint-load-metrics": f"TEXT {named}"}
+            case "json":
+                report = {"named_metrics": {"kv_cache_usage_perc": usage, "num_requests_waiting": waiting}}
+                return {"endpoint-load-metrics": f"JSON {orjson.dumps(report).decode()}"}
+        return {}
+
+    async def _stream(
+        self, request: web.Request, ask: Ask, answer: Answer, plan: Plan, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        stream = EventStream(request, answer, plan)
+        await stream.open(headers)
+        await self._break_after_headers(request, plan)
+
+        def on_delta(delta: Delta) -> None:
+            stream.on_delta(delta)
+            self._core.state.tokens_sent += len(delta.token_ids)
+            self._strike(request, delta)
+
+        generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
+        try:
+            try:
+                await generation.run()
+                closing = self._closing(answer, plan, generation.cached_tokens)
+            except EngineError as error:
+                closing = [event(error.body()), DONE]
+            await stream.close(closing)
+        finally:
+            stream.stop()
+        return stream.response
+
+    def _closing(self, answer: Answer, plan: Plan, cached_tokens: int) -> list[bytes]:
+        rule = plan.get("end_without_finish")
+        if rule is None:
+            return answer.closing(cached_tokens)
+        return [DONE] if rule.done else []
+
+    async def _whole(
+        self, request: web.Request, ask: Ask, answer: Answer, plan: Plan, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        collector = Collector(len(ask.prompts) * ask.samples)
+
+        def on_delta(delta: Delta) -> None:
+            collector.on_delta(delta)
+            self._strike(request, delta)
+
+        generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
+        try:
+            await generation.run()
+        except EngineError as error:
+            return refusal(error)
+        if "lost_response" in plan:
+            reset(request)
+            await hang()
+        body = orjson.dumps(
+            answer.whole(generation.sequences, collector.deltas, generation.cached_tokens, generation.kv_params)
+        )
+        self._core.state.tokens_sent += generation.completion_tokens
+        return await self._send_whole(request, body, plan, headers)
+
+    async def _send_whole(
+        self, request: web.Request, body: bytes, plan: Plan, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        if not plan.has_any("truncated_json", "invalid_json", "hang_after_headers", "reset_after_headers"):
+            return web.Response(body=body, headers=headers, content_type="application/json")
+        if "invalid_json" in plan:
+            return web.Response(body=body[: len(body) // 2], headers=headers, content_type="application/json")
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        await response.prepare(request)
+        await self._break_after_headers(request, plan)
+        await response.write(body[: len(body) // 2])
+        request["was_cut"] = True
+        if request.transport is not None:
+            request.transport.close()
+        await hang()
+        return response
+
+    async def _break_after_headers(self, request: web.Request, plan: Plan) -> None:
+        if "reset_after_headers" in plan:
+            reset(request)
+            await hang()
+        if "hang_after_headers" in plan:
+            await hang()
+
+    def _strike(self, request: web.Request, delta: Delta) -> None:
+        if delta.fault == "reset_after_tokens":
+            reset(request)
+        elif delta.fault == "kill":
+            self._kill()

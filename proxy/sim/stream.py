@@ -1,0 +1,145 @@
+"""Writing answers to a socket: server-sent events without a task switch per event, and the ways to break off.
+
+Events go to the transport from the scheduler's step, in one call stack. A reader that is too slow makes deltas merge,
+as they do in the engine's output collector, instead of filling memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+
+    from proxy.sim.answers import Answer
+    from proxy.sim.faults import Plan
+    from proxy.sim.sequence import Delta
+
+_HIGH_WATER_BYTES = 64 * 1024
+
+
+def reset(request: web.Request) -> None:
+    """Cut the connection so that the other side sees a reset, not an end."""
+    request["was_cut"] = True
+    transport = request.transport
+    if transport is None:
+        return
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+async def hang() -> None:
+    """Wait for the client to give up; the handler is cancelled when it does."""
+    await asyncio.get_running_loop().create_future()
+
+
+class EventStream:
+    """One streamed answer. `on_delta` is called by the generation; `close` sends what is left and the end."""
+
+    def __init__(self, request: web.Request, answer: Answer, plan: Plan) -> None:
+        self.response = web.StreamResponse()
+        self._request = request
+        self._answer = answer
+        self._plan = plan
+        self._writer: AbstractStreamWriter | None = None
+        self._held: dict[int, Delta] = {}
+        self._drained: asyncio.Task[None] | None = None
+        self._batch: list[bytes] = []
+        self._pieces: deque[bytes] = deque()
+        self._pumped: asyncio.Future[None] | None = None
+
+    async def open(self, headers: dict[str, str]) -> None:
+        """Commit the status line: before the first token, as the engine does."""
+        self.response.content_type = "text/event-stream"
+        self.response.charset = "utf-8"
+        self.response.headers.update(headers)
+        self.response.enable_chunked_encoding()
+        self._writer = await self.response.prepare(self._request)
+
+    def on_delta(self, delta: Delta) -> None:
+        if self._drained is None:
+            self._send(self._answer.events(delta))
+        elif delta.index in self._held:
+            self._held[delta.index].merge(delta)
+        else:
+            self._held[delta.index] = delta
+
+    async def close(self, closing: list[bytes]) -> None:
+        while self._drained is not None:
+            await self._drained
+        self._send(closing)
+        self._write_batch()
+        if self._pumped is not None:
+            await self._pumped
+        await self.response.write_eof()
+
+    def stop(self) -> None:
+        """The handler is leaving: end what runs beside it."""
+        if self._drained is not None:
+            self._drained.cancel()
+        self._pieces.clear()
+
+    def _send(self, events: list[bytes]) -> None:
+        if not self._plan:
+            self._write(events)
+            return
+        for event in events:
+            if "comments" in self._plan:
+                event = b": keep-alive\n\n" + event
+            if "crlf" in self._plan:
+                event = event.replace(b"\n", b"\r\n")
+            self._batch.append(event)
+            rule = self._plan.get("coalesce")
+            if rule is None or len(self._batch) >= rule.size:
+                self._write_batch()
+
+    def _write_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        if len(batch) > 1:
+            batch = [b"".join(batch)]
+        self._write(batch)
+
+    def _write(self, events: list[bytes]) -> None:
+        transport = self._request.transport
+        if not events or transport is None or transport.is_closing():
+            return
+        data = b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events])
+        if rule := self._plan.get("split_bytes"):
+            self._pieces.extend([data[at : at + rule.size] for at in range(0, len(data), rule.size)])
+            self._pump()
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > _HIGH_WATER_BYTES and self._drained is None:
+            self._drained = asyncio.create_task(self._drain())
+
+    def _pump(self) -> None:
+        """One piece per turn of the event loop, so that they leave as separate segments."""
+        if self._pumped is None:
+            self._pumped = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(self._write_piece)
+
+    def _write_piece(self) -> None:
+        assert self._pumped is not None
+        transport = self._request.transport
+        if self._pieces and transport is not None and not transport.is_closing():
+            transport.write(self._pieces.popleft())
+            asyncio.get_running_loop().call_soon(self._write_piece)
+        else:
+            self._pumped.set_result(None)
+            self._pumped = None
+
+    async def _drain(self) -> None:
+        assert self._writer is not None
+        await self._writer.drain()
+        self._drained = None
+        held, self._held = self._held, {}
+        for delta in held.values():
+            self.on_delta(delta)

@@ -1,0 +1,188 @@
+"""Leases: whatever happens inside the `with`, everything is given back and only the guilty are blamed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.backend import Load
+from proxy.balancer.health import HealthState
+from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
+
+if TYPE_CHECKING:
+    from conftest import Balancer
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+
+COST = Load(compute=100, kv=40)
+NOTHING = (0, Load())
+
+
+def refused(backend: Backend) -> UpstreamError:
+    return UpstreamError(Failure.CONNECT, backend, "connection refused")
+
+
+def test_a_lease_that_is_never_entered_costs_nothing(balancer: Balancer) -> None:
+    lease = balancer.decoders.lease(COST)
+    assert balancer.all_books() == {NOTHING}
+    with pytest.raises(RuntimeError, match="only after it was entered"):
+        _ = lease.backend
+
+
+def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        assert balancer.books(lease.backend) == (1, COST)
+        assert balancer.decoders.in_flight(lease.backend) == 1
+    assert balancer.all_books() == {NOTHING}
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), asyncio.CancelledError(), KeyboardInterrupt(), GeneratorExit()])
+def test_a_lease_gives_back_whatever_ends_it(balancer: Balancer, error: BaseException) -> None:
+    with pytest.raises(type(error)), balancer.decoders.lease(COST):
+        raise error
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_leases_on_both_roles_unwind_together(balancer: Balancer) -> None:
+    with (
+        pytest.raises(asyncio.CancelledError),
+        balancer.decoders.lease(COST),
+        balancer.prefillers.lease(COST),
+    ):
+        raise asyncio.CancelledError
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_compute_and_kv_are_freed_apart_and_each_once(balancer: Balancer) -> None:
+    with balancer.prefillers.lease(COST) as lease:
+        for _ in range(2):
+            lease.free_compute()
+            assert balancer.books(lease.backend) == (1, Load(kv=40))
+        for _ in range(2):
+            lease.free_kv()
+            assert balancer.books(lease.backend) == (1, Load())
+    lease.free_compute()
+    lease.free_kv()
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_a_lease_is_entered_once(balancer: Balancer) -> None:
+    lease = balancer.decoders.lease(COST)
+    with lease, pytest.raises(RuntimeError, match="entered once"), lease:
+        pass
+    with pytest.raises(RuntimeError, match="entered once"), lease:
+        pass
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_a_lease_on_an_empty_pool_charges_nothing(balancer: Balancer) -> None:
+    with (
+        pytest.raises(NoBackendAvailable, match="no healthy decode instance"),
+        balancer.decoders.lease(COST, avoid=balancer.decoders.backends()),
+    ):
+        pass
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_moving_takes_along_what_was_not_given_back(balancer: Balancer) -> None:
+    with balancer.prefillers.lease(COST) as lease:
+        old = lease.backend
+        lease.free_compute()
+        new = lease.move((), refused(old))
+        assert new == lease.backend != old
+        assert balancer.books(old) == NOTHING
+        assert balancer.books(new) == (1, Load(kv=40))
+        lease.free_compute()
+        assert balancer.books(new) == (1, Load(kv=40))
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        old = lease.backend
+        new = lease.move((), refused(old))
+    assert balancer.health.consecutive_failures(old) == 1
+    assert balancer.health.state(old) is HealthState.UNKNOWN
+    assert balancer.health.is_confirmed(new)
+
+
+def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
+    balancer.roster.add(balancer.decoders.role, "d", 3)
+    with balancer.decoders.lease(COST) as lease:
+        first = lease.backend
+        second = lease.move((), refused(first))
+        third = lease.move({first}, refused(second))
+        assert len({first, second, third}) == 3
+
+
+def test_a_lease_that_cannot_move_keeps_what_it_holds(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        old = lease.backend
+        lease.free_kv()
+        with pytest.raises(NoBackendAvailable):
+            lease.move(balancer.decoders.backends(), refused(old))
+        assert lease.backend == old
+        assert balancer.books(old) == (1, Load(compute=100))
+        assert balancer.health.consecutive_failures(old) == 1
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_a_failure_is_counted_once_when_there_is_nowhere_to_go_and_it_is_raised_on(balancer: Balancer) -> None:
+    def attempt(lease: Lease) -> None:
+        error = refused(lease.backend)
+        try:
+            lease.move(balancer.decoders.backends(), error)
+        except NoBackendAvailable:
+            raise error from None
+
+    with pytest.raises(UpstreamError), balancer.decoders.lease(COST) as lease:
+        attempt(lease)
+    assert balancer.health.consecutive_failures(lease.backend) == 1
+
+
+def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        pass
+    with pytest.raises(RuntimeError, match="after it was left"):
+        lease.move((), refused(lease.backend))
+    assert balancer.all_books() == {NOTHING}
+
+
+def test_a_clean_end_confirms_the_backend(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        pass
+    assert balancer.health.is_confirmed(lease.backend)
+
+
+def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Balancer) -> None:
+    with (
+        pytest.raises(UpstreamError),
+        balancer.decoders.lease(COST) as decoder,
+        balancer.prefillers.lease(COST) as prefiller,
+    ):
+        raise refused(prefiller.backend)
+    assert balancer.health.consecutive_failures(prefiller.backend) == 1
+    assert balancer.health.consecutive_failures(decoder.backend) == 0
+    assert not balancer.health.is_confirmed(decoder.backend)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), BadRequest("no"), ValueError("bug")])
+def test_what_is_not_an_engines_failure_says_nothing_about_health(balancer: Balancer, error: BaseException) -> None:
+    with pytest.raises(type(error)), balancer.decoders.lease(COST) as lease:
+        raise error
+    assert balancer.health.consecutive_failures(lease.backend) == 0
+    assert balancer.health.state(lease.backend) is HealthState.UNKNOWN
+
+
+def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
+    def broken(transition: object) -> None:
+        raise OSError("log disk is full")
+
+    pool = balancer.pool(balancer.decoders.role)
+    pool._on_transition = broken
+    with pytest.raises(OSError, match="full"), pool.lease(COST):
+        pass
+    assert balancer.all_books() == {NOTHING}

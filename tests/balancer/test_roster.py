@@ -1,0 +1,211 @@
+"""The roster: who exists, draining, slots, and that forked workers agree about it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.roster import Member, Roster
+from proxy.balancer.scoreboard import Scoreboard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def roster_of(scoreboard: Scoreboard, decoders: int = 0) -> Roster:
+    return Roster([], [("d", port) for port in range(decoders)], scoreboard)
+
+
+def names(roster: Roster, role: Role = D) -> list[str]:
+    return [member.backend.name + (" draining" if member.draining else "") for member in roster.members(role)]
+
+
+def slots(roster: Roster) -> list[int]:
+    return [member.backend.slot for role in Role for member in roster.members(role)]
+
+
+def in_child(action: Callable[[], object]) -> None:
+    """Run a callable in a forked process and expect it to succeed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_every_backend_has_a_slot_of_its_own() -> None:
+    roster = Roster([("p", 1), ("p", 2)], [("d", 1)], Scoreboard(slots=3))
+    assert names(roster, P) == ["p:1", "p:2"]
+    assert names(roster, D) == ["d:1"]
+    assert slots(roster) == [0, 1, 2]
+
+
+def test_adding_what_exists_changes_nothing() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=1)
+    before = roster.version
+    assert roster.add(D, "d", 0) is False
+    assert roster.version == before
+    assert roster.add(D, "d", 1) is True
+    assert names(roster) == ["d:0", "d:1"]
+
+
+def test_members_are_not_rebuilt_while_nothing_changes() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=1)
+    assert roster.members(D) is roster.members(D)
+
+
+def test_an_endpoint_has_one_role() -> None:
+    roster = Roster([("a", 1)], [], Scoreboard(slots=3))
+    with pytest.raises(ValueError, match=r"^a:1 is already a prefill instance$"):
+        roster.add(D, "a", 1)
+    assert roster.remove(D, "a", 1) is False
+    roster.remove(P, "a", 1)
+    with pytest.raises(ValueError, match=r"^a:1 is still draining as a prefill instance$"):
+        roster.add(D, "a", 1)
+    roster.finalize()
+    assert roster.add(D, "a", 1) is True
+
+
+def test_an_endpoint_listed_twice_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"^a:1 is listed twice as a decode instance$"):
+        Roster([], [("a", 1), ("a", 1)], Scoreboard(slots=3))
+
+
+def test_a_full_roster_refuses() -> None:
+    roster = roster_of(Scoreboard(slots=2), decoders=2)
+    with pytest.raises(ValueError, match="all 2 slots are in use"):
+        roster.add(D, "d", 2)
+    assert names(roster) == ["d:0", "d:1"]
+
+
+def test_the_longest_host_names_fit_in_every_slot() -> None:
+    roster = Roster([], [("x" * 253, 60_000 + port) for port in range(50)], Scoreboard(slots=50))
+    assert len(roster.members(D)) == 50
+
+
+def test_a_value_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    roster = roster_of(Scoreboard(slots=2), decoders=1)
+    with pytest.raises(ValueError, match="too long"):
+        roster.add(D, "x" * 5000, 1)
+    assert names(roster) == ["d:0"]
+
+
+def test_removing_an_unknown_backend_says_so() -> None:
+    assert roster_of(Scoreboard(slots=2), decoders=1).remove(D, "d", 9) is False
+
+
+def test_a_removed_backend_drains_until_its_own_last_request_ended() -> None:
+    scoreboard = Scoreboard(workers=2, slots=4)
+    roster = roster_of(scoreboard, decoders=2)
+    leaving, staying = (member.backend for member in roster.members(D))
+    scoreboard.row(1).add(leaving.slot, requests=1)
+    scoreboard.row(0).add(staying.slot, requests=1)
+    assert roster.remove(D, "d", 0) is True
+    assert roster.remove(D, "d", 0) is True
+    assert roster.finalize() == []
+    assert names(roster) == ["d:0 draining", "d:1"]
+    scoreboard.row(1).add(leaving.slot, requests=-1)
+    assert roster.finalize() == [leaving]
+    assert roster.finalize() == []
+    assert names(roster) == ["d:1"]
+
+
+def test_adding_a_draining_backend_again_keeps_its_slot_and_its_requests() -> None:
+    scoreboard = Scoreboard(slots=4)
+    roster = roster_of(scoreboard, decoders=2)
+    backend = roster.members(D)[1].backend
+    scoreboard.row(0).add(backend.slot, requests=3)
+    roster.remove(D, "d", 1)
+    assert roster.add(D, "d", 1) is True
+    member = roster.members(D)[1]
+    assert member == Member(backend, draining=False)
+    assert scoreboard.requests(member.backend.slot) == 3
+    assert roster.finalize() == []
+
+
+def test_a_slot_is_used_again_only_when_its_column_is_zero() -> None:
+    scoreboard = Scoreboard(workers=2, slots=3)
+    roster = roster_of(scoreboard, decoders=2)
+    roster.remove(D, "d", 0)
+    assert [backend.slot for backend in roster.finalize()] == [0]
+    # A worker that had picked the backend before it was removed charges it a moment too late.
+    scoreboard.row(1).add(0, requests=1, compute=5, kv=5)
+    roster.add(D, "late", 1)
+    assert slots(roster) == [1, 2]
+    with pytest.raises(ValueError, match="no room"):
+        roster.add(D, "full", 1)
+    scoreboard.row(1).add(0, requests=-1, compute=-5, kv=-5)
+    roster.add(D, "next", 1)
+    assert names(roster) == ["next:1", "d:1", "late:1"]
+
+
+def test_a_change_in_one_process_is_seen_in_the_others() -> None:
+    scoreboard = Scoreboard(slots=8)
+    roster = roster_of(scoreboard, decoders=2)
+    assert names(roster) == ["d:0", "d:1"]
+
+    def change() -> None:
+        roster.add(P, "p", 1)
+        roster.remove(D, "d", 0)
+
+    in_child(change)
+    assert names(roster) == ["d:0 draining", "d:1"]
+    assert names(roster, P) == ["p:1"]
+    assert roster.finalize() == [Backend(D, "d", 0)]
+
+    def look() -> None:
+        assert names(roster) == ["d:1"]
+
+    in_child(look)
+
+
+def test_processes_that_add_at_the_same_time_lose_nothing() -> None:
+    workers, each = 4, 25
+    roster = roster_of(Scoreboard(slots=workers * each))
+    start, go = os.pipe()
+    children = []
+    for worker in range(workers):
+        child = os.fork()
+        if child == 0:
+            os.close(go)
+            os.read(start, 1)  # returns when the parent closes its end
+            for port in range(each):
+                roster.add(D, f"worker{worker}", port)
+            os._exit(0)
+        children.append(child)
+    os.close(start)
+    os.close(go)
+    seen = 0
+    while seen < workers * each:  # a reader meanwhile never sees less than before, nor anything broken
+        now = len(roster.members(D))
+        assert now >= seen
+        seen = now
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * workers
+    assert slots(roster) == list(range(workers * each))
+    assert len(set(names(roster))) == workers * each
+
+
+def test_a_writer_that_dies_half_way_harms_nobody() -> None:
+    roster = roster_of(Scoreboard(slots=4), decoders=1)
+
+    def die() -> None:
+        with roster._shared.exclusive():
+            shared = roster._shared
+            start = shared._start((shared.version + 1) % 2)
+            shared._memory[start : start + 20] = b"x" * 20
+            os._exit(0)
+
+    in_child(die)
+    assert names(roster) == ["d:0"]
+    assert roster.add(D, "d", 1) is True
+    in_child(lambda: roster._read())
+    assert names(roster) == ["d:0", "d:1"]

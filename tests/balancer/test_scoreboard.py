@@ -1,0 +1,76 @@
+"""The scoreboard: rows add up, and a dead worker's row goes away."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from proxy.balancer.backend import Load
+from proxy.balancer.scoreboard import Scoreboard
+
+
+def test_a_fresh_scoreboard_is_zero() -> None:
+    board = Scoreboard(workers=2, slots=3)
+    assert [board.requests(slot) for slot in range(3)] == [0, 0, 0]
+    assert [board.load(slot) for slot in range(3)] == [Load()] * 3
+
+
+def test_a_load_is_the_sum_over_the_workers() -> None:
+    board = Scoreboard(workers=3, slots=4)
+    for worker in range(3):
+        board.row(worker).add(2, requests=1, compute=10 * worker, kv=worker)
+    assert board.requests(2) == 3
+    assert board.load(2) == Load(compute=30, kv=3)
+    assert board.load(1) == board.load(3) == Load()
+
+
+def test_giving_back_is_adding_a_negative_number() -> None:
+    board = Scoreboard(workers=1, slots=2)
+    board.row(0).add(1, requests=1, compute=7, kv=9)
+    board.row(0).add(1, compute=-7)
+    assert board.load(1) == Load(compute=0, kv=9)
+    board.row(0).add(1, requests=-1, kv=-9)
+    assert (board.requests(1), board.load(1)) == (0, Load())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_weights_of_several_slots_agree_with_their_loads(workers: int) -> None:
+    board = Scoreboard(workers, slots=5)
+    for worker in range(workers):
+        for slot in range(5):
+            board.row(worker).add(slot, requests=1, compute=slot + worker, kv=100 * slot)
+    slots = [4, 0, 2]
+    loads = [board.load(slot) for slot in slots]
+    assert board.weigh(slots, 10, 3) == [10 * load.compute + 3 * load.kv for load in loads]
+
+
+def test_a_worker_cannot_write_past_its_row() -> None:
+    board = Scoreboard(workers=2, slots=2)
+    with pytest.raises(IndexError):
+        board.row(0).add(2, requests=1)
+    with pytest.raises(IndexError):
+        board.row(2)
+    assert board.requests(0) == board.requests(1) == 0
+
+
+def test_erasing_a_dead_worker_leaves_the_others_alone() -> None:
+    board = Scoreboard(workers=2, slots=2)
+    for worker in range(2):
+        board.row(worker).add(1, requests=1, compute=5, kv=6)
+    board.erase(0)
+    assert (board.requests(1), board.load(1)) == (1, Load(5, 6))
+    board.erase(1)
+    assert (board.requests(1), board.load(1)) == (0, Load())
+
+
+def test_what_a_forked_worker_charged_is_seen_and_can_be_erased_after_it_died() -> None:
+    board = Scoreboard(workers=2, slots=2)
+    child = os.fork()
+    if child == 0:
+        board.row(1).add(0, requests=1, compute=5, kv=6)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (board.requests(0), board.load(0)) == (1, Load(5, 6))
+    board.erase(1)
+    assert (board.requests(0), board.load(0)) == (0, Load())

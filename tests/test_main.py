@@ -1,0 +1,230 @@
+"""The program from the outside: sub-commands, exit codes, and one sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+import proxy
+from proxy.__main__ import main
+from proxy.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The proxy commands of vLLM-Ascend's guides for Kimi-K2.6 (8 prefillers, 8 decoders) and Kimi-K2.5 (4, 32), verbatim
+# behind the program's name.
+KIMI_K26 = """\
+      --port 1999 \\
+      --host 141.xx.xx.1 \\
+      --prefiller-hosts \\
+        141.xx.xx.1 \\
+        141.xx.xx.1 \\
+        141.xx.xx.1 \\
+        141.xx.xx.1 \\
+        141.xx.xx.2 \\
+        141.xx.xx.2 \\
+        141.xx.xx.2 \\
+        141.xx.xx.2 \\
+      --prefiller-ports \\
+        7100 7101 7102 7103 7100 7101 7102 7103 \\
+      --decoder-hosts \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+      --decoder-ports \\
+        7100 7101 7102 7103 \\
+        7100 7101 7102 7103
+"""
+
+KIMI_K25 = """\
+      --port 1999 \\
+      --host 141.xx.xx.1 \\
+      --prefiller-hosts \\
+        141.xx.xx.1 \\
+        141.xx.xx.1 \\
+        141.xx.xx.2 \\
+        141.xx.xx.2 \\
+      --prefiller-ports \\
+        7100 7101 7100 7101 \\
+      --decoder-hosts \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.3 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+        141.xx.xx.4 \\
+      --decoder-ports \\
+        7100 7101 7102 7103 7104 7105 7106 7107 7108 7109 7110 7111 7112 7113 7114 7115 \\
+        7100 7101 7102 7103 7104 7105 7106 7107 7108 7109 7110 7111 7112 7113 7114 7115
+"""
+
+
+def words(line: str) -> list[str]:
+    """As a shell splits it; shlex does not know that a backslash ends a line."""
+    return shlex.split(line.replace("\\\n", " "))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("PROXY_") or name == "OPENAI_API_KEY":
+            monkeypatch.delenv(name)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "proxy", *arguments], capture_output=True, text=True, check=False)
+
+
+@contextmanager
+def gateway_answering(status: int) -> Iterator[int]:
+    """A server that gives /livez this status; yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/livez" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        yield server.server_port
+        thread.join()
+
+
+def test_the_kimi_k26_guides_command_line_starts_unchanged() -> None:
+    found = load(words(KIMI_K26), {}).settings
+    assert (found.listen.host, found.listen.port) == ("141.xx.xx.1", 1999)
+    ports = range(7100, 7104)
+    assert [str(e) for e in found.prefill] == [f"141.xx.xx.{node}:{port}" for node in (1, 2) for port in ports]
+    assert [str(e) for e in found.decode] == [f"141.xx.xx.{node}:{port}" for node in (3, 4) for port in ports]
+
+
+def test_the_kimi_k25_guides_command_line_starts_unchanged() -> None:
+    found = load(words(KIMI_K25), {}).settings
+    assert [str(e) for e in found.prefill] == [f"141.xx.xx.{n}:{port}" for n in (1, 2) for port in (7100, 7101)]
+    assert [str(e) for e in found.decode] == [f"141.xx.xx.{n}:{port}" for n in (3, 4) for port in range(7100, 7116)]
+
+
+@pytest.mark.parametrize("line", [KIMI_K26, KIMI_K25], ids=["k2.6", "k2.5"])
+def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", *words(line)]) == 0
+    assert capsys.readouterr().out.startswith("ok: ")
+
+
+def test_check_config_finds_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "--decode", "a"]) == 2
+    assert capsys.readouterr().err == "pdproxy: error: --decode: 'a' has no port: write it as host:port\n"
+
+
+def test_print_config_prints_yaml_even_without_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["print-config", "--port", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "  port: 5  # --port\n" in out
+    assert yaml.safe_load(out)["prefill"] == []
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_are_answers_and_no_mistakes(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([flag])
+    assert end.value.code == 0
+    assert (proxy.__version__ if flag == "--version" else "--prefiller-hosts") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--prefiller-hosts a b c --prefiller-ports 1 2 --decode d:1",
+        "--frobnicate 1",
+        "check-config --config /nowhere.yaml",
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(line: str) -> None:
+    result = run(*line.split())
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("pdproxy: error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("--port", str(port), "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2")
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [(200, 0), (503, 1)])
+def test_health_asks_the_gateway_whether_it_is_alive(status: int, exit_code: int) -> None:
+    with gateway_answering(status) as port:
+        assert main(["health", "--host", "0.0.0.0", "--port", str(port)]) == exit_code
+
+
+def test_health_fails_without_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as bound_but_not_listening:
+        bound_but_not_listening.bind(("127.0.0.1", 0))
+        port = bound_but_not_listening.getsockname()[1]
+        assert main(["health", "--port", str(port)]) == 1
+    assert f"127.0.0.1 port {port} does not answer" in capsys.readouterr().err
+
+
+def test_health_knows_only_0_and_1() -> None:
+    assert main(["health", "--frobnicate"]) == 1
+
+
+def test_an_interrupt_prints_no_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "proxy", "health", "--port", str(silent.getsockname()[1])]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, silent.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == ""

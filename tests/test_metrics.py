@@ -1,0 +1,202 @@
+"""The exposition: names that Prometheus' own linter accepts, series that start at 0, and values from all workers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy import __version__, metrics
+from proxy.api.passthrough import ROUTES
+from proxy.balancer.backend import Load, Role
+from proxy.balancer.health import Health
+from proxy.balancer.policies import POLICIES
+from proxy.balancer.pool import Pool
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.errors import Failure, UpstreamError
+from proxy.metrics import Metrics
+from proxy.record import Stage
+from proxy.settings import Kv
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prometheus_client import Metric
+
+
+class Gateway:
+    """Metrics that look at a balancer with one prefiller and one decoder."""
+
+    def __init__(self) -> None:
+        self.scoreboard = Scoreboard(slots=4)
+        self.roster = Roster([("10.0.0.1", 7100)], [("fd00::1", 7200)], self.scoreboard)
+        self.health = Health()
+        self.pools = {
+            role: Pool(
+                role, POLICIES["least_load"](), self.scoreboard, self.scoreboard.row(0), self.roster, self.health
+            )
+            for role in Role
+        }
+        self.metrics = Metrics()
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health)
+
+    def text(self) -> str:
+        return self.metrics.render("text/plain")[0].decode()
+
+    def families(self) -> dict[str, Metric]:
+        return {family.name: family for family in text_string_to_metric_families(self.text())}
+
+    def value(self, name: str, **labels: str) -> float | None:
+        for family in text_string_to_metric_families(self.text()):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
+        return None
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def test_every_metric_has_a_good_name_and_a_help_text(gateway: Gateway) -> None:
+    for name, family in gateway.families().items():
+        assert re.fullmatch(r"(pdproxy|process)_[a-z]+(_[a-z]+)*", name)
+        assert family.documentation.endswith(".")
+        assert not re.search(r"(milli|micro)seconds|_ms$|_count$|_sum$|_bucket$", name)
+        if family.type == "gauge":
+            assert not name.endswith("_total")
+        if family.type == "histogram":
+            assert name.endswith("_seconds")
+        for sample in family.samples:
+            assert all(re.fullmatch(r"[a-z_]+", label) for label in sample.labels)
+            if family.type == "counter":
+                assert sample.name.endswith("_total")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_has_nothing_to_say(gateway: Gateway) -> None:
+    with gateway.pools[Role.PREFILL].lease(Load(1, 2)):
+        gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "timeout").inc()
+        found = subprocess.run(["promtool", "check", "metrics"], input=gateway.text(), capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_openmetrics_is_given_to_whoever_asks_for_it(gateway: Gateway) -> None:
+    body, content_type = gateway.metrics.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
+    assert "pdproxy_requests" in names
+
+
+def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
+    for family in gateway.families().values():
+        if family.type in ("counter", "histogram") and family.name.startswith("pdproxy_"):
+            assert family.samples, family.name
+            assert {sample.value for sample in family.samples} == {0.0}
+    assert gateway.value("pdproxy_request_end_total", term="--") == 0
+    assert gateway.value("pdproxy_rejected_total", reason="no_healthy_decode") == 0
+    assert gateway.value("pdproxy_instance_requests_total", role="decode", instance="[fd00::1]:7200", result="ok") == 0
+
+
+def test_labels_use_the_words_of_the_rest_of_the_program() -> None:
+    assert tuple(Api) == metrics.GENERATION_APIS
+    assert tuple(stage.label for stage in Stage) == metrics.STAGES
+    assert tuple(Role) == metrics.LEGS
+    assert set(ROUTES) < set(metrics.APIS)
+    assert get_args(Kv.model_fields["on_missing"].annotation) == metrics.MISSING_KV_ACTIONS
+
+
+def test_build_info_tells_the_version(gateway: Gateway) -> None:
+    (sample,) = gateway.families()["pdproxy_build_info"].samples
+    assert sample.labels["version"] == __version__
+    assert sample.value == 1
+
+
+def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
+    prefillers = gateway.pools[Role.PREFILL]
+    (prefiller,) = prefillers.backends()
+    labels = {"role": "prefill", "instance": "10.0.0.1:7100"}
+    assert gateway.value("pdproxy_instance_up", **labels) == 0
+    gateway.health.on_probe(prefiller, True, "")
+    prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
+    with prefillers.lease(Load(compute=30, kv=7)):
+        assert gateway.value("pdproxy_instance_up", **labels) == 1
+        assert gateway.value("pdproxy_instance_inflight", **labels) == 1
+        assert gateway.value("pdproxy_instance_load_tokens", kind="compute", **labels) == 30
+        assert gateway.value("pdproxy_instance_load_tokens", kind="kv", **labels) == 7
+        assert gateway.value("pdproxy_instance_consecutive_failures", **labels) == 1
+    assert gateway.value("pdproxy_instance_inflight", **labels) == 0
+
+
+def test_a_removed_instance_loses_its_series(gateway: Gateway) -> None:
+    gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "ok").inc()
+    assert "10.0.0.1:7100" in gateway.text()
+    gateway.roster.remove(Role.PREFILL, "10.0.0.1", 7100)
+    assert gateway.value("pdproxy_instance_up", role="prefill", instance="10.0.0.1:7100") == 0
+    gateway.roster.finalize()
+    assert "10.0.0.1:7100" not in gateway.text()
+    assert "[fd00::1]:7200" in gateway.text()
+
+
+def test_two_of_them_in_one_process_do_not_meet() -> None:
+    first, second = Gateway(), Gateway()
+    first.metrics.kv_orphans_total.inc()
+    assert (first.value("pdproxy_kv_orphans_total"), second.value("pdproxy_kv_orphans_total")) == (1, 0)
+
+
+WORKERS = """
+    import os
+
+    from proxy.balancer.backend import Role
+    from proxy.balancer.health import Health
+    from proxy.balancer.policies import POLICIES
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.metrics import Metrics
+
+    def work():
+        metrics = Metrics()
+        metrics.requests_total.labels("chat", "200").inc()
+        metrics.inflight_requests.labels("chat").inc()
+        metrics.request_duration_seconds.labels("chat", "true").observe(0.3)
+        metrics.instance_requests_total.labels("prefill", "p:1", "ok").inc()
+        metrics.instance_requests_total.labels("prefill", "gone:1", "ok").inc()
+        return metrics
+
+    if os.fork() == 0:
+        work()
+        os._exit(0)
+    os.wait()
+    scoreboard = Scoreboard(slots=4)
+    roster, health = Roster([("p", 1)], [], scoreboard), Health()
+    pool = Pool(Role.PREFILL, POLICIES["random"](), scoreboard, scoreboard.row(0), roster, health)
+    metrics = work()
+    metrics.watch_instances([pool], scoreboard, health)
+    print(metrics.render("")[0].decode())
+"""
+
+
+def test_any_worker_answers_for_all_of_them(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", textwrap.dedent(WORKERS)]
+    found = subprocess.run(script, env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}, capture_output=True, text=True)
+    assert found.stderr == ""
+    lines = found.stdout.splitlines()
+    assert 'pdproxy_requests_total{api="chat",code="200"} 2.0' in lines
+    assert 'pdproxy_inflight_requests{api="chat"} 2.0' in lines
+    assert 'pdproxy_request_duration_seconds_count{api="chat",stream="true"} 2.0' in lines
+    assert 'pdproxy_instance_requests_total{instance="p:1",result="ok",role="prefill"} 2.0' in lines
+    assert 'pdproxy_instance_up{instance="p:1",role="prefill"} 0.0' in lines
+    assert "gone:1" not in found.stdout
+    assert "# HELP pdproxy_requests_total Requests by route and HTTP status." in lines
+    assert found.stdout.count("pdproxy_build_info{") == 1

@@ -1,0 +1,455 @@
+"""Loading the settings: what each source may say, which one wins, and the sentence for every mistake."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.settings import OPTIONS, Endpoint, Settings, SettingsError, load, parse_endpoints, to_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from proxy.settings import Loaded
+
+ONE_PAIR = "--prefill p:1 --decode d:1"
+
+
+def loaded(line: str = ONE_PAIR, **environ: str) -> Loaded:
+    return load(shlex.split(line), environ)
+
+
+def settings(line: str = ONE_PAIR, **environ: str) -> Settings:
+    return loaded(line, **environ).settings
+
+
+def mistake(line: str = ONE_PAIR, environ: Mapping[str, str] | None = None) -> str:
+    """The sentence for a mistake."""
+    with pytest.raises(SettingsError) as error:
+        load(shlex.split(line), environ or {})
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def texts(endpoints: tuple[Endpoint, ...]) -> list[str]:
+    return [str(endpoint) for endpoint in endpoints]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "gateway.yaml"
+
+
+# The example proxy's command line
+
+
+def test_every_flag_of_the_example_proxy_keeps_its_meaning() -> None:
+    found = settings(
+        "--port 1998 --host 0.0.0.0 --prefiller-hosts a b --prefiller-ports 1 2 --decoder-hosts c --decoder-ports 3"
+        " --max-retries 4 --retry-delay 0.001 --max-waiting-retries 5 --waiting-retry-interval 7 --workers 2"
+        " --log-level DEBUG"
+    )
+    assert (found.listen.host, found.listen.port) == ("0.0.0.0", 1998)
+    assert texts(found.prefill) == ["a:1", "b:2"]
+    assert texts(found.decode) == ["c:3"]
+    assert (found.retry.max_attempts, found.retry.base_delay_seconds) == (4, 0.001)
+    assert (found.joining.max_attempts, found.joining.interval_seconds) == (5, 7.0)
+    assert (found.workers, found.log.level) == (2, "DEBUG")
+
+
+def test_defaults_differ_from_the_example_proxy_only_where_they_are_safer() -> None:
+    found = settings()
+    assert (found.listen.host, found.listen.port) == ("127.0.0.1", 1999)
+    assert (found.retry.max_attempts, found.retry.base_delay_seconds) == (3, 0.025)
+    assert (found.joining.max_attempts, found.joining.interval_seconds) == (3, 10.0)
+    assert found.workers == 1
+
+
+def test_hosts_without_ports_and_ports_without_hosts_take_the_example_proxys_defaults() -> None:
+    found = settings("--prefiller-hosts a --decoder-ports 9000")
+    assert texts(found.prefill + found.decode) == ["a:8001", "localhost:9000"]
+
+
+def test_no_retries_still_means_one_attempt() -> None:
+    found = settings(f"{ONE_PAIR} --max-retries 0 --max-waiting-retries 0")
+    assert (found.retry.max_attempts, found.joining.max_attempts) == (1, 1)
+
+
+def test_a_long_retry_delay_is_not_cut_by_the_default_cap() -> None:
+    assert settings(f"{ONE_PAIR} --retry-delay 2").retry.max_delay_seconds == 2.0
+
+
+def test_a_cap_below_the_delay_is_refused() -> None:
+    sentence = mistake(environ={"PROXY_RETRY__MAX_DELAY_SECONDS": "0.01"})
+    assert sentence == "retry: max_delay_seconds 0.01 is below base_delay_seconds 0.025"
+
+
+# Endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("http://10.0.0.1:7100", ["10.0.0.1:7100"]),
+        ("http://10.0.0.1:7100/", ["10.0.0.1:7100"]),
+        ("HTTP://Node-1.example.org:7100", ["node-1.example.org:7100"]),
+        ("localhost:7100", ["localhost:7100"]),
+        ("141.xx.xx.1:7100", ["141.xx.xx.1:7100"]),
+        ("[::1]:7100", ["[::1]:7100"]),
+        ("http://[fd00:0::1]:7100", ["[fd00::1]:7100"]),
+        ("10.0.0.3:7100-7102", ["10.0.0.3:7100", "10.0.0.3:7101", "10.0.0.3:7102"]),
+        ("[::1]:7100-7101", ["[::1]:7100", "[::1]:7101"]),
+    ],
+)
+def test_an_endpoint_is_written_as_host_and_port(text: str, endpoints: list[str]) -> None:
+    assert texts(parse_endpoints(text)) == endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("10.0.0.1", "'10.0.0.1' has no port: write it as host:port"),
+        ("[::1]", "'[::1]' has no port: write it as host:port"),
+        ("http://a", "'http://a' has no port: write it as host:port"),
+        ("a:", "'' is not a port or a port range like 7100-7115"),
+        ("a:http", "'http' is not a port or a port range like 7100-7115"),
+        ("a:0", "'0' is outside the ports 1 to 65535"),
+        ("a:7100-70000", "'7100-70000' is outside the ports 1 to 65535"),
+        ("a:7115-7100", "'7115-7100' is a port range that ends before it begins"),
+        ("::1:7100", "'::1:7100' is ambiguous: write an IPv6 address in brackets, like [::1]:7100"),
+        ("[::g]:7100", "'[::g]' is not a host name or an IP address"),
+        ("[fe80::1%eth0]:7100", "'[fe80::1%eth0]' is not a host name or an IP address"),
+        ("[a]:7100", "'[a]' is not a host name or an IP address"),
+        (":7100", "'' is not a host name or an IP address"),
+        ("a b:7100", "'a b' is not a host name or an IP address"),
+        ("https://a:1", "'https://a:1' must be http://, as engines are reached without TLS"),
+        ("a:1/v1", "'a:1/v1' must be host:port without a path"),
+        ("a:1?x", "'a:1?x' must be host:port without a path"),
+        ("http://me:hush@a:1", "the address of 'a:1' must not hold a user name or password"),
+    ],
+)
+def test_what_is_no_endpoint_is_refused_with_the_reason(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        parse_endpoints(text)
+
+
+@given(st.text())
+def test_no_text_leads_to_more_than_one_line(text: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load([], {"PROXY_DECODE": text})
+    assert str(error.value).isprintable()
+
+
+@given(st.sampled_from(["a", "10.0.0.1", "[::1]", "x_y.z"]), st.integers(1, 65530), st.integers(0, 5))
+def test_an_endpoint_as_text_is_the_same_endpoint(host: str, port: int, more: int) -> None:
+    endpoints = parse_endpoints(f"{host}:{port}-{port + more}")
+    assert [again for endpoint in endpoints for again in parse_endpoints(str(endpoint))] == list(endpoints)
+    assert [endpoint.port for endpoint in endpoints] == list(range(port, port + more + 1))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ports", "endpoints"),
+    [
+        ("a b", "1 2", ["a:1", "b:2"]),
+        ("a", "1-3", ["a:1", "a:2", "a:3"]),
+        ("a b", "1-2", ["a:1", "a:2", "b:1", "b:2"]),
+        ("a b", "1-2 3-4", ["a:1", "a:2", "b:3", "b:4"]),
+        ("a b", "1-2 9", ["a:1", "a:2", "b:9"]),
+        ("a", "1-2 9", ["a:1", "a:2", "a:9"]),
+        ("::1 [::2]", "7 8", ["[::1]:7", "[::2]:8"]),
+    ],
+)
+def test_hosts_are_paired_with_ports_in_order(hosts: str, ports: str, endpoints: list[str]) -> None:
+    assert texts(settings(f"--prefill p:1 --decoder-hosts {hosts} --decoder-ports {ports}").decode) == endpoints
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--prefiller-hosts a b c --prefiller-ports 1 2", "3 prefiller hosts but 2 prefiller ports"),
+        ("--decoder-hosts a --decoder-ports 1 2", "1 decoder host but 2 decoder ports"),
+        ("--decoder-hosts a b --decoder-ports 1", "2 decoder hosts but 1 decoder port"),
+        ("--decoder-hosts a b --decoder-ports 1-2 3-4 5-6", "2 decoder hosts but 3 decoder ports"),
+        ("--decoder-ports 7100,7101", "--decoder-ports: '7100,7101' is not a port or a port range like 7100-7115"),
+        ("--decoder-hosts a/b", "--decoder-hosts: 'a/b' is not a host name or an IP address"),
+        ("--decode x", "--decode: 'x' has no port: write it as host:port"),
+    ],
+)
+def test_hosts_and_ports_that_do_not_fit_are_refused(line: str, sentence: str) -> None:
+    assert mistake(line) == sentence
+
+
+def test_both_spellings_add_up() -> None:
+    found = loaded("--decode c:3 d:4 --decoder-hosts a b --decoder-ports 1 2 --prefill p:1 --prefill q:1-2")
+    assert texts(found.settings.decode) == ["a:1", "b:2", "c:3", "d:4"]
+    assert texts(found.settings.prefill) == ["p:1", "q:1", "q:2"]
+    assert found.origins["decode"] == "--decoder-hosts, --decoder-ports, --decode"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--prefill a:1 --decode b:1-2 b:2", "b:2 is given twice as a decoder"),
+        ("--prefill a:1 --decode A:1", "a:1 is given both as a prefiller and as a decoder"),
+        ("--prefill [::1]:1 --decode [0:0::1]:1", "[::1]:1 is given both as a prefiller and as a decoder"),
+        ("--prefill a:1 --decode b:1-2000", "2001 instances are given, but 1024 is the most there can be"),
+        (
+            "",
+            (
+                "no prefiller and no decoder given: use --prefill and --decode, PROXY_PREFILL and PROXY_DECODE"
+                " or a --config file"
+            ),
+        ),
+        ("--decode a:1", "no prefiller given: use --prefill, PROXY_PREFILL or a --config file"),
+        ("--connector plain", "no decoder given: use --decode, PROXY_DECODE or a --config file"),
+        (
+            "--connector plain --prefill a:1 --decode b:1",
+            "connector plain has no prefillers: give every engine as a decoder",
+        ),
+    ],
+)
+def test_a_set_of_backends_that_cannot_work_is_refused(line: str, sentence: str) -> None:
+    assert mistake(line) == sentence
+
+
+def test_connector_plain_needs_only_decoders() -> None:
+    assert texts(settings("--connector plain --decode a:1-2").decode) == ["a:1", "a:2"]
+
+
+# Precedence and origins
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(file: Path) -> None:
+    file.write_text("listen: {port: 1, backlog: 1}\nworkers: 1\nlog: {level: ERROR}\n")
+    environ = {"PROXY_CONFIG": str(file), "PROXY_LISTEN__PORT": "2", "PROXY_WORKERS": "2"}
+    found = loaded(f"{ONE_PAIR} --port 3", **environ)
+    assert found.settings.listen.port == 3
+    assert found.settings.workers == 2
+    assert found.settings.log.level == "ERROR"
+    assert found.settings.listen.keepalive_seconds == 75.0
+    assert found.origins["listen.port"] == "--port"
+    assert found.origins["workers"] == "PROXY_WORKERS"
+    assert found.origins["log.level"] == str(file)
+    assert found.origins["listen.keepalive_seconds"] == "default"
+    assert set(found.origins) == set(OPTIONS)
+
+
+def test_the_config_flag_beats_its_variable(file: Path) -> None:
+    file.write_text("workers: 3\n")
+    assert settings(f"{ONE_PAIR} --config {file}", PROXY_CONFIG="/nowhere.yaml").workers == 3
+
+
+def test_a_list_is_replaced_as_a_whole(file: Path) -> None:
+    file.write_text("prefill: ['x:1', 'y:1']\ndecode: [z:1]\n")
+    found = settings("--prefill p:1", PROXY_CONFIG=str(file))
+    assert texts(found.prefill + found.decode) == ["p:1", "z:1"]
+
+
+def test_lists_in_the_environment_are_separated_by_commas() -> None:
+    found = settings("", PROXY_PREFILL="a:1, [::1]:2", PROXY_DECODE="b:1-2,", PROXY_PASSTHROUGH="tokenizer")
+    assert texts(found.prefill) == ["a:1", "[::1]:2"]
+    assert texts(found.decode) == ["b:1", "b:2"]
+    assert found.passthrough == ("tokenizer",)
+
+
+def test_the_policy_flag_sets_both_roles_and_the_flag_of_a_role_wins() -> None:
+    found = loaded(f"{ONE_PAIR} --decode-policy random --policy round_robin")
+    assert found.settings.balance.prefill_policy == "round_robin"
+    assert found.settings.balance.decode_policy == "random"
+    assert found.origins["balance.prefill_policy"] == "--policy"
+    assert found.origins["balance.decode_policy"] == "--decode-policy"
+
+
+def test_workers_auto_is_a_number_of_cores() -> None:
+    assert settings(f"{ONE_PAIR} --workers auto").workers >= 1
+
+
+def test_an_empty_variable_is_as_good_as_none() -> None:
+    assert settings(PROXY_LISTEN__PORT="", PROXY_CONFIG=" ").listen.port == 1999
+
+
+def test_kubernetes_variables_for_a_service_named_proxy_do_no_harm() -> None:
+    service = {"PROXY_PORT": "tcp://10.0.0.1:1999", "PROXY_SERVICE_HOST": "10.0.0.1", "PROXY_PORT_1999_TCP": "x"}
+    assert settings(**service).listen.port == 1999
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("PROXY_LISTEN__PROT", "2", "PROXY_LISTEN__PROT names no option (did you mean PROXY_LISTEN__PORT?)"),
+        ("PROXY_RETRY", "2", "PROXY_RETRY is a section: set its options, such as PROXY_RETRY__MAX_ATTEMPTS"),
+        ("PROXY_WORKERS", "many", "PROXY_WORKERS must be a valid integer, not 'many'"),
+        ("PROXY_WORKERS", "0", "PROXY_WORKERS must be greater than or equal to 1, not '0'"),
+        ("PROXY_DECODE", "a", "PROXY_DECODE: 'a' has no port: write it as host:port"),
+        ("PROXY_TIMEOUTS__IDLE_SECONDS", "inf", "PROXY_TIMEOUTS__IDLE_SECONDS must be a finite number, not 'inf'"),
+        ("PROXY_TIMEOUTS__IDLE_SECONDS", "5s", "PROXY_TIMEOUTS__IDLE_SECONDS must be a valid number, not '5s'"),
+    ],
+)
+def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, sentence: str) -> None:
+    assert mistake("--prefill p:1" if name == "PROXY_DECODE" else ONE_PAIR, {name: value}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--prot 1", "unknown flag --prot (did you mean --port?)"),
+        ("--frobnicate", "unknown flag --frobnicate"),
+        ("--api-key=hush", "unknown flag --api-key"),
+        ("--admin-key hush", "unknown flag --admin-key"),
+        ("serve", "unexpected argument 'serve'"),
+        ("--port", "--port: expected one argument"),
+        ("--decode", "--decode: expected at least one argument"),
+        ("--port 80a", "--port must be a valid integer, not '80a'"),
+        ("--port -1", "--port must be greater than or equal to 0, not '-1'"),
+        ("--port 65536", "--port must be less than or equal to 65535, not '65536'"),
+        ("--host a/b", "--host: 'a/b' is not a host name or an IP address"),
+        ("--connector nixl", "--connector must be 'vllm_pull' or 'plain', not 'nixl'"),
+        ("--policy best", "--policy must be 'least_load', 'round_robin', 'power_of_two' or 'random', not 'best'"),
+        ("--max-retries 1.5", "--max-retries must be a valid integer, not '1.5'"),
+        ("--config /nowhere.yaml", "/nowhere.yaml cannot be read: no such file or directory"),
+    ],
+)
+def test_a_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) -> None:
+    assert mistake(line) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("listen: {prot: 1}", ": unknown option listen.prot (did you mean listen.port?)"),
+        ("wrokers: 1", ": unknown option wrokers (did you mean workers?)"),
+        ("listen: 5", ": listen is a section: write its options indented below it"),
+        ("auth: hush", ": auth is a section: write its options indented below it"),
+        ("workers: many", ": workers must be a valid integer, not 'many'"),
+        ("workers: yes", ": workers must be a number, not true"),
+        ("workers: 1.5", ": workers must be a valid integer, not 1.5"),
+        ("workers:", ": workers must be a valid integer, not null"),
+        ("timeouts: {idle_seconds: 0}", ": timeouts.idle_seconds must be greater than 0, not 0"),
+        ("decode: 5", ": decode must be a list, not 5"),
+        ("decode: [5]", ": decode must be a list of host:port, not [5]"),
+        ("decode: [a]", ": decode: 'a' has no port: write it as host:port"),
+        ("health: {path: up}", ": health.path must be a path that begins with /, not 'up'"),
+        ("passthrough: [files]", ": passthrough must be 'tokenizer' or 'pooling', not 'files'"),
+        ("auth: {engine_api_key: 12345}", ": auth.engine_api_key must be a valid string"),
+        ('auth: {admin_key: "hu\\nsh"}', ": auth.admin_key must be printable ASCII, as it is sent in an HTTP header"),
+        ("workers: 1\nworkers: 2", ", line 2: workers is given twice"),
+        ("a: [", ", line 1: expected the node content, but found '<stream end>'"),
+        ("- a", " must hold options such as `workers: 2`, not ['a']"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_and_option(file: Path, text: str, sentence: str) -> None:
+    file.write_text(text)
+    flags = "--prefill p:1" if text.startswith("decode") else ONE_PAIR
+    assert mistake(f"{flags} --config {file}") == f"{file}{sentence}"
+
+
+def test_a_file_of_comments_says_nothing(file: Path) -> None:
+    file.write_text("# nothing\nlisten:\n  # port: 1\n")
+    assert settings(f"{ONE_PAIR} --config {file}").listen.port == 1999
+
+
+def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe")
+    assert mistake(f"--config {file}") == f"{file} is not UTF-8 text"
+
+
+def test_a_long_value_is_cut_in_the_sentence() -> None:
+    assert len(mistake(f"{ONE_PAIR} --port {'x' * 10_000}")) < 200
+
+
+# Secrets
+
+
+def engine_key(found: Settings) -> str | None:
+    return found.auth.engine_api_key and found.auth.engine_api_key.get_secret_value()
+
+
+def test_the_engines_key_is_openai_api_key_unless_something_else_is_said(file: Path) -> None:
+    file.write_text("auth: {engine_api_key: from-file}")
+    assert engine_key(settings()) is None
+    found = loaded(OPENAI_API_KEY=" hush\n")
+    assert engine_key(found.settings) == "hush"
+    assert found.origins["auth.engine_api_key"] == "OPENAI_API_KEY"
+    assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_AUTH__ENGINE_API_KEY="louder")) == "louder"
+    assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) == "from-file"
+
+
+def test_an_empty_key_is_no_key(file: Path) -> None:
+    file.write_text("auth: {engine_api_key: ''}")
+    assert engine_key(settings(OPENAI_API_KEY="")) is None
+    assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) is None
+
+
+def test_a_key_left_out_in_the_file_does_not_hide_openai_api_key(file: Path) -> None:
+    file.write_text("auth: {engine_api_key: null}")
+    assert engine_key(settings(OPENAI_API_KEY="hush", PROXY_CONFIG=str(file))) == "hush"
+
+
+def test_keys_are_read_from_files(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("hush\n")
+    found = loaded(PROXY_AUTH__ADMIN_KEY_FILE=str(tmp_path / "key"), OPENAI_API_KEY="other")
+    assert found.settings.auth.admin_key is not None
+    assert found.settings.auth.admin_key.get_secret_value() == "hush"
+    assert found.origins["auth.admin_key"] == str(tmp_path / "key")
+    assert engine_key(settings(PROXY_AUTH__ENGINE_API_KEY_FILE=str(tmp_path / "key"), OPENAI_API_KEY="other")) == "hush"
+
+
+def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "key"
+    empty.write_text("\n")
+    assert mistake(environ={"PROXY_AUTH__ADMIN_KEY_FILE": str(empty)}) == f"auth.admin_key_file {empty} is empty"
+    assert "auth.admin_key_file /nowhere cannot be read" in mistake(environ={"PROXY_AUTH__ADMIN_KEY_FILE": "/nowhere"})
+    both = {"PROXY_AUTH__ADMIN_KEY_FILE": str(empty), "PROXY_AUTH__ADMIN_KEY": "hush"}
+    assert mistake(environ=both) == "auth.admin_key and auth.admin_key_file are both given, but one of them is enough"
+
+
+def test_a_key_never_appears_in_a_sentence_or_a_representation(file: Path) -> None:
+    assert "hush" not in mistake(environ={"OPENAI_API_KEY": "hush\nhush"})
+    assert "hush" not in mistake(environ={"PROXY_AUTH__ADMIN_KEY": "hush\x00"})
+    file.write_text("auth: {admin_key: [hush]}")
+    assert "hush" not in mistake(f"{ONE_PAIR} --config {file}")
+    found = loaded(OPENAI_API_KEY="hush", PROXY_AUTH__ADMIN_KEY="hush")
+    assert "hush" not in repr(found) + str(found.settings) + to_yaml(found)
+
+
+# The model and its picture
+
+
+def test_every_option_is_documented() -> None:
+    assert [option for option, field in OPTIONS.items() if not field.description] == []
+
+
+def test_settings_can_be_made_in_code() -> None:
+    made = Settings(prefill=(Endpoint(host="a", port=1),), decode=(Endpoint(host="b", port=2),))
+    assert texts(made.prefill + made.decode) == ["a:1", "b:2"]
+
+
+def test_the_printed_settings_name_every_origin_and_load_as_the_same_settings(file: Path) -> None:
+    environ = {"PROXY_KV__ON_MISSING": "local", "PROXY_LISTEN__HOST": "::"}
+    found = loaded("--prefill [::1]:1-2 --decode d:1 --port 5", **environ)
+    text = to_yaml(found)
+    lines = text.splitlines()
+    assert "  port: 5  # --port" in lines
+    assert "  on_missing: local  # PROXY_KV__ON_MISSING" in lines
+    assert "prefill:  # --prefill" in lines
+    assert "workers: 1  # default" in lines
+    assert sum("  # " in line for line in lines) == len(OPTIONS)
+    file.write_text(text)
+    assert settings("", PROXY_CONFIG=str(file)) == found.settings
+
+
+def test_printed_keys_are_masked() -> None:
+    text = to_yaml(loaded(OPENAI_API_KEY="hush"))
+    assert "  engine_api_key: '**********'  # OPENAI_API_KEY" in text.splitlines()
+    assert yaml.safe_load(text)["auth"]["admin_key"] is None
