@@ -364,8 +364,11 @@ class Upstream:
 
     def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
         lines = [
-            f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {body_bytes}\r\nAccept-Encoding: identity\r\n"
+            f"POST {path} HTTP/1.1\r\n",
+            f"Host: {backend.name}\r\n",
+            "Content-Type: application/json\r\n",
+            f"Content-Length: {body_bytes}\r\n",
+            "Accept-Encoding: identity\r\n",
         ]
         credentials = self._keys.headers(backend, headers.get("authorization"))
         lines += [f"{name}: {value}\r\n" for name, value in headers.items() if name != "authorization"]

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from proxy import __version__, logs
 from proxy.api import replies
+from proxy.api.admin import AdminApi
 from proxy.api.drain import Drain
 from proxy.api.models import ModelsApi
 from proxy.api.openai import GenerationApi
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
+    from proxy.balancer.backend import Backend
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.settings import Settings
@@ -62,8 +64,11 @@ async def build(settings: Settings, scoreboard: Scoreboard, roster: Roster, work
     health = Health(settings.health.fall, settings.health.rise)
     row = scoreboard.row(worker)
 
+    def count(backend: Backend, result: str) -> None:
+        metrics.instance_requests_total.labels(backend.role.value, backend.name, result).inc()
+
     def pool(role: Role, policy: str) -> Pool:
-        return Pool(role, POLICIES[policy](), scoreboard, row, roster, health, log_transition)
+        return Pool(role, POLICIES[policy](), scoreboard, row, roster, health, log_transition, count)
 
     pools = Pools(
         pool(Role.PREFILL, settings.balance.prefill_policy), pool(Role.DECODE, settings.balance.decode_policy)
@@ -77,14 +82,16 @@ async def build(settings: Settings, scoreboard: Scoreboard, roster: Roster, work
         connector = CONNECTORS[settings.connector](pools, upstream, settings, metrics)
         serving = {role: pools.of(role) for role in connector.roles}
         prober = await stack.enter_async_context(
-            Prober(tuple(serving.values()), roster, health, settings.health, settings.joining, session, keys.headers)
+            Prober(serving, roster, health, settings.health, settings.joining, session, keys.headers)
         )
         app = web.Application(client_max_size=settings.listen.max_body_bytes)
         replies.install(app, metrics)
         app.middlewares.append(drain.middleware)
+        metrics.watch_instances(tuple(serving.values()), scoreboard, health)
         gateway = Gateway(connector, settings, metrics)
         first_hop = serving[connector.roles[0]]
-        for api in (
+        admin_key = settings.auth.admin_key
+        apis = (
             GenerationApi(gateway, settings, metrics),
             ModelsApi(tuple(serving.values()), session, keys, metrics),
             PassthroughApi(
@@ -97,7 +104,17 @@ async def build(settings: Settings, scoreboard: Scoreboard, roster: Roster, work
                 settings.listen.write_timeout_seconds,
                 metrics,
             ),
-        ):
+            AdminApi(
+                serving,
+                prober,
+                session,
+                keys,
+                metrics,
+                admin_key.get_secret_value() if admin_key else None,
+                lambda: drain.is_draining,
+            ),
+        )
+        for api in apis:
             app.add_routes(api.routes())
         yield Worker(settings, app, pools, upstream, metrics, drain)
 
@@ -170,7 +187,8 @@ async def _serve(
 
 class _Stop:
     """What tells a worker to stop. The first signal asks it to drain; the second, or the supervisor's end, to leave
-    now."""
+    now.
+    """
 
     def __init__(self, alive_fd: int | None) -> None:
         self.requested = asyncio.Event()

@@ -35,11 +35,11 @@ class Pool:
         roster: Roster,
         health: Health,
         on_transition: Callable[[Transition], None] | None = None,
-        on_end: Callable[[Backend, UpstreamError | None], None] | None = None,
-        on_abandon: Callable[[Backend], None] | None = None,
+        on_end: Callable[[Backend, str], None] | None = None,
     ) -> None:
-        """`on_transition` hears of changes of health, `on_end` how each lease ended (None: well), `on_abandon` of leases
-        that ended for a reason outside their backend."""
+        """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
+        `abandoned` when the reason lies outside the backend.
+        """
         self.role = role
         self.row = row
         self._policy = policy
@@ -48,7 +48,6 @@ class Pool:
         self._health = health
         self._on_transition = on_transition
         self._on_end = on_end
-        self._on_abandon = on_abandon
         self._versions: tuple[int, int] | None = None  # of roster and health, when the two below were computed
         self._backends: tuple[Backend, ...] = ()
         self._eligible: tuple[Backend, ...] = ()
@@ -73,12 +72,12 @@ class Pool:
         if transition is not None and self._on_transition is not None:
             self._on_transition(transition)
         if self._on_end is not None:
-            self._on_end(backend, error)
+            self._on_end(backend, "ok" if error is None else error.failure.value)
 
     def abandon(self, backend: Backend) -> None:
         """A request on a backend was broken off, and the backend is not to blame."""
-        if self._on_abandon is not None:
-            self._on_abandon(backend)
+        if self._on_end is not None:
+            self._on_end(backend, "abandoned")
 
     def eligible(self) -> tuple[Backend, ...]:
         """Those that may get new requests, in slot order."""

@@ -76,7 +76,8 @@ class Connector(Protocol):
 
 def new_attempt_id() -> str:
     """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id,
-    which may collide with a live one, is never used."""
+    which may collide with a live one, is never used.
+    """
     return secrets.token_hex(16)
 
 

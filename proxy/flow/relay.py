@@ -44,7 +44,8 @@ class Relay:
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
     ) -> None:
         """`include_usage`: the client asked for the usage chunk. `rewrite` turns each payload into the bytes to send
-        when the stream is merged with others; such a stream's usage chunk and `[DONE]` are left to the merger."""
+        when the stream is merged with others; such a stream's usage chunk and `[DONE]` are left to the merger.
+        """
         self.transcript = Transcript()
         self.has_sent = False
         """Part of the answer was given to the client: from now on the attempt cannot be repeated."""

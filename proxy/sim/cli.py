@@ -31,6 +31,13 @@ def _epilog() -> str:
     return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in ACTIONS.items())
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
@@ -60,19 +67,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--protocol", default=default.protocol, choices=("pull",), help="how KV travels (default: %(default)s)")
     add("--api-key", help="require this key for paths under /v1")
-    add("--max-model-len", type=int, default=default.max_model_len, metavar="TOKENS")
-    add("--default-max-tokens", type=int, default=default.default_max_tokens, metavar="TOKENS", help="chat without max")
-    add("--block-size", type=int, default=default.block_size, metavar="TOKENS")
-    add("--num-gpu-blocks", type=int, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
+    add("--max-model-len", type=_positive, default=default.max_model_len, metavar="TOKENS")
+    add("--default-max-tokens", type=_positive, default=default.default_max_tokens, metavar="TOKENS", help="chat without max")
+    add("--block-size", type=_positive, default=default.block_size, metavar="TOKENS")
+    add("--num-gpu-blocks", type=_positive, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
     add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
     add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
     add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N", help="more than these wait")
+    add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
     add(
         "--tokens-per-step", type=int, default=default.tokens_per_step, metavar="N", help="as speculative decoding does"
     )
-    add("--stream-interval", type=int, default=default.stream_interval, metavar="N", help="tokens per chunk")
-    add("--eos-after", type=int, metavar="TOKENS", help="answers end by themselves after about so many tokens")
+    add("--stream-interval", type=_positive, default=default.stream_interval, metavar="N", help="tokens per chunk")
+    add("--eos-after", type=_positive, metavar="TOKENS", help="answers end by themselves after about so many tokens")
     add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
     add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
     add(

@@ -67,7 +67,7 @@ class ControlRoutes:
         body, body_bytes = await read_json(request)
         self._core.state.saw(request.method, path, headers, body, body_bytes)
         plan = self._core.faults.plan(path, headers.get("x-request-id", ""))
-        self._core.state.faults_applied += len(plan)
+        self._core.state.struck(len(plan))
         if rule := plan.get("slow_headers"):
             await asyncio.sleep(rule.seconds)
         if "hang_before_headers" in plan:

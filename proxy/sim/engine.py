@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
     host, port, options = parse_arguments(argv)
     try:
         uvloop.run(serve(host, port, options))
-    except OSError as error:
-        print(f"cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+    except (OSError, OverflowError) as error:
+        print(f"cannot listen on {host}:{port}: {error}", file=sys.stderr)
         return 1
     return 0

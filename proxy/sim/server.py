@@ -77,8 +77,8 @@ class GenerationRoutes:
         state = self._core.state
         body, body_bytes = await read_json(request)
         headers = {name.lower(): value for name, value in request.headers.items()}
-        state.saw(request.method, request.path, headers, body, body_bytes)
         state.live += 1
+        state.saw(request.method, request.path, headers, body, body_bytes)
         try:
             response = await self._answer(request, headers, body, is_chat=is_chat)
             state.finished += 1
@@ -96,7 +96,7 @@ class GenerationRoutes:
         core = self._core
         request_id = core.new_request_id(headers, body)
         plan = core.faults.plan(request.path, request_id)
-        core.state.faults_applied += len(plan)
+        core.state.struck(len(plan))
         if plan and (refused := await self._fail_early(request, plan)):
             return refused
         try:

@@ -61,6 +61,11 @@ class State:
             self._kept_bytes -= self.requests.popleft().body_bytes
         self.changed()
 
+    def struck(self, faults: int) -> None:
+        if faults:
+            self.faults_applied += faults
+            self.changed()
+
     def changed(self) -> None:
         """Wake those whose condition has come true."""
         for condition, future in self._waiters:

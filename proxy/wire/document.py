@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 REMOVED: Final = object()
 """As the new value of a member in `Document.with_changes`: leave the member out."""
 
+# The repeats are possessive: remembering where to go back to would cost 25 bytes of memory for each escape.
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_STRING_WITH_ESCAPES = re.compile(_STRING, re.DOTALL)
+
 # A member's key and, when it is a number or a literal, its value; an empty value group means that a string, an array or
 # an object follows.
-_MEMBER = re.compile(rb'[\s,]*("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*([^\s,{}\[\]"]*)', re.DOTALL)
-_STRUCTURE = re.compile(rb'["\[\]{}]')
+_MEMBER = re.compile(rb'[\s,]*(%b)\s*:\s*([^\s,{}\[\]"]*)' % _STRING, re.DOTALL)
 
-# A bound on the work for a hostile body of nothing but brackets: about 0.2 s of scanning.
-_MAX_STRUCTURAL_TOKENS = 500_000
+# The next bracket, or the quote that opens a long string; short plain strings such as keys are skipped with the rest.
+_STRUCTURE = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]{0,99}+")*+(["\[\]{}])')
+
+# A bound on the work for a hostile body of nothing but brackets or members: about 0.5 s of scanning.
+_MAX_ELEMENTS = 250_000
 
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 
@@ -104,34 +110,35 @@ class Document:
 def _top_level_members(raw: bytes) -> Iterator[tuple[str, int, int, int]]:
     """Key, key start, value start and value end of each member of a *valid* JSON object."""
     position = raw.index(b"{") + 1
+    elements_left = _MAX_ELEMENTS
     while (member := _MEMBER.match(raw, position)) is not None:
         key_start, key_end = member.span(1)
         value_start, position = member.span(2)
-        if value_start == position:
-            position = _string_end(raw, position) if raw[position] == _QUOTE else _container_end(raw, position)
+        elements_left -= 1
+        if value_start == position and raw[position] == _QUOTE:
+            position = _string_end(raw, position)
+        elif value_start == position:
+            position, elements_left = _container_end(raw, position, elements_left)
+        if elements_left < 0:
+            raise InvalidDocument("the body has too many JSON elements")
         key = raw[key_start + 1 : key_end - 1]
         yield (orjson.loads(raw[key_start:key_end]) if b"\\" in key else key.decode()), key_start, value_start, position
 
 
 def _string_end(raw: bytes, start: int) -> int:
     """Position after the string that begins at `start`. Searches for the quote at memory speed: strings can be long."""
-    quote = start
-    while True:
-        quote = raw.index(b'"', quote + 1)
-        before = quote - 1
-        while raw[before] == _BACKSLASH:
-            before -= 1
-        if (quote - before) % 2:
-            return quote + 1
+    quote = raw.index(b'"', start + 1)
+    # A backslash may escape the quote, or itself be escaped.
+    if raw[quote - 1] == _BACKSLASH and (string := _STRING_WITH_ESCAPES.match(raw, start)) is not None:
+        return string.end()
+    return quote + 1
 
 
-def _container_end(raw: bytes, start: int) -> int:
-    """Position after the array or object that begins at `start`."""
+def _container_end(raw: bytes, start: int, elements_left: int) -> tuple[int, int]:
+    """Position after the array or object that begins at `start`, and how many elements may still follow."""
     depth, position = 0, start
-    for _ in range(_MAX_STRUCTURAL_TOKENS):
-        token = _STRUCTURE.search(raw, position)
-        if token is None:  # not reachable for what orjson has accepted
-            break
+    while elements_left >= 0 and (token := _STRUCTURE.match(raw, position)) is not None:
+        elements_left -= 1
         position = token.end()
         sign = raw[position - 1]
         if sign == _QUOTE:
@@ -141,5 +148,5 @@ def _container_end(raw: bytes, start: int) -> int:
         else:
             depth -= 1
             if depth == 0:
-                return position
-    raise InvalidDocument("the body has too many JSON elements")
+                break
+    return position, elements_left

@@ -1,0 +1,337 @@
+"""Probing and joining against small real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.health import Health, HealthState, Transition
+from proxy.balancer.policies import POLICIES
+from proxy.balancer.pool import Pool
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.prober import Prober
+from proxy.settings import HealthChecks, Joining
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestCollectionWarning")
+
+HOST = "127.0.0.1"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that happens on another task's own time; the test's time limit bounds it."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Engine:
+    """Answers /health and /v1/models with `status`, and remembers how it was asked."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.seen: list[tuple[str, str | None]] = []
+        self.asked = asyncio.Event()
+        app = web.Application()
+        app.add_routes([web.get("/health", self._answer), web.get("/v1/models", self._answer)])
+        self.server = TestServer(app, host=HOST)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.seen.append((request.path, request.headers.get("Authorization")))
+        self.asked.set()
+        return web.Response(status=self.status)
+
+    @property
+    def port(self) -> int:
+        assert self.server.port is not None
+        return self.server.port
+
+
+class Gateway:
+    """What the prober works with, as a worker puts it together, on a clock that runs fast."""
+
+    def __init__(
+        self,
+        prefill: Sequence[int],
+        decode: Sequence[int] = (),
+        *,
+        interval_seconds: float = 0.01,
+        timeout_seconds: float = 5.0,
+        joining_attempts: int = 3,
+        joining_interval_seconds: float = 0.01,
+    ) -> None:
+        self.scoreboard = Scoreboard(slots=8)
+        self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
+        self.health = Health(fall=3, rise=2)
+        self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
+        row = self.scoreboard.row(0)
+        self.pools = {
+            role: Pool(role, POLICIES["least_load"](), self.scoreboard, row, self.roster, self.health) for role in Role
+        }
+        self.checks = HealthChecks(
+            interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
+        )
+        self.joining = Joining(max_attempts=joining_attempts, interval_seconds=joining_interval_seconds)
+        self.keys = EngineKeys("s3cret", [(HOST, port) for port in (*prefill, *decode)])
+
+    def prober(self, session: aiohttp.ClientSession) -> Prober:
+        return Prober(
+            self.pools,
+            self.roster,
+            self.health,
+            self.checks,
+            self.joining,
+            session,
+            self.keys.headers,
+            self.transitions.put_nowait,
+        )
+
+    def names(self, role: Role) -> list[str]:
+        return [backend.name for backend in self.pools[role].backends()]
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine()
+    async with engine.server:
+        yield engine
+
+
+async def test_one_good_answer_confirms_a_backend(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    assert not gateway.pools[Role.PREFILL].is_ready()
+    async with gateway.prober(session):
+        transition = await gateway.transitions.get()
+    assert (transition.old, transition.new) == (HealthState.UNKNOWN, HealthState.UP)
+    assert gateway.pools[Role.PREFILL].is_ready()
+    assert engine.seen[0] == ("/health", "Bearer s3cret")
+
+
+async def test_a_failing_backend_falls_and_rises_again(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session):
+        await gateway.transitions.get()
+        engine.status, engine.seen = 503, []
+        down = await gateway.transitions.get()
+        assert (down.new, down.reason) == (HealthState.DOWN, "/health answered with status 503")
+        assert len(engine.seen) >= 3
+        engine.status, engine.seen = 200, []
+        up = await gateway.transitions.get()
+        assert up.new is HealthState.UP
+        assert len(engine.seen) >= 2
+
+
+async def test_nobody_listening_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([unused_port()])
+    async with gateway.prober(session):
+        transition = await gateway.transitions.get()
+    assert (transition.new, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
+
+
+async def test_a_probe_that_takes_too_long_has_failed(session: aiohttp.ClientSession) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(accept, HOST, 0)
+    async with silent:
+        gateway = Gateway([silent.sockets[0].getsockname()[1]], timeout_seconds=0.05)
+        async with gateway.prober(session):
+            transition = await gateway.transitions.get()
+    assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
+
+
+async def test_a_host_that_can_be_none_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([])
+    gateway.roster.add(Role.PREFILL, "a..b", 1)
+    async with gateway.prober(session):
+        assert (await gateway.transitions.get()).new is HealthState.DOWN
+
+
+async def test_one_slow_backend_does_not_hold_up_the_others(session: aiohttp.ClientSession, engine: Engine) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(accept, HOST, 0)
+    async with silent:
+        gateway = Gateway([silent.sockets[0].getsockname()[1], engine.port])
+        async with gateway.prober(session):
+            await until(lambda: len(engine.seen) > 3)
+    assert gateway.transitions.get_nowait().backend.port == engine.port
+    assert gateway.transitions.empty()
+
+
+async def test_a_drained_backend_is_dropped(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session) as prober:
+        with gateway.pools[Role.PREFILL].lease(Load()):
+            assert prober.remove(Role.PREFILL, HOST, engine.port)
+            engine.seen.clear()
+            await until(lambda: len(engine.seen) > 1)
+            assert gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"]
+        await until(lambda: not gateway.names(Role.PREFILL))
+    assert f"prefill instance {HOST}:{engine.port} is removed" in caplog.messages
+
+
+async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aiohttp.ClientSession) -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        arrived.set()
+        await go_on.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/health", answer)])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        async with gateway.prober(session) as prober:
+            await arrived.wait()
+            prober.remove(Role.PREFILL, HOST, server.port)
+            prober.drop_drained()
+            go_on.set()
+            arrived.clear()
+            gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard next comes after the old probe's end
+            await gateway.transitions.get()
+        assert gateway.health.state(backend) is HealthState.UNKNOWN
+
+
+async def test_an_instance_joins_once_it_answers(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine.status = 503
+    gateway = Gateway([], joining_attempts=1_000_000)
+    async with gateway.prober(session) as prober:
+        assert prober.join(Role.PREFILL, HOST, engine.port)
+        assert not prober.join(Role.PREFILL, HOST, engine.port)
+        await until(lambda: len(engine.seen) > 2)
+        assert [backend.port for backend in prober.joining(Role.PREFILL)] == [engine.port]
+        assert (prober.joining(Role.DECODE), gateway.names(Role.PREFILL)) == ([], [])
+        engine.status = 200
+        transition = await gateway.transitions.get()
+        assert transition.new is HealthState.UP
+        assert prober.joining(Role.PREFILL) == []
+        assert not prober.join(Role.PREFILL, HOST, engine.port)
+    assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
+
+
+async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([])
+    async with gateway.prober(session) as prober:
+        prober.join(Role.DECODE, HOST, engine.port)
+        await gateway.transitions.get()
+    assert ("/v1/models", None) in engine.seen
+    assert ("/health", None) in engine.seen
+    assert not any(authorization for _, authorization in engine.seen)
+
+
+async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.status = 503
+    gateway = Gateway([], joining_attempts=3)
+    async with gateway.prober(session) as prober:
+        prober.join(Role.PREFILL, HOST, engine.port)
+        await until(lambda: not prober.joining(Role.PREFILL))
+    assert [path for path, _ in engine.seen] == ["/v1/models"] * 3
+    assert caplog.messages == [
+        f"prefill instance {HOST}:{engine.port} is not added: /v1/models answered with status 503"
+    ]
+
+
+async def test_removing_a_joining_instance_stops_the_waiting(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.status = 503
+    gateway = Gateway([], joining_interval_seconds=3600)
+    async with gateway.prober(session) as prober:
+        prober.join(Role.PREFILL, HOST, engine.port)
+        await engine.asked.wait()
+        assert prober.remove(Role.PREFILL, HOST, engine.port)
+        assert not prober.remove(Role.PREFILL, HOST, engine.port)
+        assert prober.joining(Role.PREFILL) == []
+        engine.status = 200
+        assert prober.join(Role.PREFILL, HOST, engine.port)
+        await until(lambda: gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"])
+        assert prober.joining(Role.PREFILL) == []
+
+
+async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    pool = gateway.pools[Role.PREFILL]
+    async with gateway.prober(session) as prober:
+        with pool.lease(Load()) as lease:
+            prober.remove(Role.PREFILL, HOST, engine.port)
+            assert pool.eligible() == ()
+            assert prober.join(Role.PREFILL, HOST, engine.port)
+            await until(lambda: pool.eligible() == (lease.backend,))
+            assert pool.in_flight(lease.backend) == 1
+
+
+async def test_an_endpoint_has_one_role(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port], joining_interval_seconds=3600)
+    async with gateway.prober(session) as prober:
+        with pytest.raises(ValueError, match="already a prefill instance"):
+            prober.join(Role.DECODE, HOST, engine.port)
+        port = unused_port()
+        prober.join(Role.DECODE, HOST, port)
+        with pytest.raises(ValueError, match="already a decode instance"):
+            prober.join(Role.PREFILL, HOST, port)
+
+
+async def test_an_instance_for_which_there_is_no_room_is_given_up(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway([])
+    for port in range(1, 9):
+        gateway.roster.add(Role.DECODE, "10.0.0.1", port)
+    async with gateway.prober(session) as prober:
+        prober.join(Role.PREFILL, HOST, engine.port)
+        await until(lambda: not prober.joining(Role.PREFILL))
+    assert "there is no room for another instance" in caplog.text
+
+
+async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.status = 503
+    gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
+    before = asyncio.all_tasks()
+    async with gateway.prober(session) as prober:
+        prober.join(Role.DECODE, HOST, unused_port())
+        await gateway.transitions.get()
+    ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task)}
+    assert not ours
+    assert prober.joining(Role.DECODE) == []
+
+
+async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    from proxy.prober import log_transition
+
+    caplog.set_level(logging.INFO)
+    backend = Backend(Role.DECODE, "10.0.0.1", 7100)
+    log_transition(Transition(backend, HealthState.UP, HealthState.DOWN, "cannot connect (connection refused)"))
+    log_transition(Transition(backend, HealthState.DOWN, HealthState.UP, "passed its health check"))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "decode instance 10.0.0.1:7100 is down: cannot connect (connection refused)"),
+        ("INFO", "decode instance 10.0.0.1:7100 is up: passed its health check"),
+    ]
