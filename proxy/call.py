@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
 PREFILL_OVERHEAD_TOKENS: Final = 3480
 
+# A client's limit beyond this says nothing about its answer, and must not weigh as load.
+MAX_OUTPUT_TOKENS: Final = 1 << 20
+
 # What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
 # number and long ones by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
@@ -96,7 +99,7 @@ def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = 
     samples = values.get("n")
     if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
         raise BadRequest("n must be a positive integer", param="n")
-    include_usage = bool(options and options.get("include_usage"))
+    include_usage = _boolean(options or {}, "include_usage")
     changes: dict[str, object] = {name: REMOVED for name in RESERVED_FIELDS if name in values}
     if stream and not include_usage:
         # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
@@ -123,14 +126,16 @@ def prompt_tokens(document: Document, cost: Cost) -> int:
 
 def text_tokens(prompt: object, cost: Cost) -> int:
     """Tokens of a `prompt`: text, token ids, or a list of either."""
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        return sum(_single_prompt_tokens(item, cost) for item in prompt)
+    return _single_prompt_tokens(prompt, cost)
+
+
+def _single_prompt_tokens(prompt: object, cost: Cost) -> int:
     if isinstance(prompt, str):
-        length = len(prompt) if prompt.isascii() else len(prompt.encode("utf-8", "surrogatepass"))
+        length = len(prompt) if prompt.isascii() else len(prompt.encode())
         return -(-length // cost.bytes_per_token)
-    if isinstance(prompt, list):
-        if prompt and isinstance(prompt[0], int):
-            return len(prompt)
-        return sum(text_tokens(item, cost) for item in prompt)
-    return 0
+    return len(prompt) if isinstance(prompt, list) else 0
 
 
 def _content_tokens(content: object, cost: Cost) -> int:
@@ -166,5 +171,5 @@ def _output_limit(values: Mapping[str, Any]) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         limit = values.get(name)
         if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
-            return limit
+            return min(limit, MAX_OUTPUT_TOKENS)
     return None

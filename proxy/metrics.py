@@ -46,8 +46,6 @@ APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling")
 STAGES: Final = ("prefill", "handoff", "first_token", "stream")
 LEGS: Final = ("prefill", "decode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
-RESULTS: Final = ("ok", *FAILURES, "abandoned")
-"""What became of one exchange with an instance; `abandoned`: we or the client broke it off."""
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 REJECTIONS: Final = ("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "draining")
@@ -129,7 +127,10 @@ class Metrics:
             "inflight_requests", "Requests being worked on.", ("api",), multiprocess_mode="livesum", **new
         )
         self.instance_requests_total = Counter(
-            "instance_requests_total", "Exchanges with an instance.", ("role", "instance", "result"), **new
+            "instance_requests_total",
+            "Requests an instance was chosen for, by how it went.",
+            ("role", "instance", "result"),
+            **new,
         )
         self.retries_total = Counter(
             "retries_total", "Legs sent once more, by what had failed.", ("stage", "reason"), **new

@@ -98,8 +98,7 @@ class Prober:
         members = {member.backend: member for member in self._roster.members(role)}
         if candidate in self._joining or (candidate in members and not members[candidate].draining):
             return False
-        task = self._joining[candidate] = self._start(self._join(candidate))
-        task.add_done_callback(lambda done: self._end_joining(candidate, done))
+        self._joining[candidate] = self._start(self._join(candidate))
         return True
 
     def remove(self, role: Role, host: str, port: int) -> bool:
@@ -118,27 +117,31 @@ class Prober:
         """Instances that have been added and did not answer yet."""
         return [backend for backend in self._joining if backend.role is role]
 
-    def _end_joining(self, candidate: Backend, task: asyncio.Task[None]) -> None:
-        if self._joining.get(candidate) is task:  # otherwise it was removed, and perhaps added again since
-            del self._joining[candidate]
-
     async def _join(self, candidate: Backend) -> None:
-        attempts = self._joining_settings.max_attempts
+        try:
+            problem = await self._wait_until_it_answers(candidate)
+            if not problem:
+                self._roster.add(candidate.role, candidate.host, candidate.port)
+        except ValueError as error:  # there is no room, or another worker gave it the other role
+            problem = str(error)
+        finally:
+            if self._joining.get(candidate) is asyncio.current_task():  # not removed, and perhaps added again, since
+                del self._joining[candidate]
+        if problem:
+            logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
+        else:
+            logger.info("%s instance %s is added", candidate.role, candidate.name)
+
+    async def _wait_until_it_answers(self, candidate: Backend) -> str:
+        """Empty once it does, otherwise what was wrong the last time."""
         problem = ""
-        for attempt in range(attempts):
+        for attempt in range(self._joining_settings.max_attempts):
             if attempt:
                 await asyncio.sleep(self._joining_settings.interval_seconds)
             problem = await self._ask(candidate, _JOINING_PATH, _JOINING_TIMEOUT_SECONDS)
-            if problem:
-                continue
-            try:
-                self._roster.add(candidate.role, candidate.host, candidate.port)
-            except ValueError as error:
-                problem = str(error)
+            if not problem:
                 break
-            logger.info("%s instance %s is added", candidate.role, candidate.name)
-            return
-        logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
+        return problem
 
     # Probing
 

@@ -8,8 +8,9 @@ this file as an UpstreamError that says whether the engine can have seen the req
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
 
@@ -105,6 +106,20 @@ def _error(failure: Failure, backend: Backend, message: str) -> UpstreamError:
     return UpstreamError(failure, backend, f"{backend.role.value} instance: {message}")
 
 
+def _reason(error: OSError) -> str:
+    # Not the error's own text, which holds the address. Name lookup has negative numbers of its own.
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else type(error).__name__.lower()
+
+
+def _sweep_seconds(timeouts: Timeouts) -> float:
+    shortest: float = min(
+        timeouts.prefill_seconds, timeouts.first_token_seconds, timeouts.answer_seconds, timeouts.idle_seconds
+    )
+    return max(0.01, min(1.0, shortest / 4))
+
+
 class _Reader:
     """The Sink behind `Response.read`."""
 
@@ -149,6 +164,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._body: list[bytes] = []
         self._message_complete = False
+        self._keep_alive = False
         self._answered = False
         self._quiet_since = 0.0
         self._silence_seconds = 0.0
@@ -157,12 +173,18 @@ class _Connection(asyncio.Protocol):
 
     # What Upstream does with it
 
+    @property
+    def is_reusable(self) -> bool:
+        """Has its exchange ended well, and is it still open? A transport that has seen EOF reports the loss later."""
+        return self.complete and not self.closed and self._transport is not None and not self._transport.is_closing()
+
     def send(self, head: bytes, body: bytes, *, silence_seconds: float, now: float) -> asyncio.Future[Response]:
         """Begin an exchange; the future is done when the answer's headers have arrived."""
         assert self._transport is not None
         self.exchanges += 1
         self.complete = self._message_complete = self._answered = self._active = False
         self._response = None
+        self._head_bytes = 0
         self._head = asyncio.get_running_loop().create_future()
         self._quiet_since, self._silence_seconds = now, silence_seconds
         self._transport.writelines((head, body))
@@ -200,8 +222,7 @@ class _Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
 
     def data_received(self, data: bytes) -> None:
         if self._head is None or self.complete:
@@ -211,8 +232,10 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self.abort(_error(Failure.BAD_ANSWER, self.backend, "the engine's answer is not valid HTTP"))
-            return
+            self._keep_alive = False
+            if not self._message_complete:  # what follows a complete answer cannot spoil it
+                self.abort(_error(Failure.BAD_ANSWER, self.backend, "the engine's answer is not valid HTTP"))
+                return
         response = self._response
         if response is None:
             self._head_bytes += len(data)
@@ -226,8 +249,7 @@ class _Connection(asyncio.Protocol):
         if self._message_complete:
             assert self._transport is not None
             # An answer that came before the request was written out leaves the rest of the request in the pipe.
-            reusable = self._parser.should_keep_alive() and not self._transport.get_write_buffer_size()
-            if reusable:
+            if self._keep_alive and not self._transport.get_write_buffer_size():
                 self.complete = True
             else:
                 self.abort()
@@ -247,8 +269,9 @@ class _Connection(asyncio.Protocol):
     # httptools callbacks
 
     def on_message_begin(self) -> None:
+        if self._message_complete:
+            raise ValueError("a second answer to one request")  # feed_data raises HttpParserError for it
         self._headers = {}
-        self._head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -265,6 +288,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._message_complete = self._response is not None  # a 1xx answer is followed by the real one
+        self._keep_alive = self._parser.should_keep_alive()  # known only here: the parser resets itself next
 
     def _fail(self, error: UpstreamError) -> None:
         if self._response is not None:
@@ -276,10 +300,11 @@ class _Connection(asyncio.Protocol):
 class Upstream:
     """One worker's connections to all backends. `async with` it; leaving closes every connection."""
 
-    def __init__(self, timeouts: Timeouts, keys: EngineKeys, *, sweep_seconds: float = 1.0) -> None:
+    def __init__(self, timeouts: Timeouts, keys: EngineKeys, *, sweep_seconds: float | None = None) -> None:
+        """`sweep_seconds`: how often silences are looked at; by default often enough for the shortest of them."""
         self._timeouts = timeouts
         self._keys = keys
-        self._sweep_seconds = sweep_seconds
+        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts)
         self._idle: dict[Backend, list[_Connection]] = {}
         self._busy: set[_Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -357,9 +382,8 @@ class Upstream:
         try:
             async with asyncio.timeout(self._timeouts.connect_seconds):
                 _, connection = await loop.create_connection(lambda: _Connection(backend), backend.host, backend.port)
-        except (OSError, TimeoutError) as error:
-            reason = error.strerror or type(error).__name__
-            raise _error(Failure.CONNECT, backend, f"cannot connect ({reason.lower()})") from None
+        except OSError as error:  # TimeoutError is one
+            raise _error(Failure.CONNECT, backend, f"cannot connect ({_reason(error)})") from None
         return connection
 
     def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
@@ -374,21 +398,22 @@ class Upstream:
         lines += [f"{name}: {value}\r\n" for name, value in headers.items() if name != "authorization"]
         lines += [f"{name}: {value}\r\n" for name, value in credentials.items()]
         lines.append("\r\n")
-        return "".join(lines).encode("latin-1")
+        return "".join(lines).encode("utf-8", "surrogateescape")  # how aiohttp decoded a client's header
 
     def _take_idle(self, backend: Backend) -> _Connection | None:
         idle = self._idle.get(backend, [])
         oldest = asyncio.get_running_loop().time() - _KEEP_ALIVE_SECONDS
         while idle:
             connection = idle.pop()
-            if not connection.closed and connection.idle_since > oldest:
+            if connection.is_reusable and connection.idle_since > oldest:
                 return connection
             connection.abort()
         return None
 
     def _put_back(self, connection: _Connection) -> None:
         self._busy.discard(connection)
-        if connection.complete and not connection.closed:
+        if connection.is_reusable:
+            connection.pause(False)
             connection.idle_since = asyncio.get_running_loop().time()
             self._idle.setdefault(connection.backend, []).append(connection)
         else:
@@ -398,14 +423,14 @@ class Upstream:
         """One timer for all exchanges: a timer per token would cost as much as the token."""
         loop = asyncio.get_running_loop()
         now = loop.time()
+        self._sweeper = loop.call_later(self._sweep_seconds, self._sweep)
         for connection in list(self._busy):
             connection.check_silence(now)
         for backend, idle in list(self._idle.items()):
-            kept = [c for c in idle if not c.closed and now - c.idle_since < _KEEP_ALIVE_SECONDS]
+            kept = [c for c in idle if c.is_reusable and now - c.idle_since < _KEEP_ALIVE_SECONDS]
             for connection in set(idle).difference(kept):
                 connection.abort()
             if kept:
                 self._idle[backend] = kept
             else:
                 del self._idle[backend]
-        self._sweeper = loop.call_later(self._sweep_seconds, self._sweep)

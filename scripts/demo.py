@@ -144,7 +144,7 @@ def whole_answer(port: int, number: int) -> None:
 def print_request_counts(port: int) -> None:
     """Who did what, as /metrics tells it."""
     samples = re.findall(r"^pdproxy_instance_requests_total\{(.*)\} (\S+)$", get(port, "/metrics")[1], re.MULTILINE)
-    for labels, value in samples:
+    for labels, value in sorted(samples, key=lambda sample: 'role="prefill"' not in sample[0]):
         label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if float(value) > 0:
             print(f"  {label['role']:8} {label['instance']:16} {label['result']:10} {float(value):3.0f} requests")

@@ -18,20 +18,18 @@ from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.prober import Prober
+from proxy.prober import Prober, log_transition
 from proxy.settings import HealthChecks, Joining
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestCollectionWarning")
 
 HOST = "127.0.0.1"
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that happens on another task's own time; the test's time limit bounds it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
         await asyncio.sleep(0.001)
 
 
@@ -325,8 +323,6 @@ async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, e
 
 
 async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    from proxy.prober import log_transition
-
     caplog.set_level(logging.INFO)
     backend = Backend(Role.DECODE, "10.0.0.1", 7100)
     log_transition(Transition(backend, HealthState.UP, HealthState.DOWN, "cannot connect (connection refused)"))

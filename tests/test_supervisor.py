@@ -145,12 +145,19 @@ class Program:
 
 @contextmanager
 def program(worker: str, workers: int, port: int = 0) -> Iterator[Program]:
-    """Kills, in the end, what a failed test left behind."""
+    """Kills, in the end, what a failed test left behind; its temporary files are removed even when it was killed."""
     command = [sys.executable, "-P", __file__, worker, str(workers), str(port)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        subprocess.Popen(
+            command,
+            env=environment | {"TMPDIR": directory},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         started = Program(process)
         try:
             yield started

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy import call as calls
+from proxy.api.replies import REQUEST_ID
 from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.client import ClientStalled, ClientStream
 from proxy.logs import access_line
@@ -46,7 +47,7 @@ class GenerationApi:
         return await self._serve(Api.COMPLETIONS, request)
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
-        record = Record(api, request["request_id"])
+        record = Record(api, request[REQUEST_ID])
         with self._account(record):
             headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
             call = calls.parse(api, await request.read(), self._settings.cost, headers)

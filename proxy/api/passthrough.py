@@ -168,23 +168,13 @@ class PassthroughApi:
             timeout=self._timeout,
             allow_redirects=False,
         )
-        result = "abandoned"
         try:
             async with asked as answer:
                 if not 200 <= answer.status < 300:
                     raise await _refusal(backend, answer)
-                response = await self._relay(request, answer, record)
-            result = "ok"
-            return response
+                return await self._relay(request, answer, record)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
-            error = _upstream_error(backend, problem)
-            result = error.failure
-            raise error from None
-        except UpstreamError as error:
-            result = error.failure
-            raise
-        finally:
-            self._metrics.instance_requests_total.labels(backend.role, backend.name, result).inc()
+            raise _upstream_error(backend, problem) from None
 
     async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, record: _Record) -> web.StreamResponse:
         """Copy the answer as it comes; a slow client holds the engine back."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID: Final = "request_id"
-"""Key of the request's id in `web.Request`."""
-_COMMITTED: Final = "is_committed"
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+"""Where a `web.Request` keeps its id."""
+_COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Anything else could break a log line or a header further on.
 _ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")

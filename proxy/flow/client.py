@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import HttpVersion11, web
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Mapping
 
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -68,29 +68,34 @@ class ClientStream:
             await self._commit()
         if self._request.protocol.writing_paused:
             writer = await self.response.prepare(self._request)
-            try:
-                async with asyncio.timeout(self._write_timeout_seconds):
-                    if writer is not None:
-                        await writer.drain()
-            except TimeoutError:
-                self.cut()
-                raise ClientStalled from None
+            if writer is not None:
+                await self._in_time(writer.drain())
 
     async def finish(self) -> None:
-        """End the answer: the client can tell that it is complete."""
+        """End the answer: the client can tell that it is complete. Raises ClientStalled."""
         if self._transport is None:
             await self._commit()
-        await self.response.write_eof()
+        await self._in_time(self.response.write_eof())
 
     def break_off(self, event: bytes) -> None:
-        """End a committed stream with an event that tells why it is not complete."""
-        self.write(event)
-        self.cut()
+        """End a committed stream with an event that tells why it is not complete, and close the connection.
 
-    def cut(self) -> None:
-        """Close the connection after what was written, without the end mark of the body: the answer is not complete."""
-        if self._request.transport is not None:
-            self._request.transport.close()
+        The end mark of the body is not sent, so that clients which ignore error events see a failure, too.
+        """
+        self.write(event)
+        transport = self._transport
+        if transport is not None:
+            transport.close()  # after what was written; a client that does not take it gets no more time than usual
+            asyncio.get_running_loop().call_later(self._write_timeout_seconds, transport.abort)
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_seconds):
+                await sending
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientStalled from None
 
     async def _commit(self) -> None:
         await self.response.prepare(self._request)

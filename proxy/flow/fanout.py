@@ -7,7 +7,7 @@ One prefill answer carries the KV parameters of one sequence (vLLM returns those
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.settings import Cost
+
+
+# vLLM takes it for no seed (`SamplingParams.__post_init__`).
+_NO_SEED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,10 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
     units = []
     for prompt_index, prompt in enumerate(prompts):
         for sample in range(samples):
-            # Engines that take n themselves give sample i the seed `seed + i`.
             changes: dict[str, object] = {"n": REMOVED, "best_of": REMOVED}
-            if isinstance(seed, int) and sample:
-                changes["seed"] = seed + sample
+            if isinstance(seed, int) and seed != _NO_SEED and sample:
+                # Engines that take n themselves give sample i the seed `seed + i`. It is a signed 64-bit number.
+                changes["seed"] = (seed + sample + 2**63) % 2**64 - 2**63
             tokens = None
             if prompt is not None:
                 changes["prompt"] = prompt
@@ -67,8 +71,14 @@ def _prompts(call: Call) -> list[Any]:
     """The prompts of a list; [None] for a single prompt, which stays as it is."""
     prompt = call.values.get("prompt") if call.api is Api.COMPLETIONS else None
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if not all(map(_is_single_prompt, prompt)):
+            raise BadRequest("prompt must be text, token ids, or a list of either", param="prompt")
         return prompt
     return [None]
+
+
+def _is_single_prompt(prompt: object) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) <= {int})
 
 
 def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]]) -> bytes:

@@ -28,7 +28,7 @@ class Meaning(Enum):
     DONE = auto()  # `[DONE]`
     ERROR = auto()  # the engine's error event
     RECOMPUTED = auto()  # the decoder gives up and asks for a new prefill; not a finish, whatever finish_reason says
-    MALFORMED = auto()  # data that is not JSON
+    MALFORMED = auto()  # data that is not JSON, or choices that are none
 
 
 class Transcript:
@@ -66,14 +66,19 @@ class Transcript:
             return Meaning.MALFORMED
         if not isinstance(payload, dict):
             return Meaning.OTHER
-        if payload.get("usage"):
-            self.usage = payload["usage"]
+        usage = payload.get("usage")
+        has_usage = isinstance(usage, dict) and bool(usage)
+        if has_usage:
+            self.usage = usage
         choices = payload.get("choices")
         if choices:
-            return self._read_choices(choices)
-        if "error" in payload:
+            try:
+                return self._read_choices(choices)
+            except (AttributeError, TypeError):  # not a list of objects
+                return Meaning.MALFORMED
+        if payload.get("error"):
             return Meaning.ERROR
-        return Meaning.USAGE if payload.get("usage") else Meaning.OTHER
+        return Meaning.USAGE if has_usage else Meaning.OTHER
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
         meaning = Meaning.OPENING
@@ -87,7 +92,8 @@ class Transcript:
                 self.open_choices.discard(index)
                 meaning = Meaning.CONTENT
                 continue
-            self.open_choices.add(index)
+            if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
+                self.open_choices.add(index)
             if not _is_opening(choice):
                 meaning = Meaning.CONTENT
         if meaning is Meaning.CONTENT:

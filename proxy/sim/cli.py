@@ -68,7 +68,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--protocol", default=default.protocol, choices=("pull",), help="how KV travels (default: %(default)s)")
     add("--api-key", help="require this key for paths under /v1")
     add("--max-model-len", type=_positive, default=default.max_model_len, metavar="TOKENS")
-    add("--default-max-tokens", type=_positive, default=default.default_max_tokens, metavar="TOKENS", help="chat without max")
+    add(
+        "--default-max-tokens",
+        type=_positive,
+        default=default.default_max_tokens,
+        metavar="TOKENS",
+        help="chat without max",
+    )
     add("--block-size", type=_positive, default=default.block_size, metavar="TOKENS")
     add("--num-gpu-blocks", type=_positive, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
     add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
@@ -76,7 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
     add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
     add(
-        "--tokens-per-step", type=int, default=default.tokens_per_step, metavar="N", help="as speculative decoding does"
+        "--tokens-per-step",
+        type=_positive,
+        default=default.tokens_per_step,
+        metavar="N",
+        help="as speculative decoding does",
     )
     add("--stream-interval", type=_positive, default=default.stream_interval, metavar="N", help="tokens per chunk")
     add("--eos-after", type=_positive, metavar="TOKENS", help="answers end by themselves after about so many tokens")

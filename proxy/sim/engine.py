@@ -26,6 +26,7 @@ from proxy.sim.pull import PullProtocol
 from proxy.sim.scheduler import Scheduler
 from proxy.sim.server import GenerationRoutes
 from proxy.sim.state import Condition, Seen, State
+from proxy.sim.stream import reset_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +144,7 @@ class SimulatedEngine:
     def _abort_connections(self, runner: web.AppRunner) -> None:
         for handler in runner.server.connections if runner.server is not None else ():
             if handler.transport is not None:
-                handler.transport.abort()
+                reset_transport(handler.transport)
 
     def _kill_soon(self) -> None:
         if self._killing is None:

@@ -14,7 +14,7 @@ from proxy.sim.chat import ChatAnswer
 from proxy.sim.completion import CompletionAnswer
 from proxy.sim.generation import Generation
 from proxy.sim.sequence import Delta
-from proxy.sim.stream import EventStream, hang, reset
+from proxy.sim.stream import WAS_CUT, EventStream, hang, reset, reset_soon
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ class GenerationRoutes:
             state.finished += 1
             return response
         except (asyncio.CancelledError, ConnectionError):
-            state.disconnects += "was_cut" not in request
+            state.disconnects += WAS_CUT not in request
             raise
         finally:
             state.live -= 1
@@ -217,7 +217,7 @@ class GenerationRoutes:
         await response.prepare(request)
         await self._break_after_headers(request, plan)
         await response.write(body[: len(body) // 2])
-        request["was_cut"] = True
+        request[WAS_CUT] = True
         if request.transport is not None:
             request.transport.close()
         await hang()
@@ -225,13 +225,13 @@ class GenerationRoutes:
 
     async def _break_after_headers(self, request: web.Request, plan: Plan) -> None:
         if "reset_after_headers" in plan:
-            reset(request)
+            reset_soon(request)
             await hang()
         if "hang_after_headers" in plan:
             await hang()
 
     def _strike(self, request: web.Request, delta: Delta) -> None:
         if delta.fault == "reset_after_tokens":
-            reset(request)
+            reset_soon(request)
         elif delta.fault == "kill":
             self._kill()

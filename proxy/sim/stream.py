@@ -22,18 +22,29 @@ if TYPE_CHECKING:
     from proxy.sim.sequence import Delta
 
 _HIGH_WATER_BYTES = 64 * 1024
+_RESET_AFTER_SECONDS = 0.02
+
+WAS_CUT = web.RequestKey("was_cut", bool)
+"""Marks requests whose connection the engine itself broke."""
 
 
 def reset(request: web.Request) -> None:
     """Cut the connection so that the other side sees a reset, not an end."""
-    request["was_cut"] = True
-    transport = request.transport
-    if transport is None:
-        return
+    request[WAS_CUT] = True
+    if request.transport is not None:
+        reset_transport(request.transport)
+
+
+def reset_soon(request: web.Request) -> None:
+    """Reset once the other side had time to read, for a reset throws away what was sent and not yet read."""
+    asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset, request)
+
+
+def reset_transport(transport: asyncio.Transport) -> None:
     sock = transport.get_extra_info("socket")
-    if sock is not None:
+    if sock is not None and not transport.is_closing():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    transport.abort()
+        transport.abort()
 
 
 async def hang() -> None:

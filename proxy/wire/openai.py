@@ -69,9 +69,17 @@ def error_event(error: GatewayError) -> bytes:
     `error` member. No `[DONE]` follows: some clients count a stream with `[DONE]` as a success whatever came before.
     """
     told = error.body if isinstance(error, UpstreamError) else None
-    if not told or b"\n" in told:
+    if told is None or not _is_one_line_error(told):
         told = error_body(error)
     return b"data: " + told + b"\n\n"
+
+
+def _is_one_line_error(body: bytes) -> bool:
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(told, dict) and bool(told.get("error")) and b"\n" not in body and b"\r" not in body
 
 
 def data_event(payload: object) -> bytes:
@@ -96,4 +104,5 @@ def with_cached_tokens(usage: dict[str, Any], cached: int | None) -> dict[str, A
     details = usage.get("prompt_tokens_details")
     if cached is None:
         return usage if details is None else {**usage, "prompt_tokens_details": None}
-    return {**usage, "prompt_tokens_details": {**(details or {}), "cached_tokens": cached}}
+    known = details if isinstance(details, dict) else {}
+    return {**usage, "prompt_tokens_details": {**known, "cached_tokens": cached}}

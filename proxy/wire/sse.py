@@ -60,8 +60,8 @@ class EventSplitter:
         events = []
         start = 0
         for blank in _BLANK_LINE.finditer(chunk):
-            if blank.end() == len(chunk) and chunk.endswith(b"\r"):
-                break  # the LF of this line end may still be on its way
+            if blank.end() == len(chunk) and chunk.endswith(b"\n\r"):
+                break  # lines ended with LF, so the LF of this line end may still be on its way
             events.append(Event(chunk[start : blank.end()], _data_of(chunk[start : blank.start()])))
             start = blank.end()
         self._pending = chunk[start:]

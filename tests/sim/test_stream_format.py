@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model import Writer
 from proxy.sim.tokenizer import encode, render_chat
@@ -157,7 +159,8 @@ async def test_logprobs_of_both_shapes(client: Client, engine: SimulatedEngine) 
     assert [entry["text_offset"] for entry in logprobs] == [[0], [1], [2]]
 
 
-async def test_several_tokens_per_step_share_a_chunk(client: Client) -> None:
-    async with SimulatedEngine(tokens_per_step=3) as engine:
+@pytest.mark.parametrize(("option", "sizes"), [("tokens_per_step", [1, 3, 3]), ("stream_interval", [1, 2, 3, 1])])
+async def test_several_tokens_share_a_chunk(client: Client, option: str, sizes: list[int]) -> None:
+    async with SimulatedEngine(**{option: 3}) as engine:
         events = await client.stream(engine, TEXT, {"prompt": "once ", "max_tokens": 7, "return_token_ids": True})
-    assert [len(event["choices"][0]["token_ids"]) for event in events[:-1]] == [1, 3, 3]
+    assert [len(event["choices"][0]["token_ids"]) for event in events[:-1]] == sizes

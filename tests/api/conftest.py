@@ -1,0 +1,143 @@
+"""The operators' and single-hop routes over a real balancer, with small real servers as engines."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from proxy.api import replies
+from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.health import Health
+from proxy.balancer.policies import POLICIES
+from proxy.balancer.pool import Pool
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.metrics import Metrics
+from proxy.prober import Prober
+from proxy.settings import HealthChecks, Joining
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Asked:
+    """One request as an engine saw it."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Engine:
+    """Serves every path with `answer`, and remembers what it was asked."""
+
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    asked: list[Asked] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.asked.append(Asked(request.method, request.path, request.query_string, headers, await request.read()))
+        return await self.answer(request)
+
+
+class Gateway:
+    """The parts below the routes, as a worker puts them together."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.scoreboard = Scoreboard(slots=8)
+        self.roster = Roster([], [], self.scoreboard)
+        self.health = Health(fall=1, rise=1)
+        row = self.scoreboard.row(0)
+        self.metrics = Metrics()
+        self.pools = {
+            role: Pool(
+                role, POLICIES["round_robin"](), self.scoreboard, row, self.roster, self.health, on_end=self._count
+            )
+            for role in Role
+        }
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health)
+        self.session: aiohttp.ClientSession
+        self.prober: Prober
+
+    def _count(self, backend: Backend, result: str) -> None:
+        self.metrics.instance_requests_total.labels(backend.role, backend.name, result).inc()
+
+    async def start(self) -> None:
+        self.session = await self._stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        # Probes are for the prober's own tests: here they come once, so that a test says itself who is well.
+        checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
+        joining = Joining(max_attempts=1)
+        self.prober = await self._stack.enter_async_context(
+            Prober(self.pools, self.roster, self.health, checks, joining, self.session, self.keys().headers)
+        )
+        await asyncio.sleep(0)  # its first round, over nobody
+
+    async def engine(
+        self, role: Role | None, answer: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    ) -> Engine:
+        """Start one more engine; with a role it is a backend, and well."""
+
+        async def empty(_: web.Request) -> web.Response:
+            return web.Response()
+
+        engine = Engine(answer or empty)
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", engine.serve)
+        server = await self._stack.enter_async_context(TestServer(app, host=HOST))
+        assert server.port is not None
+        engine.port = server.port
+        if role is not None:
+            self.add(role, HOST, engine.port)
+        return engine
+
+    def add(self, role: Role, host: str, port: int, *, healthy: bool = True) -> None:
+        self.roster.add(role, host, port)
+        (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
+        self.health.on_probe(backend, healthy, "")
+
+    def keys(self, key: str | None = None, configured: Sequence[tuple[str, int]] = ()) -> EngineKeys:
+        return EngineKeys(key, configured)
+
+    async def serve(self, routes: Sequence[web.RouteDef], **options: Any) -> TestClient[web.Request, web.Application]:
+        """A client of the gateway with these routes; `options` are those of web.Application."""
+        app = web.Application(**options)
+        replies.install(app, self.metrics)
+        app.add_routes(routes)
+        server = TestServer(app, host=HOST)
+        return await self._stack.enter_async_context(TestClient(server))
+
+    def books(self) -> set[tuple[int, Load]]:
+        """What is charged to any slot; {(0, Load())} when nothing is."""
+        return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
+
+    def metric_lines(self) -> list[str]:
+        return self.metrics.render("")[0].decode().splitlines()
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with AsyncExitStack() as stack:
+        gateway = Gateway(stack)
+        await gateway.start()
+        yield gateway
+        assert gateway.books() == {(0, Load())}

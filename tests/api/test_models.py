@@ -1,0 +1,114 @@
+"""The merged list of models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from proxy.api.models import ModelsApi
+from proxy.balancer.backend import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from aiohttp.test_utils import TestClient
+
+    from tests.api.conftest import Gateway
+
+    Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Client = TestClient[web.Request, web.Application]
+
+
+def serving(*models: object) -> Answer:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=orjson.dumps({"object": "list", "data": models}), content_type="application/json")
+
+    return answer
+
+
+def saying(status: int, body: bytes = b"") -> Answer:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    return answer
+
+
+async def client_of(gateway: Gateway, key: str | None = None, *ports: int) -> Client:
+    keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
+    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, gateway.metrics)
+    return await gateway.serve(api.routes())
+
+
+async def test_models_of_all_engines_are_merged_by_id(gateway: Gateway) -> None:
+    kimi = {"id": "kimi", "object": "model", "max_model_len": 262144, "root": "/models/kimi"}
+    await gateway.engine(Role.PREFILL, serving(kimi, {"id": "adapter"}))
+    await gateway.engine(Role.DECODE, serving({"id": "kimi", "max_model_len": 1}, {"id": "other"}))
+    client = await client_of(gateway)
+    async with client.get("/v1/models") as answer:
+        assert answer.status == 200
+        assert answer.content_type == "application/json"
+        assert await answer.json() == {"object": "list", "data": [kimi, {"id": "adapter"}, {"id": "other"}]}
+    assert 'pdproxy_requests_total{api="models",code="200"} 1.0' in gateway.metric_lines()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [saying(500), saying(200, b"<html>"), saying(200, b"[]"), saying(200, b'{"data": [1]}'), saying(302)],
+)
+async def test_one_broken_engine_does_not_matter(gateway: Gateway, broken: Answer) -> None:
+    await gateway.engine(Role.PREFILL, broken)
+    await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    gateway.add(Role.PREFILL, "127.0.0.1", unused_port())
+    client = await client_of(gateway)
+    async with client.get("/v1/models") as answer:
+        assert (await answer.json())["data"] == [{"id": "kimi"}]
+
+
+async def test_an_unhealthy_engine_is_not_asked(gateway: Gateway) -> None:
+    down = await gateway.engine(None, serving({"id": "old"}))
+    gateway.add(Role.PREFILL, "127.0.0.1", down.port, healthy=False)
+    await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    client = await client_of(gateway)
+    async with client.get("/v1/models") as answer:
+        assert (await answer.json())["data"] == [{"id": "kimi"}]
+    assert down.asked == []
+
+
+async def test_nobody_left_is_a_503(gateway: Gateway) -> None:
+    client = await client_of(gateway)
+    for _ in range(2):
+        async with client.get("/v1/models") as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == "1"
+            assert (await answer.json())["error"]["code"] == "no_healthy_instance"
+        await gateway.engine(Role.DECODE, saying(500))  # and one that fails is not better
+
+
+async def test_a_refused_credential_is_told_in_the_engines_words(gateway: Gateway) -> None:
+    await gateway.engine(Role.PREFILL, saying(401, b'{"error":"Unauthorized"}'))
+    client = await client_of(gateway)
+    async with client.get("/v1/models") as answer:
+        assert (answer.status, await answer.read()) == (401, b'{"error":"Unauthorized"}')
+
+
+async def test_an_answer_is_kept_for_a_moment_but_not_for_other_credentials(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    client = await client_of(gateway)
+    for credential in ("Bearer a", "Bearer a", "Bearer b"):
+        async with client.get("/v1/models", headers={"Authorization": credential}) as answer:
+            assert answer.status == 200
+    assert [asked.headers["authorization"] for asked in engine.asked] == ["Bearer a", "Bearer b"]
+
+
+async def test_the_engine_key_takes_the_place_of_the_clients(gateway: Gateway) -> None:
+    ours = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    added = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    client = await client_of(gateway, "s3cret", ours.port)
+    async with client.get("/v1/models", headers={"Authorization": "Bearer client"}) as answer:
+        assert answer.status == 200
+    assert ours.asked[0].headers["authorization"] == "Bearer s3cret"
+    assert "authorization" not in added.asked[0].headers

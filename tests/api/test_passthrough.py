@@ -1,0 +1,319 @@
+"""Single-hop routes: bytes in, the same bytes out, on one backend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from proxy.api.passthrough import ROUTES, PassthroughApi
+from proxy.balancer.backend import Load, Role
+from proxy.settings import Cost, Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp.test_utils import TestClient
+
+    from proxy.balancer.engine_keys import EngineKeys
+    from tests.api.conftest import Gateway
+
+    Client = TestClient[web.Request, web.Application]
+
+ODD_BODY = b'{"prompt":"\xff \\ud800", "n":NaN,  "n": 1e999}\r\n'
+
+
+async def client_of(
+    gateway: Gateway,
+    groups: Sequence[str] = tuple(ROUTES),
+    *,
+    role: Role = Role.PREFILL,
+    keys: EngineKeys | None = None,
+    timeouts: Timeouts | None = None,
+    write_timeout_seconds: float = 60.0,
+    **options: Any,
+) -> Client:
+    api = PassthroughApi(
+        gateway.pools[role],
+        groups,
+        gateway.session,
+        keys or gateway.keys(),
+        Cost(),
+        timeouts or Timeouts(),
+        write_timeout_seconds,
+        gateway.metrics,
+    )
+    return await gateway.serve(api.routes(), **options)
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.Response(body=await request.read(), headers={"Content-Type": "application/octet-stream"})
+
+
+@pytest.mark.parametrize(("method", "path"), [route for routes in ROUTES.values() for route in routes])
+async def test_every_listed_route_reaches_a_prefiller(gateway: Gateway, method: str, path: str) -> None:
+    prefiller = await gateway.engine(Role.PREFILL, echo)
+    decoder = await gateway.engine(Role.DECODE, echo)
+    client = await client_of(gateway)
+    body = ODD_BODY if method == "POST" else b""
+    async with client.request(method, path, data=body or None) as answer:
+        assert (answer.status, await answer.read()) == (200, body)
+    (asked,) = prefiller.asked
+    assert (asked.method, asked.path, asked.body) == (method, path, body)
+    assert decoder.asked == []
+
+
+async def test_routes_of_other_groups_do_not_exist(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway, ["tokenizer"])
+    for method, path in [("POST", "/v1/embeddings"), ("GET", "/v1/embeddings"), ("POST", "/sleep"), ("GET", "/")]:
+        async with client.request(method, path) as answer:
+            assert answer.status == 404
+    async with client.get("/tokenize") as answer:
+        assert answer.status == 405
+    assert prefiller.asked == []
+
+
+async def test_only_listed_request_headers_go_out(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    headers = {
+        "Content-Type": "application/json; charset=utf-8",
+        "Accept": "application/json",
+        "traceparent": "00-1-2-01",
+        "Cookie": "session=1",
+        "X-data-parallel-rank": "3",
+        "X-Request-Id": "client-id",
+        "Connection": "x-secret",
+        "x-secret": "1",
+        "Accept-Encoding": "gzip",
+    }
+    async with client.post("/tokenize?debug=1", data=b"{}", headers=headers) as answer:
+        assert answer.headers["X-Request-Id"] == "client-id"
+    (asked,) = prefiller.asked
+    assert asked.headers == {
+        "host": prefiller.name,
+        "content-type": "application/json; charset=utf-8",
+        "content-length": "2",
+        "accept": "application/json",
+        "accept-encoding": "identity",
+        "traceparent": "00-1-2-01",
+    }
+    assert asked.query == ""
+
+
+async def test_answer_headers_come_back_without_those_about_the_connection(gateway: Gateway) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        headers = {
+            "Content-Type": "application/json",
+            "X-Model": "kimi",
+            "Connection": "X-Hop",
+            "X-Hop": "1",
+            "Keep-Alive": "timeout=5",
+            "Server": "uvicorn",
+            "X-Request-Id": "engines",
+        }
+        return web.Response(body=b"{}", headers=headers)
+
+    await gateway.engine(Role.PREFILL, answer)
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as got:
+        assert await got.read() == b"{}"
+        assert (got.headers["Content-Type"], got.headers["X-Model"]) == ("application/json", "kimi")
+        assert not {"X-Hop", "Keep-Alive"} & set(got.headers)
+        assert got.headers["Server"] == "pdproxy"
+        assert got.headers["X-Request-Id"] != "engines"
+
+
+async def test_the_engine_key_or_the_clients_own_goes_along(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    keys = gateway.keys("s3cret", [("127.0.0.1", prefiller.port)])
+    for client in (await client_of(gateway, keys=keys), await client_of(gateway)):
+        async with client.post("/tokenize", headers={"Authorization": "Bearer client"}):
+            pass
+    assert [asked.headers["authorization"] for asked in prefiller.asked] == ["Bearer s3cret", "Bearer client"]
+
+
+async def test_an_answer_streams_through_as_it_comes(gateway: Gateway) -> None:
+    go_on = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first")
+        await go_on.wait()
+        await response.write(b"second")
+        return response
+
+    await gateway.engine(Role.PREFILL, stream)
+    client = await client_of(gateway)
+    async with client.post("/pooling") as answer:
+        assert await answer.content.readexactly(5) == b"first"
+        assert gateway.books() != {(0, Load())}
+        go_on.set()
+        assert await answer.read() == b"second"
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
+async def test_an_engines_error_passes_byte_for_byte(gateway: Gateway, status: int) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=ODD_BODY, headers={"Content-Type": "application/json"})
+
+    prefiller = await gateway.engine(Role.PREFILL, refuse)
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as answer:
+        assert (answer.status, await answer.read()) == (status, ODD_BODY)
+        assert answer.headers["Content-Type"] == "application/json"
+    assert len(prefiller.asked) == 1
+    assert f'pdproxy_requests_total{{api="tokenizer",code="{status}"}} 1.0' in gateway.metric_lines()
+
+
+async def test_a_redirect_is_not_followed(gateway: Gateway) -> None:
+    async def away(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": "http://127.0.0.1:1/steal"})
+
+    await gateway.engine(Role.PREFILL, away)
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 502
+        assert "Location" not in answer.headers
+        assert (await answer.json())["error"]["code"] == "prefill_bad_answer"
+
+
+async def test_no_connection_is_tried_once_more_elsewhere(gateway: Gateway) -> None:
+    gateway.add(Role.PREFILL, "127.0.0.1", unused_port())
+    prefiller = await gateway.engine(Role.PREFILL, echo)
+    client = await client_of(gateway)
+    for _ in range(3):
+        async with client.post("/tokenize", data=b"{}") as answer:
+            assert (answer.status, await answer.read()) == (200, b"{}")
+    assert len(prefiller.asked) == 3
+    assert 'pdproxy_retries_total{reason="connect",stage="prefill"} 2.0' in gateway.metric_lines()
+
+
+async def test_no_connection_to_anybody_is_a_502(gateway: Gateway) -> None:
+    port = unused_port()
+    gateway.add(Role.DECODE, "127.0.0.1", port)
+    client = await client_of(gateway, role=Role.DECODE)
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 502
+        error = (await answer.json())["error"]
+    assert error["code"] == "decode_connect"
+    assert error["message"] == "decode instance: cannot connect (connection refused)"
+    (backend,) = gateway.pools[Role.DECODE].backends()
+    assert gateway.health.consecutive_failures(backend) == 1
+
+
+async def test_nobody_healthy_is_a_503(gateway: Gateway) -> None:
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 503
+        assert (await answer.json())["error"]["code"] == "no_healthy_prefill"
+
+
+async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) -> None:
+    async def wait(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    await gateway.engine(Role.PREFILL, wait)
+    client = await client_of(gateway, timeouts=Timeouts(prefill_seconds=0.05))
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 504
+
+
+async def test_an_answer_that_breaks_off_is_cut_and_not_ended(gateway: Gateway) -> None:
+    async def break_off(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    await gateway.engine(Role.PREFILL, break_off)
+    client = await client_of(gateway)
+    async with client.post("/pooling") as answer:
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+    lines = gateway.metric_lines()
+    assert 'pdproxy_streams_broken_total{reason="broken",side="engine"} 1.0' in lines
+    assert any('result="broken"' in line for line in lines)
+
+
+async def test_a_client_that_leaves_frees_the_engine(gateway: Gateway) -> None:
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.Response:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+        finally:
+            left.set()
+
+    await gateway.engine(Role.PREFILL, wait)
+    client = await client_of(gateway)
+    asking = asyncio.ensure_future(client.post("/tokenize"))
+    await entered.wait()
+    assert gateway.books() != {(0, Load())}
+    asking.cancel()
+    await left.wait()
+    assert gateway.books() == {(0, Load())}
+    lines = gateway.metric_lines()
+    assert 'pdproxy_requests_total{api="tokenizer",code="499"} 1.0' in lines
+    assert any('result="abandoned"' in line and line.endswith(" 1.0") for line in lines)
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    assert gateway.health.consecutive_failures(backend) == 0
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(gateway: Gateway) -> None:
+    async def pour(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(bytes(2**20))
+        return response
+
+    await gateway.engine(Role.PREFILL, pour)
+    client = await client_of(gateway, write_timeout_seconds=0.05)
+    async with client.post("/pooling") as answer:
+        # The gateway's own patience ends this.
+        while 'pdproxy_inflight_requests{api="pooling"} 1.0' in gateway.metric_lines():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+    assert 'pdproxy_streams_broken_total{reason="write_timeout",side="client"} 1.0' in gateway.metric_lines()
+
+
+async def test_a_body_that_is_too_large_reaches_no_engine(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway, client_max_size=10)
+    async with client.post("/tokenize", data=b"x" * 11) as answer:
+        assert answer.status == 413
+    assert prefiller.asked == []
+    assert 'pdproxy_rejected_total{reason="too_large"} 1.0' in gateway.metric_lines()
+
+
+async def test_each_request_is_one_access_line_without_content(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prefiller = await gateway.engine(Role.PREFILL, echo)
+    client = await client_of(gateway)
+    async with client.post("/tokenize", data=orjson.dumps({"prompt": "canary"}), headers={"X-Request-Id": "r1"}):
+        pass
+    (record,) = [record for record in caplog.records if record.name == "proxy.access"]
+    fields: dict[str, object] = record.fields  # type: ignore[attr-defined]
+    assert fields.items() >= {"id": "r1", "api": "tokenizer", "path": "/tokenize", "code": 200, "bytes": 19}.items()
+    assert fields["instance"] == prefiller.name
+    assert "canary" not in str(fields)

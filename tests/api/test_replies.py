@@ -1,0 +1,222 @@
+"""Errors in OpenAI's shape, the request id on every answer, and connections that are cut rather than ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from proxy import logs
+from proxy.api.replies import REQUEST_ID, error_response, retry_headers
+from proxy.balancer.backend import Backend, Role
+from proxy.errors import BadRequest, Failure, GatewayError, NoBackendAvailable, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.api.conftest import Gateway
+
+BACKEND = Backend(Role.DECODE, "10.0.0.1", 7200)
+
+
+def engine_error(status: int, **headers: str) -> UpstreamError:
+    return UpstreamError(Failure.STATUS, BACKEND, "no", engine_status=status, body=b'{"x": 1 }', headers=headers)
+
+
+def overloaded() -> GatewayError:
+    error = GatewayError("busy", status=429, code="overloaded")
+    error.retry_after_seconds = 0.2
+    return error
+
+
+def body_of(error: GatewayError) -> Any:
+    response = error_response(error)
+    assert isinstance(response.body, bytes)
+    return orjson.loads(response.body)["error"]
+
+
+def raising(error: Exception) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise error
+
+    return handler
+
+
+def test_an_error_has_openais_shape() -> None:
+    error = BadRequest("n must be a positive integer", param="n")
+    assert error_response(error).status == 400
+    assert body_of(error) == {
+        "message": "n must be a positive integer",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "invalid_request",
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (overloaded(), "rate_limit_error", "overloaded"),
+        (NoBackendAvailable(Role.PREFILL), "server_error", "no_healthy_prefill"),
+        (UpstreamError(Failure.TIMEOUT, BACKEND, "late"), "server_error", "decode_timeout"),
+    ],
+)
+def test_the_type_follows_from_the_status(error: GatewayError, kind: str, code: str) -> None:
+    assert (body_of(error)["type"], body_of(error)["code"]) == (kind, code)
+
+
+def test_an_engines_own_error_passes_byte_for_byte() -> None:
+    headers = {"content-type": "application/problem+json", "x-engine": "secret", "retry-after": "7"}
+    response = error_response(engine_error(429, **headers))
+    assert (response.status, response.body) == (429, b'{"x": 1 }')
+    assert response.headers["Content-Type"] == "application/problem+json"
+    assert response.headers["Retry-After"] == "7"
+    assert "x-engine" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (overloaded(), {"Retry-After": "1", "retry-after-ms": "200"}),
+        (NoBackendAvailable(Role.DECODE), {"Retry-After": "1", "retry-after-ms": "1000"}),
+        (BadRequest("no"), {}),
+        (GatewayError("oops"), {"x-should-retry": "false"}),
+        (UpstreamError(Failure.CONNECT, BACKEND, "down"), {"x-should-retry": "false"}),
+        (engine_error(500), {"x-should-retry": "false"}),
+        (engine_error(409), {"x-should-retry": "false"}),
+        (engine_error(404), {}),
+        (engine_error(503), {}),
+        (engine_error(429), {}),
+    ],
+)
+def test_clients_are_told_whether_to_try_again(error: GatewayError, expected: dict[str, str]) -> None:
+    assert retry_headers(error) == expected
+
+
+async def test_a_gateway_error_becomes_its_answer(gateway: Gateway) -> None:
+    client = await gateway.serve([web.get("/", raising(NoBackendAvailable(Role.DECODE)))])
+    async with client.get("/") as answer:
+        assert answer.status == 503
+        assert answer.content_type == "application/json"
+        assert (await answer.json())["error"]["code"] == "no_healthy_decode"
+    assert 'pdproxy_rejected_total{reason="no_healthy_decode"} 1.0' in gateway.metric_lines()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("POST", "/v1/../instances/add", 404, "not_found"),
+        ("DELETE", "/", 405, "method_not_allowed"),
+        ("POST", "/", 413, "request_too_large"),
+    ],
+)
+async def test_aiohttps_errors_look_like_ours(gateway: Gateway, method: str, path: str, status: int, code: str) -> None:
+    async def read(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    client = await gateway.serve([web.post("/", read)], client_max_size=10)
+    async with client.request(method, path, data=b"x" * 11) as answer:
+        assert answer.status == status
+        error = (await answer.json())["error"]
+        assert answer.headers["Server"] == "pdproxy"
+        assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+    assert sorted(error) == ["code", "message", "param", "type"]
+
+
+async def test_what_nobody_expected_is_a_500_with_one_traceback(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await gateway.serve([web.get("/", raising(ZeroDivisionError("secret detail")))])
+    async with client.get("/") as answer:
+        assert answer.status == 500
+        text = await answer.text()
+    assert orjson.loads(text)["error"]["code"] == "internal_error"
+    assert "secret detail" not in text
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("ERROR", "proxy.api.replies")
+    assert record.exc_info is not None
+
+
+async def test_expected_errors_leave_no_traceback(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="proxy")
+    client = await gateway.serve([web.get("/", raising(BadRequest("no")))])
+    async with client.get("/") as answer:
+        assert answer.status == 400
+    async with client.get("/nowhere") as answer:
+        assert answer.status == 404
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("given", ["r-1", "a.b:C_9", "x" * 128])
+async def test_a_clients_request_id_is_kept(gateway: Gateway, given: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text=f"{request[REQUEST_ID]} {logs.request_id.get()}")
+
+    client = await gateway.serve([web.get("/", handler)])
+    async with client.get("/", headers={"X-Request-Id": given}) as answer:
+        assert await answer.text() == f"{given} {given}"
+        assert answer.headers["X-Request-Id"] == given
+    async with client.get("/nowhere", headers={"X-Request-Id": given}) as answer:
+        assert answer.headers["X-Request-Id"] == given
+    assert logs.request_id.get() == ""
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'quote"', "ümlaut", "a\tb"])
+async def test_an_odd_request_id_is_replaced(gateway: Gateway, given: str) -> None:
+    client = await gateway.serve([web.get("/", raising(BadRequest("no")))])
+    async with client.get("/", headers={"X-Request-Id": given}) as answer:
+        assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["X-Request-Id"])
+
+
+async def test_streamed_answers_carry_the_id_and_our_name(gateway: Gateway) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        return response
+
+    client = await gateway.serve([web.get("/", stream)])
+    async with client.get("/", headers={"X-Request-Id": "r1"}) as answer:
+        assert (answer.headers["X-Request-Id"], answer.headers["Server"]) == ("r1", "pdproxy")
+        assert await answer.read() == b"data: 1\n\n"
+
+
+@pytest.mark.parametrize("error", [UpstreamError(Failure.BROKEN, BACKEND, "gone"), ZeroDivisionError()])
+async def test_an_answer_that_fails_half_way_is_cut(gateway: Gateway, error: Exception) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        raise error
+
+    client = await gateway.serve([web.get("/", stream)])
+    with pytest.raises(aiohttp.ClientError):
+        async with client.get("/") as answer:
+            await answer.read()
+
+
+async def test_a_client_that_leaves_is_no_error(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    entered, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.Response:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+        finally:
+            ended.set()
+
+    client = await gateway.serve([web.get("/", wait)])
+    asking = asyncio.ensure_future(client.get("/"))
+    await entered.wait()
+    asking.cancel()
+    await ended.wait()
+    assert caplog.records == []

@@ -1,0 +1,360 @@
+"""A gateway in front of simulated engines and a client that talks to it: all in this process, over real sockets.
+
+Every deployment is looked over at its end: whatever the test did, nothing may be left of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+
+from proxy.balancer.backend import Load
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.settings import Settings
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from proxy.worker import build, listening
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from proxy.sim.state import Seen
+    from proxy.worker import Worker
+
+_QUIET_WITHIN_SECONDS = 2.0
+
+# Nothing waits long in a test, and health checks come once, at the beginning: what follows is the test's own doing.
+_SETTINGS: dict[str, dict[str, object]] = {
+    "retry": {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0},
+    "timeouts": {
+        "connect_seconds": 5.0,
+        "prefill_seconds": 5.0,
+        "first_token_seconds": 5.0,
+        "answer_seconds": 5.0,
+        "idle_seconds": 5.0,
+    },
+    "health": {"interval_seconds": 3600.0, "changing_interval_seconds": 3600.0},
+}
+
+
+async def until(condition: Callable[[], object], what: str, timeout_seconds: float = 5.0) -> None:
+    """Let the event loop turn until a condition holds."""
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while not condition():
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        raise AssertionError(f"waited in vain for {what}") from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got. `is_whole` False: the connection was cut before the body's end."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream's events, parsed; `[DONE]` stays text."""
+        lines = self.body.replace(b"\r\n", b"\n").split(b"\n\n")
+        data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+        return ["[DONE]" if item == b"[DONE]" else orjson.loads(item) for item in data]
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended as a complete answer does."""
+        return self.is_whole and (not self.is_stream or self.body.endswith(b"data: [DONE]\n\n"))
+
+    @property
+    def error(self) -> Any:
+        """The error object: of the body, or of the last event."""
+        if not self.is_stream:
+            return self.json.get("error")
+        last = self.events[-1]
+        return last.get("error") if isinstance(last, dict) else None
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The text of every choice by its index, however it was delivered."""
+        texts: dict[int, str] = {}
+        for payload in self.events if self.is_stream else [self.json]:
+            for choice in payload["choices"] if isinstance(payload, dict) and "choices" in payload else ():
+                message = choice.get("delta") or choice.get("message") or {}
+                text = choice.get("text") or message.get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+        return texts
+
+    @property
+    def text(self) -> str:
+        """The text of the only choice."""
+        texts = self.texts
+        assert set(texts) <= {0}
+        return texts.get(0, "")
+
+    @property
+    def usage(self) -> Any:
+        """The answer's usage; None when there is none."""
+        payloads = [event for event in self.events if isinstance(event, dict)] if self.is_stream else [self.json]
+        return next((payload["usage"] for payload in reversed(payloads) if payload.get("usage")), None)
+
+
+def request(api: Api, text: str = "Hello there", **fields: Any) -> dict[str, Any]:
+    """A request body; `max_tokens` is 8 unless given."""
+    prompt = {"messages": [{"role": "user", "content": text}]} if api is Api.CHAT else {"prompt": text}
+    return {"model": "sim", **prompt, "max_tokens": 8, **fields}
+
+
+def api_of(body: dict[str, Any]) -> Api:
+    return Api.CHAT if "messages" in body else Api.COMPLETIONS
+
+
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], **headers: str) -> Answer:
+    """Send a request and read its answer to the end, be that what it may."""
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with session.post(url + api_of(body).path, data=orjson.dumps(body), headers=names) as response:
+        return await read(response)
+
+
+async def read(response: aiohttp.ClientResponse) -> Answer:
+    """The answer behind a response."""
+    parts: list[bytes] = []
+    is_whole = True
+    try:
+        async for part in response.content.iter_any():
+            parts.append(part)  # noqa: PERF401 what came before a cut counts
+    except aiohttp.ClientPayloadError:
+        is_whole = False
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Answer(response.status, headers, b"".join(parts), is_whole)
+
+
+_alone: dict[bytes, str] = {}
+
+
+async def answer_alone(body: dict[str, Any]) -> str:
+    """The text that a single engine without any gateway gives for a request, not streamed."""
+    body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    key = orjson.dumps(body)
+    if key not in _alone:
+        async with SimulatedEngine() as engine, aiohttp.ClientSession() as session:
+            _alone[key] = (await ask(session, engine.url, body)).text
+    return _alone[key]
+
+
+class LeavingClient:
+    """A request whose client may leave before it is answered."""
+
+    def __init__(self, task: asyncio.Task[None], received: bytearray) -> None:
+        self._task = task
+        self._received = received
+
+    async def has_tokens(self, count: int) -> None:
+        """Wait until so many events with content have arrived."""
+        await until(lambda: self._received.count(b'"finish_reason":null,') >= count, f"{count} tokens")
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@dataclass
+class Deployment:
+    """Engines, gateway and client. `expects_pinned` is the KV that stays behind for reasons the engines answer for."""
+
+    prefillers: list[SimulatedEngine]
+    decoders: list[SimulatedEngine]
+    worker: Worker
+    scoreboard: Scoreboard
+    roster: Roster
+    url: str
+    session: aiohttp.ClientSession
+    expects_pinned: int = 0
+    problems: list[str] = field(default_factory=list)
+    """What went wrong where no test looks: errors in callbacks, tracebacks in the log."""
+
+    @property
+    def engines(self) -> list[SimulatedEngine]:
+        return [*self.prefillers, *self.decoders]
+
+    async def ask(self, body: dict[str, Any], **headers: str) -> Answer:
+        """Send a request through the gateway and read the whole answer."""
+        return await ask(self.session, self.url, body, **headers)
+
+    def metrics(self) -> str:
+        """What a scrape of the gateway gets."""
+        return self.worker.metrics.render("")[0].decode()
+
+    @asynccontextmanager
+    async def asking(self, body: dict[str, Any]) -> AsyncIterator[LeavingClient]:
+        """Send a request from a client that leaves at the end of the block at the latest."""
+        received = bytearray()
+
+        async def client() -> None:
+            async with aiohttp.ClientSession() as session:
+                async with session.post(self.url + api_of(body).path, json=body) as response:
+                    async for part in response.content.iter_any():
+                        received.extend(part)
+
+        leaving = LeavingClient(asyncio.create_task(client()), received)
+        try:
+            yield leaving
+        finally:
+            await leaving.leave()
+
+    def leaks(self) -> list[str]:
+        """What is left of requests that are over; empty when nothing is."""
+        board = self.scoreboard
+        found = [
+            f"slot {slot} of the scoreboard holds {board.requests(slot)} requests and {board.load(slot)}"
+            for slot in range(board.slots)
+            if board.requests(slot) or board.load(slot) != Load()
+        ]
+        if busy := self.worker.upstream.busy_connections:
+            found.append(f"{busy} connections to engines are busy")
+        if in_flight := self.worker.drain.in_flight:
+            found.append(f"{in_flight} requests are in flight")
+        for engine in self.engines:
+            if engine.state.live:
+                found.append(f"{engine.options.role} engine {engine.url} works on {engine.state.live} requests")
+        pins = [pin for engine in self.engines for pin in engine.pins]
+        if len(pins) != self.expects_pinned:
+            found.append(f"KV stays pinned for {pins}, while {self.expects_pinned} were expected")
+        found += [f"a task of the gateway runs: {task!r}" for task in asyncio.all_tasks() if _serves_a_request(task)]
+        return found
+
+    def broken_promises(self) -> list[str]:
+        """What must never have happened: an attempt's id or KV parameters used twice, errors that nobody saw."""
+        handed_over = Counter(
+            params["remote_request_id"] for seen in generations(*self.decoders) if (params := kv_params(seen))
+        )
+        ids = Counter((engine.url, seen.headers["x-request-id"]) for engine in self.engines for seen in generations(engine))
+        return [
+            *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > 1),
+            *(f"attempt {id_} was sent to {url} {times} times" for (url, id_), times in ids.items() if times > 1),
+            *self.problems,
+        ]
+
+
+def generations(*engines: SimulatedEngine) -> list[Seen]:
+    """The generation requests that engines saw, without health checks and the like."""
+    paths = {api.path for api in Api}
+    return [seen for engine in engines for seen in engine.requests if seen.path in paths]
+
+
+def kv_params(seen: Seen) -> Any:
+    """The KV parameters of a request to a decoder that names KV to fetch, otherwise None."""
+    params = seen.body.get("kv_transfer_params") if isinstance(seen.body, dict) else None
+    return params if params and params.get("do_remote_prefill") else None
+
+
+def _serves_a_request(task: asyncio.Task[Any]) -> bool:
+    """A task of the fan-out, or an orphan: everything else runs inside aiohttp's handler tasks."""
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and any(part in code.co_filename for part in ("/proxy/flow/", "/proxy/connectors/"))
+
+
+class _Problems(logging.Handler):
+    """Collects what the program logs with a traceback, and what the event loop catches in callbacks."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._problems = problems
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._problems.append(self.format(record))
+
+    def caught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._problems.append(f"the event loop caught {context}")
+
+
+def _settings(
+    prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine], sections: Mapping[str, Any]
+) -> Settings:
+    tree: dict[str, Any] = {
+        "prefill": [f"{engine.host}:{engine.port}" for engine in prefillers],
+        "decode": [f"{engine.host}:{engine.port}" for engine in decoders],
+        **sections,
+    }
+    for name, defaults in _SETTINGS.items():
+        tree[name] = defaults | sections.get(name, {})
+    return Settings.model_validate(tree)
+
+
+@asynccontextmanager
+async def deployed(
+    prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine], **sections: Any
+) -> AsyncIterator[Deployment]:
+    """Start engines and a gateway in front; at the end make sure that nothing is left. `sections` are settings."""
+    tasks_before = asyncio.all_tasks()
+    problems: list[str] = []
+    watcher = _Problems(problems)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(watcher.caught)
+    logging.getLogger().addHandler(watcher)
+    try:
+        async with AsyncExitStack() as stack:
+            for engine in (*prefillers, *decoders):
+                await stack.enter_async_context(engine)
+            settings = _settings(prefillers, decoders, sections)
+            scoreboard = Scoreboard(slots=32)
+            roster = Roster(
+                [(endpoint.host, endpoint.port) for endpoint in settings.prefill],
+                [(endpoint.host, endpoint.port) for endpoint in settings.decode],
+                scoreboard,
+            )
+            worker = await stack.enter_async_context(build(settings, scoreboard, roster))
+            listener = socket.create_server(("127.0.0.1", 0))
+            await stack.enter_async_context(listening(worker, listener))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            deployment = Deployment(
+                prefillers, decoders, worker, scoreboard, roster, url, session, problems=problems
+            )
+            await until(lambda: _all_are_up(deployment), "the first health checks")
+            yield deployment
+            left = await _settled(deployment.leaks)
+            left += deployment.broken_promises()
+        left += await _settled(
+            lambda: [f"task left behind: {task!r}" for task in asyncio.all_tasks() - tasks_before - {asyncio.current_task()}]
+        )
+    finally:
+        logging.getLogger().removeHandler(watcher)
+        loop.set_exception_handler(None)
+    if left:
+        pytest.fail("the gateway left something behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+async def _settled(find: Callable[[], list[str]]) -> list[str]:
+    """What is still found after things had time to end: a client's leaving takes a moment to be noticed."""
+    with suppress(AssertionError):
+        await until(lambda: not find(), "quiet", _QUIET_WITHIN_SECONDS)
+    return find()
+
+
+def _all_are_up(deployment: Deployment) -> bool:
+    """Whether every engine passed the health check with which a gateway begins."""
+    lines = deployment.metrics().splitlines()
+    up = [line for line in lines if line.startswith("pdproxy_instance_up{") and line.endswith(" 1.0")]
+    return len(up) == len(deployment.engines)

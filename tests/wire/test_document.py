@@ -1,0 +1,225 @@
+"""A JSON object that is changed by splicing: what parsers see changes, and nobody else's bytes do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.wire.document import REMOVED, Document, InvalidDocument
+
+SECRET = "my-secret-prompt"
+
+
+class Text(NamedTuple):
+    """A JSON object as text, with the spelling of each member's value."""
+
+    raw: bytes
+    members: dict[str, bytes]
+
+
+SPACE = st.sampled_from(["", "", " ", "\n", "\t", "\r\n", "  "])
+STRINGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ['"', "\\", '\\"', "}],", "x" * 120 + '"', "a\\" * 60, "\u2028", "🙂", "stream"]
+)
+NUMBERS = st.sampled_from(["0", "-0", "1e5", "1.50", "-2E-3", str(2**64), str(10**40)]) | st.integers().map(str)
+
+
+@st.composite
+def string_texts(draw: st.DrawFn, text: str) -> str:
+    """One of the many spellings of a string."""
+    spelling = draw(st.sampled_from(["plain", "ascii", "escaped"]))
+    if spelling == "escaped" and text.isascii():
+        return '"' + "".join(f"\\u{ord(character):04x}" for character in text) + '"'
+    return json.dumps(text, ensure_ascii=spelling == "ascii")
+
+
+@st.composite
+def value_texts(draw: st.DrawFn, depth: int = 3) -> str:
+    kind = draw(st.sampled_from(["string", "number", "literal", *(["array", "object"] if depth else [])]))
+    if kind == "string":
+        return draw(string_texts(draw(STRINGS)))
+    if kind == "number":
+        return draw(NUMBERS)
+    if kind == "literal":
+        return draw(st.sampled_from(["null", "true", "false"]))
+    items = draw(st.lists(value_texts(depth - 1), max_size=3))
+    space = draw(SPACE)
+    if kind == "array":
+        return "[" + space + f"{space},{space}".join(items) + space + "]"
+    # Nested objects may repeat a name: only the top level is the gateway's business.
+    return "{" + space + f"{space},".join(f'{space}"k"{space}:{space}{item}' for item in items) + space + "}"
+
+
+@st.composite
+def object_texts(draw: st.DrawFn) -> Text:
+    values = draw(st.dictionaries(STRINGS, value_texts(), max_size=5))
+    members = [
+        f"{draw(SPACE)}{draw(string_texts(name))}{draw(SPACE)}:{draw(SPACE)}{value}{draw(SPACE)}"
+        for name, value in values.items()
+    ]
+    text = draw(SPACE) + "{" + (",".join(members) or draw(SPACE)) + "}" + draw(SPACE)
+    return Text(text.encode(), {name: value.encode() for name, value in values.items()})
+
+
+NEW_VALUES = st.sampled_from([REMOVED, None, True, 7, -1.5, "new", 'ü"\\', {"a": [1, {"b": None}]}, [], {}]) | STRINGS
+
+
+@given(text=object_texts())
+def test_every_member_is_found_with_its_exact_bytes(text: Text) -> None:
+    document = Document(text.raw)
+    for name, value in text.members.items():
+        assert document.raw_value(name) == value
+        assert document.value_bytes(name) == len(value)
+    assert list(document.values) == list(text.members)
+
+
+@given(text=object_texts(), added=st.dictionaries(STRINGS, NEW_VALUES, max_size=3), data=st.data())
+def test_changes_mean_what_they_mean_for_a_dictionary(text: Text, added: dict[str, Any], data: st.DataObject) -> None:
+    changes = {name: data.draw(NEW_VALUES) for name in text.members if data.draw(st.booleans())} | added
+    changed = Document(text.raw).with_changes(changes)
+
+    expected = {**json.loads(text.raw), **changes}
+    expected = {name: value for name, value in expected.items() if value is not REMOVED}
+    assert json.loads(changed) == expected
+    assert list(json.loads(changed)) == list(expected)
+    for name in text.members.keys() - changes.keys():
+        assert Document(changed).raw_value(name) == text.members[name]
+
+
+@given(text=object_texts())
+def test_changes_can_be_changed_again(text: Text) -> None:
+    once = Document(text.raw).with_changes({"stream": False})
+    assert json.loads(Document(once).with_changes({"stream": REMOVED})) == {
+        name: value for name, value in json.loads(text.raw).items() if name != "stream"
+    }
+
+
+def test_order_spelling_and_space_within_members_survive() -> None:
+    document = Document(b'{ "b" :  1.0e0 , "a": "\\u0041", "stream":true ,"n":12345678901234567890123 }')
+    assert (
+        document.with_changes({"stream": False, "new": orjson.Fragment(b'{"x" :1}')})
+        == b'{"b" :  1.0e0,"a": "\\u0041","stream":false,"n":12345678901234567890123,"new":{"x" :1}}'
+    )
+
+
+@pytest.mark.parametrize("raw", [b"{}", b" {} ", b"{\n}\n"])
+def test_an_empty_object_can_be_added_to(raw: bytes) -> None:
+    assert Document(raw).with_changes({}) == b"{}"
+    assert Document(raw).with_changes({"a": REMOVED}) == b"{}"
+    assert Document(raw).with_changes({"a": 1}) == b'{"a":1}'
+    assert Document(raw).raw_value("a") is None
+    assert Document(raw).value_bytes("a") == 0
+
+
+def test_everything_can_be_removed() -> None:
+    assert Document(b'{"a": 1, "b": [2]}').with_changes({"a": REMOVED, "b": REMOVED}) == b"{}"
+
+
+def test_an_escaped_name_is_the_name_it_spells() -> None:
+    document = Document(b'{"\\u0073tream": true, "a\\"b": 1}')
+    assert document.raw_value("stream") == b"true"
+    assert document.raw_value('a"b') == b"1"
+    assert document.with_changes({"stream": REMOVED}) == b'{"a\\"b": 1}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": 1, "a": 1}',
+        b'{"stream": false, "b": {}, "stream": true}',
+        b'{"stream": false, "\\u0073tream": true}',
+        b'{"\\u0073tream": false, "str\\u0065am": true}',
+        b'{"/": 1, "\\/": 1}',
+        '{"é": 1, "\\u00e9": 1}'.encode(),
+        b'{"": 1, "": 2}',
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(raw: bytes) -> None:
+    document = Document(raw)
+    for use in (document.check_members, lambda: document.raw_value("x"), lambda: document.with_changes({})):
+        with pytest.raises(InvalidDocument, match="twice"):
+            use()
+
+
+def test_a_name_may_stand_twice_further_down() -> None:
+    raw = b'{"tools": {"a": 1, "a": 2}, "a": "tools"}'
+    assert Document(raw).with_changes({}) == raw.replace(b', "a": "', b',"a": "')
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"   ",
+        b"{",
+        b'{"prompt": "my-secret-prompt"',
+        b'{"prompt": "my-secret-prompt",}',
+        b'{"prompt": "my-secret-prompt"} {}',
+        b"{'prompt': 'my-secret-prompt'}",
+        b'{"prompt": my-secret-prompt}',
+        b'{"prompt": "my-secret-prompt\n"}',
+        b'{"prompt": "my-secret-prompt\\x"}',
+        b'{"temperature": NaN, "prompt": "my-secret-prompt"}',
+        b'{"temperature": -Infinity, "prompt": "my-secret-prompt"}',
+        b'{"temperature": 1e400, "prompt": "my-secret-prompt"}',
+        b'{"n": 01, "prompt": "my-secret-prompt"}',
+        b'{"prompt": "my-secret-prompt \\ud800"}',
+        b'{"prompt": "my-secret-prompt \\udc00\\ud800"}',
+        b'{"prompt": "my-secret-prompt \xed\xa0\x80"}',
+        b'{"prompt": "my-secret-prompt \xff"}',
+        b'\xef\xbb\xbf{"prompt": "my-secret-prompt"}',
+        '{"prompt": "my-secret-prompt"}'.encode("utf-16"),
+        b'{"a":' + b"[" * 2000 + b'"my-secret-prompt"' + b"]" * 2000 + b"}",
+        b'["my-secret-prompt"]',
+        b'"my-secret-prompt"',
+        b"null",
+        b"1",
+    ],
+    ids=lambda raw: raw[:40].decode("latin-1"),
+)
+def test_what_is_not_one_json_object_is_refused_without_repeating_it(raw: bytes) -> None:
+    with pytest.raises(InvalidDocument) as refusal:
+        Document(raw)
+    assert SECRET not in str(refusal.value)
+    assert "the body" in str(refusal.value)
+
+
+def test_the_message_for_broken_json_says_where() -> None:
+    with pytest.raises(InvalidDocument, match=r"line 2, column \d+"):
+        Document(b'{"a": 1,\n  "b": oops}')
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": [' + b",".join([b'[[],[],"' + b"x" * 100 + b'"]'] * 100_000) + b"]}",
+        b"{" + b",".join(b'"%d": [%s]' % (i, b",".join([b"[]"] * 5_000)) for i in range(60)) + b"}",
+        b"{" + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}",
+    ],
+    ids=["in one value", "over many values", "members"],
+)
+def test_a_flood_of_elements_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidDocument, match="too many"):
+        Document(raw).check_members()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b'"' + b"x" * 3_000_000 + b'"', b'"' + b'\\"' * 1_000_000 + b'"', b'"' + b"\\\\" * 1_000_000 + b'"'],
+    ids=["plain", "escaped quotes", "escaped backslashes"],
+)
+@pytest.mark.parametrize("template", [b'{"a":%b,"b":1}', b'{"a":[{"url":%b}],"b":1}', b'{%b:"a","b":1}'])
+def test_megabytes_in_one_string_are_no_flood(value: bytes, template: bytes) -> None:
+    document = Document(template % value)
+    assert document.raw_value("b") == b"1"
+    assert document.with_changes({"b": REMOVED}) == (template % value).replace(b',"b":1', b"")
+
+
+def test_a_long_list_of_token_ids_is_no_flood() -> None:
+    ids = b"[" + b",".join([b"101"] * 300_000) + b"]"
+    assert Document(b'{"prompt":' + ids + b"}").raw_value("prompt") == ids

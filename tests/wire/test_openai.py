@@ -1,0 +1,143 @@
+"""The few payload fields the gateway reads or writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
+from proxy.wire.openai import (
+    DONE_EVENT,
+    Api,
+    cached_tokens,
+    data_event,
+    error_body,
+    error_event,
+    error_type,
+    with_cached_tokens,
+)
+from proxy.wire.sse import EventSplitter
+
+DECODER = Backend(Role.DECODE, "10.0.0.1", 8000)
+
+
+def payload_of(event: bytes) -> Any:
+    splitter = EventSplitter()
+    (only,) = splitter.feed(event)
+    assert splitter.pending == b""
+    assert only.data is not None
+    return orjson.loads(only.data)
+
+
+def engine_error(body: bytes | None) -> UpstreamError:
+    status = None if body is None else 500
+    return UpstreamError(Failure.STATUS, DECODER, "decode instance: failed", engine_status=status, body=body)
+
+
+def test_each_api_has_its_route() -> None:
+    assert Api.CHAT.path == "/v1/chat/completions"
+    assert Api.COMPLETIONS.path == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (400, "invalid_request_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+    ],
+)
+def test_the_type_of_an_error_follows_its_status(status: int, expected: str) -> None:
+    assert error_type(status) == expected
+
+
+def test_an_error_of_our_own_has_the_openai_shape() -> None:
+    assert orjson.loads(error_body(BadRequest("n must be a positive integer", param="n"))) == {
+        "error": {
+            "message": "n must be a positive integer",
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": "invalid_request",
+        }
+    }
+    assert orjson.loads(error_body(NoBackendAvailable(Role.PREFILL))) == {
+        "error": {
+            "message": "no healthy prefill instance is available",
+            "type": "server_error",
+            "param": None,
+            "code": "no_healthy_prefill",
+        }
+    }
+
+
+def test_an_error_event_is_one_event_and_no_done_follows() -> None:
+    assert payload_of(error_event(engine_error(None)))["error"]["code"] == "decode_status"
+
+
+def test_what_an_engine_told_stays_in_its_own_words() -> None:
+    told = b'{"error": {"message":"\\u00fc",  "code":500}}'
+    assert error_event(engine_error(told)) == b"data: " + told + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>Bad Gateway</html>",
+        b'{"detail":"Not Found"}',
+        b'{"error":null}',
+        b'["error"]',
+        b'{\n"error": {"message": "no"}\n}',
+        b'{\r"error": {"message": "no"}}',
+    ],
+)
+def test_what_a_client_would_not_take_for_an_error_is_told_in_our_words(body: bytes) -> None:
+    assert payload_of(error_event(engine_error(body)))["error"]["message"] == "decode instance: failed"
+
+
+def test_events_survive_their_own_splitter() -> None:
+    assert payload_of(data_event({"text": "two\nlines \u2028 ü"})) == {"text": "two\nlines \u2028 ü"}
+    assert EventSplitter().feed(DONE_EVENT)[0].data == b"[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"prompt_tokens_details": {"cached_tokens": 5}}, 5),
+        ({"prompt_tokens_details": {"cached_tokens": 0}}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": None}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": "5"}}, None),
+        ({"prompt_tokens_details": None}, None),
+        ({"prompt_tokens_details": []}, None),
+        ({}, None),
+        (None, None),
+        ("usage", None),
+    ],
+)
+def test_cached_tokens_are_read_or_unknown(usage: Any, expected: int | None) -> None:
+    assert cached_tokens(usage) == expected
+
+
+@pytest.mark.parametrize(
+    ("details", "cached", "expected"),
+    [
+        ({"cached_tokens": 9, "audio_tokens": 1}, 4, {"cached_tokens": 4, "audio_tokens": 1}),
+        (None, 4, {"cached_tokens": 4}),
+        ("nonsense", 4, {"cached_tokens": 4}),
+        ({"cached_tokens": 9}, None, None),
+    ],
+)
+def test_the_prefillers_cached_tokens_replace_the_decoders(details: Any, cached: int | None, expected: Any) -> None:
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": details}
+    assert with_cached_tokens(usage, cached) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
+    assert usage["prompt_tokens_details"] is details
+
+
+def test_a_usage_that_needs_no_correction_is_the_same_object() -> None:
+    usage = {"prompt_tokens": 10}
+    assert with_cached_tokens(usage, None) is usage
