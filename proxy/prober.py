@@ -14,9 +14,16 @@ import random
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
+import orjson
 
 from proxy.balancer.backend import Backend, Role
-from proxy.balancer.health import HealthState, Transition
+from proxy.balancer.health import (
+    UNKNOWN_VERSION,
+    EngineVersion,
+    HealthState,
+    Transition,
+    parse_engine_version,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -86,12 +93,13 @@ class Prober:
 
     # Membership
 
-    def join(self, role: Role, host: str, port: int) -> bool:
+    def join(self, role: Role, host: str, port: int, *, trusted: bool = False) -> bool:
         """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
 
-        Raises ValueError when the endpoint has, or is about to have, the other role.
+        `trusted`: it may have the engine key, now and later. Raises ValueError when the endpoint has, or is about to
+        have, the other role.
         """
-        candidate = Backend(role, host, port)
+        candidate = Backend(role, host, port, trusted=trusted)
         for other in (*self._joining, *(backend for pool in self._pools.values() for backend in pool.backends())):
             if (other.host, other.port) == (host, port) and other.role is not role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
@@ -121,7 +129,7 @@ class Prober:
         try:
             problem = await self._wait_until_it_answers(candidate)
             if not problem:
-                self._roster.add(candidate.role, candidate.host, candidate.port)
+                self._roster.add(candidate.role, candidate.host, candidate.port, trusted=candidate.trusted)
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)
         finally:
@@ -171,6 +179,8 @@ class Prober:
             transition = self._health.on_probe(backend, not problem, problem or "passed its health check")
             if transition is not None:
                 self._on_transition(transition)
+            if not problem and self._health.engine_version(backend) is None:
+                self._health.note_engine_version(backend, await self._ask_version(backend))
         finally:
             jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
             self._due[backend] = asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
@@ -189,6 +199,19 @@ class Prober:
             return f"cannot connect ({connect_problem(error)})"
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
             return f"{path} failed ({type(error).__name__})"
+
+    async def _ask_version(self, backend: Backend) -> EngineVersion:
+        """GET /version, which vLLM answers with `{"version": "0.23.0"}`; UNKNOWN_VERSION for anything else."""
+        timeout = aiohttp.ClientTimeout(total=self._checks.timeout_seconds)
+        headers = self._engine_headers(backend)
+        try:
+            request = self._session.get(
+                f"{backend.url}/version", headers=headers, timeout=timeout, allow_redirects=False
+            )
+            async with request as answer:
+                return parse_engine_version(await answer.json(content_type=None, loads=orjson.loads))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return UNKNOWN_VERSION
 
     # Tasks
 

@@ -74,8 +74,7 @@ async def build(settings: Settings, scoreboard: Scoreboard, roster: Roster, work
         pool(Role.PREFILL, settings.balance.prefill_policy), pool(Role.DECODE, settings.balance.decode_policy)
     )
     key = settings.auth.engine_api_key
-    configured = [(endpoint.host, endpoint.port) for endpoint in (*settings.prefill, *settings.decode)]
-    keys = EngineKeys(key.get_secret_value() if key else None, configured)
+    keys = EngineKeys(key.get_secret_value() if key else None)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(_session())
         upstream = await stack.enter_async_context(Upstream(settings.timeouts, keys))

@@ -45,6 +45,7 @@ setup_venv() {
   say "making .venv with $("$base" --version), the gateway and its development tools (a minute or two, once)"
   "$base" -m venv --clear .venv
   # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
-  env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 "$python" -m pip install --disable-pip-version-check -e '.[dev]'
+  env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 \
+    "$python" -m pip install --disable-pip-version-check -e '.[dev]'
   fingerprint >.venv/fingerprint
 }

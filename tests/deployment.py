@@ -249,7 +249,9 @@ class Deployment:
         handed_over = Counter(
             params["remote_request_id"] for seen in generations(*self.decoders) if (params := kv_params(seen))
         )
-        ids = Counter((engine.url, seen.headers["x-request-id"]) for engine in self.engines for seen in generations(engine))
+        ids = Counter(
+            (engine.url, seen.headers["x-request-id"]) for engine in self.engines for seen in generations(engine)
+        )
         return [
             *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > 1),
             *(f"attempt {id_} was sent to {url} {times} times" for (url, id_), times in ids.items() if times > 1),
@@ -329,15 +331,15 @@ async def deployed(
             await stack.enter_async_context(listening(worker, listener))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            deployment = Deployment(
-                prefillers, decoders, worker, scoreboard, roster, url, session, problems=problems
-            )
+            deployment = Deployment(prefillers, decoders, worker, scoreboard, roster, url, session, problems=problems)
             await until(lambda: _all_are_up(deployment), "the first health checks")
             yield deployment
             left = await _settled(deployment.leaks)
             left += deployment.broken_promises()
         left += await _settled(
-            lambda: [f"task left behind: {task!r}" for task in asyncio.all_tasks() - tasks_before - {asyncio.current_task()}]
+            lambda: [
+                f"task left behind: {task!r}" for task in asyncio.all_tasks() - tasks_before - {asyncio.current_task()}
+            ]
         )
     finally:
         logging.getLogger().removeHandler(watcher)

@@ -34,20 +34,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """Answers /health and /v1/models with `status`, and remembers how it was asked."""
+    """Answers /health, /version and /v1/models with `status`, and remembers how it was asked."""
 
     def __init__(self, status: int = 200) -> None:
         self.status = status
         self.seen: list[tuple[str, str | None]] = []
         self.asked = asyncio.Event()
         app = web.Application()
-        app.add_routes([web.get("/health", self._answer), web.get("/v1/models", self._answer)])
+        app.add_routes([web.get(path, self._answer) for path in ("/health", "/version", "/v1/models")])
         self.server = TestServer(app, host=HOST)
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.seen.append((request.path, request.headers.get("Authorization")))
         self.asked.set()
-        return web.Response(status=self.status)
+        return web.json_response({"version": "0.18.1"}, status=self.status)
 
     @property
     def port(self) -> int:
@@ -80,7 +80,7 @@ class Gateway:
             interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
         )
         self.joining = Joining(max_attempts=joining_attempts, interval_seconds=joining_interval_seconds)
-        self.keys = EngineKeys("s3cret", [(HOST, port) for port in (*prefill, *decode)])
+        self.keys = EngineKeys("s3cret")
 
     def prober(self, session: aiohttp.ClientSession) -> Prober:
         return Prober(
@@ -244,6 +244,26 @@ async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.
     assert ("/v1/models", None) in engine.seen
     assert ("/health", None) in engine.seen
     assert not any(authorization for _, authorization in engine.seen)
+
+
+async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says_so(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([])
+    async with gateway.prober(session) as prober:
+        prober.join(Role.DECODE, HOST, engine.port, trusted=True)
+        await gateway.transitions.get()
+    assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
+
+
+async def test_an_engine_is_asked_once_which_version_it_is(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session):
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        await until(lambda: gateway.pools[Role.PREFILL].engine_version(backend) == (0, 18))
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert [path for path, _ in engine.seen].count("/version") == 1
 
 
 async def test_an_instance_that_never_answers_is_given_up_with_one_warning(

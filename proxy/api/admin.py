@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -115,9 +116,10 @@ class AdminApi:
     # For administrators
 
     async def _add(self, request: web.Request) -> web.Response:
-        role, endpoints = _parse(await request.read(), self._pools.keys())
+        change = _parse(await request.read(), self._pools.keys())
+        role, endpoints = change.role, change.endpoints
         try:
-            joining = [e for e in endpoints if self._prober.join(role, e.host, e.port)]
+            joining = [e for e in endpoints if self._prober.join(role, e.host, e.port, trusted=change.send_key)]
         except ValueError as error:
             raise BadRequest(str(error)) from None
         if joining:
@@ -125,7 +127,8 @@ class AdminApi:
         return self._members(f"add {role} instances: {_names(endpoints)}.")
 
     async def _remove(self, request: web.Request) -> web.Response:
-        role, endpoints = _parse(await request.read(), self._pools.keys())
+        change = _parse(await request.read(), self._pools.keys())
+        role, endpoints = change.role, change.endpoints
         for endpoint in endpoints:
             self._prober.remove(role, endpoint.host, endpoint.port)
         self._prober.drop_drained()
@@ -201,8 +204,17 @@ def _is_local(request: web.Request) -> bool:
     return (mapped or address).is_loopback
 
 
-def _parse(raw: bytes, roles: Collection[Role]) -> tuple[Role, list[Endpoint]]:
-    """Role and endpoints of `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What an administrator asks for. `send_key`: the added instances may be sent the engine key."""
+
+    role: Role
+    endpoints: list[Endpoint]
+    send_key: bool
+
+
+def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
+    """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -219,8 +231,11 @@ def _parse(raw: bytes, roles: Collection[Role]) -> tuple[Role, list[Endpoint]]:
     texts = [listed] if isinstance(listed, str) else listed
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
+    send_key = body.get("send_key", False)
+    if not isinstance(send_key, bool):
+        raise BadRequest("send_key must be true or false", param="send_key")
     try:
-        return role, [_endpoint(text) for text in texts]
+        return _Change(role, [_endpoint(text) for text in texts], send_key)
     except ValueError as error:
         raise BadRequest(str(error), param="instances") from None
 

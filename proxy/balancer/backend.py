@@ -26,12 +26,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One engine endpoint. `slot` is its column in the scoreboard; it does not take part in equality."""
+    """One engine endpoint, equal to another with the same role and address.
+
+    `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key.
+    """
 
     role: Role
     host: str
     port: int
     slot: int = field(default=0, compare=False)
+    trusted: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:

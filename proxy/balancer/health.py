@@ -6,9 +6,10 @@ back only through probes. Whether the operator wants a backend is another fact, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.errors import Failure
 
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 
 # A refused connection is as good as a failed probe, but one alone may be an engine that is just being restarted.
 _CONNECT_FAILURES_TO_FALL = 2
+
+
+EngineVersion = tuple[int, int]
+"""Major and minor, for example (0, 23)."""
+UNKNOWN_VERSION: Final[EngineVersion] = (0, 0)
+
+
+def parse_engine_version(answer: Any) -> EngineVersion:
+    """What an engine's `/version` tells; UNKNOWN_VERSION when that is not a version."""
+    told = answer.get("version") if isinstance(answer, dict) else None
+    numbers = re.match(r"v?(\d{1,4})\.(\d{1,4})", told) if isinstance(told, str) else None
+    return (int(numbers[1]), int(numbers[2])) if numbers else UNKNOWN_VERSION
 
 
 class HealthState(StrEnum):
@@ -44,6 +57,7 @@ class _Record:
     probe_streak: int = 0  # probes in a row that contradict the state
     connect_failures: int = 0  # from traffic, in a row
     failures: int = 0  # from traffic, in a row, of any kind the backend is to blame for
+    engine_version: EngineVersion | None = None  # None: not asked since it came up
 
 
 def is_to_blame(error: UpstreamError) -> bool:
@@ -120,6 +134,16 @@ class Health:
         record = self._records.get(backend)
         return 0 if record is None else record.failures
 
+    def engine_version(self, backend: Backend) -> EngineVersion | None:
+        """What the engine says it is; None while nobody has asked it."""
+        record = self._records.get(backend)
+        return None if record is None else record.engine_version
+
+    def note_engine_version(self, backend: Backend, version: EngineVersion) -> None:
+        """Keep the answer of `/version` until the backend goes down: it may come back as another version."""
+        if self.is_healthy(backend):
+            self._record(backend).engine_version = version
+
     def forget(self, backend: Backend) -> None:
         """Drop what is known about a backend that has left; should it come back, it is unknown."""
         if self._records.pop(backend, None) is not None:
@@ -135,6 +159,7 @@ class Health:
         transition = Transition(backend, record.state, new, reason)
         record.state = new
         record.probe_streak = 0
+        record.engine_version = None
         if new is HealthState.UP:
             record.failures = record.connect_failures = 0
         self.version += 1

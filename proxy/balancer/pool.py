@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.balancer.health import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
 from proxy.balancer.policies import WEIGHTS
 from proxy.errors import NoBackendAvailable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from proxy.balancer.backend import Backend, Load, Role
-    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.health import EngineVersion, Health, Transition
     from proxy.balancer.policies import Policy
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Row, Scoreboard
@@ -88,6 +89,11 @@ class Pool:
         """All there are, in slot order: also those that are down or draining."""
         self._refresh()
         return self._backends
+
+    def engine_version(self, backend: Backend) -> EngineVersion | None:
+        """What an engine says it is; None when that is not known."""
+        version = self._health.engine_version(backend)
+        return None if version == UNKNOWN_VERSION else version
 
     def is_ready(self) -> bool:
         """Whether a request that came now could be expected to be served."""

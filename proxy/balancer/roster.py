@@ -41,7 +41,10 @@ class Roster:
     def __init__(
         self, prefill: Sequence[tuple[str, int]], decode: Sequence[tuple[str, int]], scoreboard: Scoreboard
     ) -> None:
-        """Raises ValueError when an endpoint is listed twice or there are more than the scoreboard has slots."""
+        """The configured endpoints, which are trusted with the engine key.
+
+        Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
+        """
         self._scoreboard = scoreboard
         self._shared = _SharedValue(capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
         self._read_version = -1
@@ -50,7 +53,7 @@ class Roster:
         self._write(())
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for host, port in endpoints:
-                if not self.add(role, host, port):
+                if not self.add(role, host, port, trusted=True):
                     raise ValueError(f"{Backend(role, host, port).name} is listed twice as a {role.value} instance")
 
     @property
@@ -63,8 +66,8 @@ class Roster:
         self._read()
         return self._by_role[role]
 
-    def add(self, role: Role, host: str, port: int) -> bool:
-        """Make a backend exist and enabled; False when it was. One that drains stays, with its slot and its requests.
+    def add(self, role: Role, host: str, port: int, *, trusted: bool = False) -> bool:
+        """Make a backend exist and enabled; False when it was. One that drains stays, with all it had.
 
         Raises ValueError when it has the other role or there is no room.
         """
@@ -72,7 +75,7 @@ class Roster:
             members = self._read()
             known = _find(members, host, port)
             if known is None:
-                backend = Backend(role, host, port, self._free_slot(members))
+                backend = Backend(role, host, port, self._free_slot(members), trusted)
                 self._write((*members, Member(backend)))
                 return True
             if known.backend.role is not role:
@@ -123,7 +126,8 @@ class Roster:
         if self._shared.version != self._read_version:
             self._read_version, rows = self._shared.read()
             self._members = tuple(
-                Member(Backend(Role(role), host, port, slot), draining) for role, host, port, slot, draining in rows
+                Member(Backend(Role(role), host, port, slot, trusted), draining)
+                for role, host, port, slot, trusted, draining in rows
             )
             self._by_role = {
                 role: tuple(member for member in self._members if member.backend.role is role) for role in Role
@@ -133,7 +137,10 @@ class Roster:
     def _write(self, members: Iterator[Member] | Sequence[Member]) -> None:
         ordered = sorted(members, key=lambda member: member.backend.slot)
         self._shared.write(
-            [(m.backend.role, m.backend.host, m.backend.port, m.backend.slot, m.draining) for m in ordered]
+            [
+                (m.backend.role, m.backend.host, m.backend.port, m.backend.slot, m.backend.trusted, m.draining)
+                for m in ordered
+            ]
         )
 
 

@@ -62,6 +62,10 @@ _PREFILL_CHANGES: Final[dict[str, object]] = {
     "top_logprobs": REMOVED,
 }
 
+# Before this version a forced tool call fails with 500 on a one-token answer, after the KV cache was pinned: `assert
+# content is not None` in vLLM 0.18 entrypoints/openai/engine/serving.py. The prompt is the same with "auto".
+_TOOL_CHOICE_FIXED: Final = (0, 23)
+
 
 class VllmPull:
     """Prefill → decode, one after the other."""
@@ -107,10 +111,6 @@ class VllmPull:
 
     async def _prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> _Handover:
         """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
-        changes = dict(_PREFILL_CHANGES)
-        if "max_completion_tokens" in call.values:
-            changes["max_completion_tokens"] = 1
-        body = call.body(changes)
         journey.enter(Stage.PREFILL)
         may_ask_again = self._kv.on_missing == "retry_prefill"
         while True:
@@ -119,7 +119,7 @@ class VllmPull:
             response, answer = await self._upstream.fetch(
                 lease.backend,
                 call.api.path,
-                body,
+                call.body(self._prefill_changes(call, lease.backend)),
                 {**call.headers, "x-request-id": attempt_id},
                 silence_seconds=self._timeouts.prefill_seconds,
             )
@@ -137,6 +137,18 @@ class VllmPull:
             may_ask_again = False
             self._metrics.missing_kv_total.labels("retry_prefill").inc()
             self._moved(lease, set(avoid), missing)  # the same prefiller once more where there is no other
+
+    def _prefill_changes(self, call: Call, prefiller: Backend) -> dict[str, object]:
+        """What is different in the prefill leg's body."""
+        changes = dict(_PREFILL_CHANGES)
+        if "max_completion_tokens" in call.values:
+            changes["max_completion_tokens"] = 1
+        tool_choice = call.values.get("tool_choice")
+        if isinstance(tool_choice, dict) or tool_choice == "required":
+            version = self._pools.prefill.engine_version(prefiller)
+            if version is not None and version < _TOOL_CHOICE_FIXED:
+                changes["tool_choice"] = "auto"
+        return changes
 
     def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
         """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""
@@ -183,6 +195,9 @@ class VllmPull:
                     continue
                 if handover.kv_params is not None:
                     self._metrics.kv_orphans_total.inc()
+                if error.failure is Failure.CONNECT:
+                    # Nobody is left to ask: another prefill would only pin more KV cache that nobody pulls.
+                    raise NoBackendAvailable(Role.DECODE) from error
                 raise
 
     @staticmethod

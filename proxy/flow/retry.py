@@ -37,5 +37,6 @@ def _attempts(error: UpstreamError, max_attempts: int) -> int:
 def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> float:
     """Wait before the next attempt: exponential with full jitter. `draw` is the random number in [0, 1)."""
     draw = random.random() if draw is None else draw
-    ceiling: float = min(retry.max_delay_seconds, retry.base_delay_seconds * 2 ** (attempts - 1))
+    doublings = min(attempts - 1, 64)  # far beyond any bound, and still a float
+    ceiling: float = min(retry.max_delay_seconds, retry.base_delay_seconds * 2**doublings)
     return draw * ceiling

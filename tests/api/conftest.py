@@ -110,13 +110,20 @@ class Gateway:
             self.add(role, HOST, engine.port)
         return engine
 
-    def add(self, role: Role, host: str, port: int, *, healthy: bool = True) -> None:
-        self.roster.add(role, host, port)
+    def add(self, role: Role, host: str, port: int, *, healthy: bool = True, trusted: bool = False) -> None:
+        self.roster.add(role, host, port, trusted=trusted)
         (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
         self.health.on_probe(backend, healthy, "")
 
-    def keys(self, key: str | None = None, configured: Sequence[tuple[str, int]] = ()) -> EngineKeys:
-        return EngineKeys(key, configured)
+    def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
+        """Keys for these backends, which from now on stand in the roster as trusted."""
+        for role, pool in self.pools.items():
+            for backend in pool.backends():
+                if (backend.host, backend.port) in trusted:
+                    self.roster.remove(role, backend.host, backend.port)
+                    self.roster.finalize()
+                    self.add(role, backend.host, backend.port, trusted=True)
+        return EngineKeys(key)
 
     async def serve(self, routes: Sequence[web.RouteDef], **options: Any) -> TestClient[web.Request, web.Application]:
         """A client of the gateway with these routes; `options` are those of web.Application."""

@@ -392,3 +392,13 @@ async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFi
         async with client.post(path, headers={"X-Admin-Key": "canar"}) as answer:
             told.append(await answer.text())
     assert "canar" not in "".join(told) + caplog.text
+
+
+async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> None:
+    engine = await gateway.engine(None)
+    client = await client_of(gateway, keys=gateway.keys("s3cret"))
+    status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)
+    assert status == 200
+    assert [backend.trusted for backend in gateway.prober.joining(Role.DECODE)] == [True]
+    status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
+    assert (status, told["error"]["param"]) == (400, "send_key")

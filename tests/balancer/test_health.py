@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.backend import Backend, Role
-from proxy.balancer.health import Health, HealthState, Transition
+from proxy.balancer.health import UNKNOWN_VERSION, Health, HealthState, Transition, parse_engine_version
 from proxy.errors import Failure, UpstreamError
 
 A = Backend(Role.DECODE, "a", 1)
@@ -192,3 +192,27 @@ def test_the_version_moves_only_with_a_state() -> None:
         health.on_probe(A, ok, "test")
         versions.append(health.version)
     assert versions == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        ({"version": "0.23.0.post1"}, (0, 23)),
+        ({"version": "v0.18"}, (0, 18)),
+        ({"version": "dev"}, UNKNOWN_VERSION),
+        ({"version": None}, UNKNOWN_VERSION),
+        (["0.23"], UNKNOWN_VERSION),
+    ],
+)
+def test_a_version_is_read_from_what_engines_answer(answer: object, version: tuple[int, int]) -> None:
+    assert parse_engine_version(answer) == version
+
+
+def test_an_engine_that_comes_back_is_asked_for_its_version_again() -> None:
+    health = Health(fall=1, rise=1)
+    health.on_probe(A, True, "")
+    health.note_engine_version(A, (0, 18))
+    assert health.engine_version(A) == (0, 18)
+    health.on_probe(A, False, "")
+    health.on_probe(A, True, "")
+    assert health.engine_version(A) is None

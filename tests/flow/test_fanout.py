@@ -1,0 +1,258 @@
+"""Several prompts or samples: split into single units, and merged into one answer again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.call import Call, parse
+from proxy.errors import BadRequest
+from proxy.flow.fanout import StreamMerger, Unit, merge_answers, merge_usage, split
+from proxy.settings import Cost
+from proxy.wire.openai import Api
+
+COST = Cost()
+
+
+def call_of(api: Api, **fields: Any) -> Call:
+    return parse(api, orjson.dumps({"model": "m", **fields}), COST)
+
+
+def chat(**fields: Any) -> Call:
+    return call_of(Api.CHAT, messages=[{"role": "user", "content": "hi"}], **fields)
+
+
+def completion(prompt: Any, **fields: Any) -> Call:
+    return call_of(Api.COMPLETIONS, prompt=prompt, **fields)
+
+
+def split_up(call: Call) -> list[Unit]:
+    return split(call, COST, max_units=100)
+
+
+def bodies(units: list[Unit]) -> list[dict[str, Any]]:
+    return [json.loads(unit.call.body({})) for unit in units]
+
+
+# Split
+
+
+@pytest.mark.parametrize("call", [chat(), chat(n=1), completion("hi"), completion([1, 2, 3]), completion([])])
+def test_one_prompt_with_one_sample_stays_as_it_is(call: Call) -> None:
+    (unit,) = split_up(call)
+    assert unit == Unit(call, 0, True)
+    assert unit.call.body({}) == call.document.raw
+
+
+def test_samples_become_units_with_one_sample_each() -> None:
+    units = split_up(chat(n=3, best_of=3))
+    assert [(unit.index, unit.is_first_sample) for unit in units] == [(0, True), (1, False), (2, False)]
+    for body in bodies(units):
+        assert "n" not in body
+        assert "best_of" not in body
+        assert body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_prompts_become_units_with_one_prompt_each() -> None:
+    units = split_up(completion(["a", "b" * 400, ""]))
+    assert [unit.index for unit in units] == [0, 1, 2]
+    assert all(unit.is_first_sample for unit in units)
+    assert [body["prompt"] for body in bodies(units)] == ["a", "b" * 400, ""]
+    assert [unit.call.prompt_tokens for unit in units] == [1, 100, 1]
+
+
+def test_prompts_of_token_ids_become_units() -> None:
+    units = split_up(completion([[1, 2, 3], [4], []]))
+    assert [body["prompt"] for body in bodies(units)] == [[1, 2, 3], [4], []]
+    assert [unit.call.prompt_tokens for unit in units] == [3, 1, 1]
+
+
+def test_a_list_of_one_prompt_becomes_that_prompt() -> None:
+    (unit,) = split_up(completion(["hi"]))
+    assert (unit.index, unit.is_first_sample) == (0, True)
+    assert bodies([unit]) == [{"model": "m", "prompt": "hi"}]
+
+
+def test_the_index_is_prompt_times_n_plus_sample() -> None:
+    units = split_up(completion(["a", "b"], n=3))
+    assert [unit.index for unit in units] == [0, 1, 2, 3, 4, 5]
+    assert [body["prompt"] for body in bodies(units)] == ["a", "a", "a", "b", "b", "b"]
+    assert [unit.is_first_sample for unit in units] == [True, False, False, True, False, False]
+
+
+def test_the_prompt_of_a_chat_is_not_its_own_business() -> None:
+    (unit,) = split_up(chat(prompt=["a", "b"]))
+    assert bodies([unit])[0]["prompt"] == ["a", "b"]
+
+
+def test_the_samples_of_one_prompt_have_the_cost_of_the_whole_prompt() -> None:
+    call = chat(n=2)
+    assert [unit.call.prompt_tokens for unit in split_up(call)] == [call.prompt_tokens] * 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        (7, [7, 8, 9]),
+        (0, [0, 1, 2]),
+        (-5, [-5, -4, -3]),
+        (2**63 - 2, [2**63 - 2, 2**63 - 1, -(2**63)]),
+        (-1, [-1, -1, -1]),  # vLLM: no seed
+        (None, [None, None, None]),
+        ("7", ["7", "7", "7"]),
+    ],
+)
+def test_sample_i_has_the_seed_plus_i(seed: Any, expected: list[Any]) -> None:
+    assert [body["seed"] for body in bodies(split_up(chat(n=3, seed=seed)))] == expected
+
+
+def test_a_seed_no_engine_takes_still_makes_a_body() -> None:
+    assert bodies(split_up(chat(n=2, seed=2**64 - 1)))[0]["seed"] == 2**64 - 1
+
+
+def test_every_prompt_begins_with_the_clients_seed() -> None:
+    assert [body["seed"] for body in bodies(split_up(completion(["a", "b"], n=2, seed=7)))] == [7, 8, 7, 8]
+
+
+@pytest.mark.parametrize("call", [chat(n=101), completion(["x"] * 101), completion(["x"] * 51, n=2), chat(n=2**62)])
+def test_too_many_units_are_refused(call: Call) -> None:
+    with pytest.raises(BadRequest, match="limit of 100"):
+        split_up(call)
+
+
+def test_as_many_units_as_allowed_are_made() -> None:
+    assert len(split_up(completion(["x"] * 50, n=2))) == 100
+
+
+@pytest.mark.parametrize(
+    "prompt", [[None], ["a", None], ["a", 1], [[1], ["a"]], [[1, [2]]], [{"a": 1}], [1.5], [[True]]]
+)
+def test_a_list_of_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        split_up(completion(prompt))
+    assert refusal.value.param == "prompt"
+
+
+def test_a_deeply_nested_prompt_is_refused() -> None:
+    call = parse(Api.COMPLETIONS, b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", COST)
+    with pytest.raises(BadRequest):
+        split_up(call)
+
+
+# Merge
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
+    details = None if cached is None else {"cached_tokens": cached}
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": details,
+    }
+
+
+def answer(name: str, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": name, "finish_reason": "stop"}
+    return {"id": f"cmpl-{name}", "created": ord(name), "model": "m", "choices": [choice], **more}
+
+
+def test_answers_are_merged_in_the_order_of_their_units() -> None:
+    units = split_up(completion(["a", "b"], n=2))
+    merged = json.loads(merge_answers(units, [answer(name, usage=usage(5, 2)) for name in "wxyz"]))
+    assert [(choice["index"], choice["text"]) for choice in merged["choices"]] == [
+        (0, "w"),
+        (1, "x"),
+        (2, "y"),
+        (3, "z"),
+    ]
+    assert (merged["id"], merged["created"], merged["model"]) == ("cmpl-w", ord("w"), "m")
+    assert merged["usage"] == {"prompt_tokens": 10, "total_tokens": 18, "completion_tokens": 8}
+
+
+def test_answers_without_usage_are_merged_without() -> None:
+    units = split_up(chat(n=2))
+    assert json.loads(merge_answers(units, [answer("a", usage=usage(5, 2)), answer("b")]))["usage"] is None
+
+
+def test_the_tokens_of_a_prompt_count_once_and_those_of_all_answers() -> None:
+    units = split_up(completion(["a", "b"], n=2))
+    merged = merge_usage(units, [usage(10, 1, 4), usage(10, 2, 8), usage(20, 3, 16), usage(20, 4, 16)])
+    assert merged == {
+        "prompt_tokens": 30,
+        "total_tokens": 40,
+        "completion_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 20},
+    }
+
+
+@pytest.mark.parametrize("others", [None, {}])
+def test_cached_tokens_are_only_told_when_all_are_known(others: Any) -> None:
+    units = split_up(completion(["a", "b"]))
+    merged = merge_usage(units, [usage(10, 1, 4), {**usage(10, 2), "prompt_tokens_details": others}])
+    assert merged == {"prompt_tokens": 20, "total_tokens": 23, "completion_tokens": 3}
+
+
+def test_numbers_that_are_missing_count_as_nothing() -> None:
+    units = split_up(chat(n=2))
+    assert merge_usage(units, [{}, {"completion_tokens": None}]) == {
+        "prompt_tokens": 0,
+        "total_tokens": 0,
+        "completion_tokens": 0,
+    }
+
+
+def test_one_unknown_usage_makes_the_sum_unknown() -> None:
+    assert merge_usage(split_up(chat(n=2)), [usage(1, 1), None]) is None
+
+
+def payload(name: str, content: str) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": content}, "finish_reason": None}
+    return {"id": f"chatcmpl-{name}", "created": ord(name), "model": "m", "choices": [choice]}
+
+
+def data_of(event: bytes) -> Any:
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    return json.loads(event[6:])
+
+
+def test_merged_chunks_look_like_those_of_one_stream() -> None:
+    first, second = split_up(chat(n=2))
+    merger = StreamMerger([first, second])
+    rewrite_first, rewrite_second = merger.rewriter(first), merger.rewriter(second)
+    chunks = [
+        data_of(rewrite_second(payload("b", "x"))),
+        data_of(rewrite_first(payload("a", "y"))),
+        data_of(rewrite_second(payload("b", "z"))),
+    ]
+    assert [(chunk["id"], chunk["created"]) for chunk in chunks] == [("chatcmpl-b", ord("b"))] * 3
+    assert [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]["content"]) for chunk in chunks] == [
+        (1, "x"),
+        (0, "y"),
+        (1, "z"),
+    ]
+
+
+def test_rewriting_leaves_the_payload_alone() -> None:
+    units = split_up(chat(n=2))
+    before = payload("a", "x")
+    StreamMerger(units).rewriter(units[1])(before)
+    assert before == payload("a", "x")
+
+
+def test_the_usage_chunk_belongs_to_the_merged_stream() -> None:
+    units = split_up(chat(n=2))
+    merger = StreamMerger(units)
+    merger.rewriter(units[0])(payload("a", "x"))
+    chunk = data_of(merger.usage_event(payload("b", "y"), [usage(10, 1), usage(10, 2)]))
+    assert (chunk["id"], chunk["created"], chunk["model"], chunk["choices"]) == ("chatcmpl-a", ord("a"), "m", [])
+    assert chunk["usage"] == {"prompt_tokens": 10, "total_tokens": 13, "completion_tokens": 3}
+
+
+def test_without_all_usages_there_is_no_usage_chunk() -> None:
+    units = split_up(chat(n=2))
+    assert StreamMerger(units).usage_event(payload("a", "x"), [usage(1, 1), None]) == b""

@@ -1,0 +1,177 @@
+"""What the access line and the metrics are told about a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.balancer.backend import Role
+from proxy.errors import NoBackendAvailable
+from proxy.record import Journey, Record, Stage
+from proxy.wire.openai import Api
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def record(clock: Clock) -> Record:
+    return Record(Api.CHAT, "r1", stream=True, clock=clock)
+
+
+def walk(journey: Journey, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
+    for stage, seconds in steps:
+        journey.enter(stage)
+        clock.now += seconds
+
+
+def test_a_journey_knows_how_long_each_stage_took(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    walk(
+        journey,
+        clock,
+        (Stage.PREFILL, 2.0),
+        (Stage.HANDOFF, 0.5),
+        (Stage.FIRST_TOKEN, 0.25),
+        (Stage.STREAM, 8.0),
+        (None, 100.0),
+    )
+    assert journey.seconds == {
+        Stage.PREFILL: 2.0,
+        Stage.HANDOFF: 0.5,
+        Stage.FIRST_TOKEN: 0.25,
+        Stage.STREAM: 8.0,
+    }
+    assert journey.stage is Stage.STREAM
+
+
+def test_a_stage_that_is_entered_again_goes_on_counting(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    walk(journey, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
+    assert journey.seconds == {Stage.PREFILL: 3.0}
+
+
+def test_a_new_attempt_starts_from_nothing(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    journey.begin_attempt()
+    journey.prefiller, journey.decoder = "p:1", "d:1"
+    walk(journey, clock, (Stage.PREFILL, 5.0), (Stage.HANDOFF, 1.0))
+    journey.begin_attempt()
+    assert (journey.stage, journey.prefiller, journey.decoder, journey.attempts) == (None, "-", "-", 2)
+    walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+    assert journey.seconds == {Stage.PREFILL: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"prompt_tokens": 10, "completion_tokens": 3}, (10, 3)),
+        ({"prompt_tokens": 10}, (10, None)),
+        ({"prompt_tokens": "10", "completion_tokens": None}, (None, None)),
+        ({}, (None, None)),
+        (None, (None, None)),
+        ([1], (None, None)),
+    ],
+)
+def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
+    journey = Journey()
+    journey.saw_usage(usage)
+    assert (journey.prompt_tokens, journey.completion_tokens) == expected
+
+
+def test_a_usage_without_numbers_forgets_nothing() -> None:
+    journey = Journey()
+    journey.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
+    journey.saw_usage({"completion_tokens": None})
+    assert (journey.prompt_tokens, journey.completion_tokens) == (10, 3)
+
+
+def test_only_the_first_token_counts(record: Record, clock: Clock) -> None:
+    clock.now += 1.5
+    record.first_token()
+    clock.now += 1.0
+    record.first_token()
+    assert record.first_token_seconds == 1.5
+
+
+def test_a_request_is_where_its_slowest_unit_is(record: Record, clock: Clock) -> None:
+    assert record.stage is None
+    walk(record.journey(), clock, (Stage.STREAM, 0.0))
+    walk(record.journey(), clock, (Stage.HANDOFF, 0.0))
+    record.journey()
+    assert record.stage is Stage.HANDOFF
+
+
+def test_tokens_are_summed_over_the_units(record: Record) -> None:
+    first, second = record.journey(), record.journey()
+    first.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
+    second.saw_usage({"prompt_tokens": 20, "completion_tokens": 4})
+    second.cached_tokens = 16
+    assert record.tokens() == (30, 16, 7)
+
+
+def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    journey.begin_attempt()
+    journey.prefiller, journey.decoder = "p:1", "d:1"
+    walk(journey, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
+    record.first_token()
+    walk(journey, clock, (Stage.STREAM, 8.0), (None, 0.0))
+    journey.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
+    assert record.fields(200, "--", 10.750049) == {
+        "id": "r1",
+        "api": "chat",
+        "stream": True,
+        "code": 200,
+        "term": "--",
+        "p": "p:1",
+        "d": "d:1",
+        "units": 1,
+        "attempts": 1,
+        "t_prefill": 2.0,
+        "t_handoff": 0.5,
+        "t_first_token": 0.25,
+        "t_stream": 8.0,
+        "ttft": 2.75,
+        "dur": 10.75,
+        "tokens_in": 10,
+        "tokens_cached": 0,
+        "tokens_out": 3,
+        "error": None,
+    }
+
+
+def test_the_access_line_of_several_units_has_the_longest_stages_and_all_attempts(record: Record, clock: Clock) -> None:
+    for decoder, seconds in (("d:1", 1.0), ("d:2", 3.0)):
+        journey = record.journey()
+        journey.begin_attempt()
+        journey.begin_attempt()
+        journey.decoder = decoder
+        walk(journey, clock, (Stage.STREAM, seconds), (None, 0.0))
+    line = record.fields(200, "--", 4.0)
+    assert (line["d"], line["units"], line["attempts"], line["t_stream"]) == ("d:1", 2, 4, 3.0)
+
+
+def test_the_access_line_of_a_request_that_never_got_anywhere(record: Record) -> None:
+    record.error = NoBackendAvailable(Role.DECODE)
+    line = record.fields(503, "PR", 0.001)
+    assert (line["p"], line["d"], line["units"], line["attempts"], line["ttft"]) == ("-", "-", 0, 0, None)
+    assert line["error"] == "no healthy decode instance is available"
+
+
+def test_an_error_without_a_message_for_clients_is_not_told(record: Record) -> None:
+    record.error = RuntimeError("my-secret-prompt")
+    assert record.fields(500, "PR", 0.0)["error"] is None
