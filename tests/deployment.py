@@ -51,7 +51,7 @@ async def until(condition: Callable[[], object], what: str, timeout_seconds: flo
     """Let the event loop turn until a condition holds."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 most of what is waited for has no event of its own
                 await asyncio.sleep(0.001)
     except TimeoutError:
         raise AssertionError(f"waited in vain for {what}") from None
@@ -212,10 +212,10 @@ class Deployment:
         received = bytearray()
 
         async def client() -> None:
-            async with aiohttp.ClientSession() as session:
-                async with session.post(self.url + api_of(body).path, json=body) as response:
-                    async for part in response.content.iter_any():
-                        received.extend(part)
+            url = self.url + api_of(body).path
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+                async for part in response.content.iter_any():
+                    received.extend(part)
 
         leaving = LeavingClient(asyncio.create_task(client()), received)
         try:
@@ -235,9 +235,11 @@ class Deployment:
             found.append(f"{busy} connections to engines are busy")
         if in_flight := self.worker.drain.in_flight:
             found.append(f"{in_flight} requests are in flight")
-        for engine in self.engines:
-            if engine.state.live:
-                found.append(f"{engine.options.role} engine {engine.url} works on {engine.state.live} requests")
+        found += [
+            f"{engine.options.role} engine {engine.url} works on {engine.state.live} requests"
+            for engine in self.engines
+            if engine.state.live
+        ]
         pins = [pin for engine in self.engines for pin in engine.pins]
         if len(pins) != self.expects_pinned:
             found.append(f"KV stays pinned for {pins}, while {self.expects_pinned} were expected")

@@ -38,6 +38,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError("must be between 0 and 65535")
+    return value
+
+
 def build_parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
@@ -49,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one and prints it")
+    add("--port", type=_port, default=0, help="port to listen on; 0 takes a free one and prints it")
     add("--role", choices=get_args(SimRole), default=default.role, help="what it is used as (default: %(default)s)")
     add("--model", default=default.model, help="served model name (default: %(default)s)")
     add(

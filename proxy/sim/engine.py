@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
     host, port, options = parse_arguments(argv)
     try:
         uvloop.run(serve(host, port, options))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         print(f"cannot listen on {host}:{port}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,12 +1,12 @@
 """Every connector, both endpoints, streamed and not: the client leaves, and the engines are let go at once.
 
 What counts is the order of things: the engine sees its connection close because the client went, while the request
-would otherwise have lasted for ever. Nothing is tried again, and nobody is to blame.
+would otherwise have lasted for ever. Nothing is tried again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,27 +16,33 @@ from proxy.wire.openai import Api
 from tests.deployment import generations, request, until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from proxy.sim.state import Condition
+    from proxy.sim.state import State
     from tests.conftest import Deploy
 
 _NOTICED_WITHIN_SECONDS = 1.0
 
 
+def _is_asked(state: State) -> bool:
+    return state.live == 1
+
+
+def _has_generated(state: State) -> bool:
+    return state.tokens_generated >= 3
+
+
 @dataclass(frozen=True)
 class Phase:
-    """A fault that keeps an engine in a phase for ever, how it is known to be there, and how the end is accounted."""
+    """Where a request is when its client leaves. A fault keeps it there; `is_there` is seen at the engine."""
 
     name: str
     role: str
     fault: str
-    fields: Mapping[str, Any]
-    is_there: Condition
-    term: str
-    """As streamed; an answer that is not streamed is in the hand-over until it is complete."""
+    is_there: Callable[[State], bool] = _is_asked
+    fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    """So many reach the client of a stream first."""
+    """So many have reached the client of a stream."""
     pinned: int = 0
 
     def __str__(self) -> str:
@@ -44,22 +50,12 @@ class Phase:
 
 
 PHASES = [
-    Phase("prefill", "prefill", "hang_before_headers", {}, lambda state: state.live == 1, "CF"),
-    Phase("hand-over", "decode", "hang_before_headers", {}, lambda state: state.live == 1, "CH", pinned=1),
-    Phase("fetching-kv", "decode", "slow_load", {"seconds": 3600}, lambda state: state.live == 1, "CT"),
-    Phase("first-token", "decode", "stall_after_tokens", {"tokens": 0}, lambda state: state.pulls == 1, "CT"),
-    Phase(
-        *("streaming", "decode", "slow_headers", {}),
-        lambda state: state.tokens_generated >= 3,
-        "CD",
-        tokens=3,
-    ),
-    Phase(
-        *("stalled", "decode", "stall_after_tokens", {"tokens": 3}),
-        lambda state: state.tokens_generated >= 3,
-        "CD",
-        tokens=3,
-    ),
+    Phase("prefill", "prefill", "hang_before_headers"),
+    Phase("hand-over", "decode", "hang_before_headers", pinned=1),
+    Phase("fetching-kv", "decode", "slow_load", fields={"seconds": 3600.0}),
+    Phase("first-token", "decode", "stall_after_tokens"),
+    Phase("streaming", "decode", "", _has_generated, tokens=3),
+    Phase("stalled", "decode", "stall_after_tokens", _has_generated, {"tokens": 3}, tokens=3),
 ]
 
 
@@ -70,3 +66,39 @@ def combinations() -> list[Any]:
         for phase in PHASES
         if connector != "plain" or (phase.role == "decode" and phase.name != "fetching-kv")
     ]
+
+
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(("connector", "phase"), combinations())
+async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, stream: bool, api: Api) -> None:
+    # Two of each, so that a second attempt would have somewhere to go.
+    gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0}, connector=connector)
+    engine, *others = gateway.engines if phase.role == "prefill" else gateway.decoders
+    if phase.fault:
+        engine.faults.add(phase.fault, **phase.fields)
+    if connector != "plain":
+        gateway.expects_pinned = phase.pinned
+
+    async with gateway.asking(request(api, stream=stream, max_tokens=100_000)) as client:
+        await engine.wait_until(phase.is_there)
+        if stream:
+            await client.has_tokens(phase.tokens)
+        assert engine.state.disconnects == 0
+        await client.leave()
+        await engine.wait_until(lambda state: state.disconnects == 1, _NOTICED_WITHIN_SECONDS)
+
+    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    assert [len(generations(other)) for other in others] == [0] * len(others)
+    (term,) = _ends(gateway.metrics())
+    assert term[0] == "C"
+    if phase.role == "prefill":
+        assert term == "CF"
+    elif stream and phase.tokens:
+        assert term == "CD"
+
+
+def _ends(metrics: str) -> list[str]:
+    """The terms under which requests were counted."""
+    ends = [line for line in metrics.splitlines() if line.startswith("pdproxy_request_end_total{")]
+    return [line.split('"')[1] for line in ends if not line.endswith(" 0.0")]

@@ -163,12 +163,7 @@ def answer(name: str, **more: Any) -> dict[str, Any]:
 def test_answers_are_merged_in_the_order_of_their_units() -> None:
     units = split_up(completion(["a", "b"], n=2))
     merged = json.loads(merge_answers(units, [answer(name, usage=usage(5, 2)) for name in "wxyz"]))
-    assert [(choice["index"], choice["text"]) for choice in merged["choices"]] == [
-        (0, "w"),
-        (1, "x"),
-        (2, "y"),
-        (3, "z"),
-    ]
+    assert [(choice["index"], choice["text"]) for choice in merged["choices"]] == list(enumerate("wxyz"))
     assert (merged["id"], merged["created"], merged["model"]) == ("cmpl-w", ord("w"), "m")
     assert merged["usage"] == {"prompt_tokens": 10, "total_tokens": 18, "completion_tokens": 8}
 

@@ -188,8 +188,11 @@ def test_the_program_serves_until_told_to_stop() -> None:
         assert process.wait(timeout=10) == 0
 
 
-def test_a_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"), [("--max-num-seqs 0", "must be at least 1"), ("--port 99999", "between 0 and 65535")]
+)
+def test_a_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["--max-num-seqs", "0"])
+        main(flags.split())
     assert exit_info.value.code == 2
-    assert "must be at least 1" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
