@@ -13,9 +13,9 @@ from proxy.sim.engine import SimulatedEngine
 from tests.deployment import deployed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from tests.deployment import Deployment
+    from tests.deployment import Deployment, Engine
 
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -33,10 +33,19 @@ def pytest_asyncio_loop_factories(
 
 
 class Deploy(Protocol):
-    """Starts engines and a gateway. Numbers of engines, options they have in common, sections of the settings."""
+    """Starts engines and a gateway. `engine` are options of all engines; `prefiller` and `decoder` of a role's; engines
+    that are given are taken as they are. The rest are sections of the settings.
+    """
 
     async def __call__(
-        self, prefillers: int = 1, decoders: int = 1, engine: Mapping[str, Any] | None = None, **sections: Any
+        self,
+        prefillers: int | Sequence[Engine] = 1,
+        decoders: int | Sequence[Engine] = 1,
+        *,
+        engine: Mapping[str, Any] | None = None,
+        prefiller: Mapping[str, Any] | None = None,
+        decoder: Mapping[str, Any] | None = None,
+        **sections: Any,
     ) -> Deployment: ...
 
 
@@ -46,17 +55,28 @@ async def deploy() -> AsyncIterator[Deploy]:
     async with AsyncExitStack() as stack:
 
         async def start(
-            prefillers: int = 1, decoders: int = 1, engine: Mapping[str, Any] | None = None, **sections: Any
+            prefillers: int | Sequence[Engine] = 1,
+            decoders: int | Sequence[Engine] = 1,
+            *,
+            engine: Mapping[str, Any] | None = None,
+            prefiller: Mapping[str, Any] | None = None,
+            decoder: Mapping[str, Any] | None = None,
+            **sections: Any,
         ) -> Deployment:
-            options = engine or {}
-            if sections.get("connector") == "plain":
-                first, second = [], [SimulatedEngine(role="both", **options) for _ in range(decoders)]
-            else:
-                first = [SimulatedEngine(role="prefill", **options) for _ in range(prefillers)]
-                second = [SimulatedEngine(role="decode", **options) for _ in range(decoders)]
-            return await stack.enter_async_context(deployed(first, second, **sections))
+            is_plain = sections.get("connector") == "plain"
+            return await stack.enter_async_context(
+                deployed(
+                    _engines(0 if is_plain else prefillers, role="prefill", **(engine or {}), **(prefiller or {})),
+                    _engines(decoders, role="both" if is_plain else "decode", **(engine or {}), **(decoder or {})),
+                    **sections,
+                )
+            )
 
         yield start
+
+
+def _engines(engines: int | Sequence[Engine], **options: Any) -> list[Engine]:
+    return [SimulatedEngine(**options) for _ in range(engines)] if isinstance(engines, int) else list(engines)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.balancer.backend import Load
 from proxy.balancer.roster import Roster
@@ -26,10 +27,13 @@ from proxy.wire.openai import Api
 from proxy.worker import build, listening
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from proxy.sim.state import Seen
     from proxy.worker import Worker
+    from tests.canned import CannedEngine
+
+    Engine = SimulatedEngine | CannedEngine
 
 _QUIET_WITHIN_SECONDS = 2.0
 
@@ -190,6 +194,9 @@ class Deployment:
     roster: Roster
     url: str
     session: aiohttp.ClientSession
+    stop_accepting: Callable[[], Awaitable[None]]
+    end: Callable[[], Awaitable[None]]
+    """Stop the gateway before the engines and the clients."""
     expects_pinned: int = 0
     problems: list[str] = field(default_factory=list)
     """What went wrong where no test looks: errors in callbacks, tracebacks in the log."""
@@ -202,9 +209,15 @@ class Deployment:
         """Send a request through the gateway and read the whole answer."""
         return await ask(self.session, self.url, body, **headers)
 
-    def metrics(self) -> str:
-        """What a scrape of the gateway gets."""
-        return self.worker.metrics.render("")[0].decode()
+    def metrics(self, name: str) -> dict[tuple[str, ...], float]:
+        """The samples of one metric of the gateway that are not zero, by their label values in the order of names."""
+        families = text_string_to_metric_families(self.worker.metrics.render("")[0].decode())
+        return {
+            tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and sample.value
+        }
 
     @asynccontextmanager
     async def asking(self, body: dict[str, Any]) -> AsyncIterator[LeavingClient]:
@@ -236,7 +249,7 @@ class Deployment:
         if in_flight := self.worker.drain.in_flight:
             found.append(f"{in_flight} requests are in flight")
         found += [
-            f"{engine.options.role} engine {engine.url} works on {engine.state.live} requests"
+            f"the engine {engine.url} works on {engine.state.live} requests"
             for engine in self.engines
             if engine.state.live
         ]
@@ -293,9 +306,7 @@ class _Problems(logging.Handler):
         self._problems.append(f"the event loop caught {context}")
 
 
-def _settings(
-    prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine], sections: Mapping[str, Any]
-) -> Settings:
+def _settings(prefillers: Sequence[Engine], decoders: Sequence[Engine], sections: Mapping[str, Any]) -> Settings:
     tree: dict[str, Any] = {
         "prefill": [f"{engine.host}:{engine.port}" for engine in prefillers],
         "decode": [f"{engine.host}:{engine.port}" for engine in decoders],
@@ -307,9 +318,7 @@ def _settings(
 
 
 @asynccontextmanager
-async def deployed(
-    prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine], **sections: Any
-) -> AsyncIterator[Deployment]:
+async def deployed(prefillers: list[Engine], decoders: list[Engine], **sections: Any) -> AsyncIterator[Deployment]:
     """Start engines and a gateway in front; at the end make sure that nothing is left. `sections` are settings."""
     tasks_before = asyncio.all_tasks()
     problems: list[str] = []
@@ -328,12 +337,17 @@ async def deployed(
                 [(endpoint.host, endpoint.port) for endpoint in settings.decode],
                 scoreboard,
             )
-            worker = await stack.enter_async_context(build(settings, scoreboard, roster))
-            listener = socket.create_server(("127.0.0.1", 0))
-            await stack.enter_async_context(listening(worker, listener))
             session = await stack.enter_async_context(aiohttp.ClientSession())
+            gateway = await stack.enter_async_context(AsyncExitStack())
+            worker = await gateway.enter_async_context(build(settings, scoreboard, roster))
+            listener = socket.create_server(("127.0.0.1", 0))
+            stop_accepting = await gateway.enter_async_context(listening(worker, listener))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            deployment = Deployment(prefillers, decoders, worker, scoreboard, roster, url, session, problems=problems)
+            deployment = Deployment(
+                *(prefillers, decoders, worker, scoreboard, roster, url, session, stop_accepting),
+                end=gateway.aclose,
+                problems=problems,
+            )
             await until(lambda: _all_are_up(deployment), "the first health checks")
             yield deployment
             left = await _settled(deployment.leaks)
@@ -359,6 +373,4 @@ async def _settled(find: Callable[[], list[str]]) -> list[str]:
 
 def _all_are_up(deployment: Deployment) -> bool:
     """Whether every engine passed the health check with which a gateway begins."""
-    lines = deployment.metrics().splitlines()
-    up = [line for line in lines if line.startswith("pdproxy_instance_up{") and line.endswith(" 1.0")]
-    return len(up) == len(deployment.engines)
+    return len(deployment.metrics("pdproxy_instance_up")) == len(deployment.engines)

@@ -77,8 +77,8 @@ async def engine(*scripts: Callable[[Link], Awaitable[None]]) -> AsyncIterator[B
     running: list[asyncio.Task[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert waiting, "a connection nobody expects"
         try:
+            assert waiting, "a connection nobody expects"
             await waiting.pop(0)(Link(reader, writer))
         finally:
             writer.close()
@@ -214,7 +214,10 @@ BODY = b'data: {"text":"\xc3\xbc"}\n\n'
 ANSWERS = {
     "content-length": b"HTTP/1.1 200 OK\r\nX-A: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY),
     "chunked": STREAM_HEAD + chunk(BODY[:5]) + chunk(BODY[5:]) + b"0\r\n\r\n",
-    "chunked with extensions and trailers": STREAM_HEAD + b"17;a=b\r\n" + BODY + b"\r\n0\r\nX-Trailer: 1\r\n\r\n",
+    "chunked with extensions and trailers": STREAM_HEAD
+    + b"%x;a=b\r\n" % len(BODY)
+    + BODY
+    + b"\r\n0\r\nX-Trailer: 1\r\n\r\n",
     "1xx first": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Hints\r\nLink: x\r\n\r\n"
     + b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY),
 }
@@ -327,9 +330,8 @@ async def test_requests_at_the_same_time_have_a_connection_each(upstream: Upstre
         await both.wait()
         link.send(OK)
 
-    async with engine(script, script) as backend:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(fetch(upstream, backend))
+    async with engine(script, script) as backend, asyncio.TaskGroup() as group:
+        for _ in range(2):
             group.create_task(fetch(upstream, backend))
 
 
@@ -524,14 +526,16 @@ async def test_part_of_an_answer_is_a_broken_one(upstream: Upstream, begun: byte
 
 
 async def test_what_arrived_of_a_broken_answer_is_delivered(upstream: Upstream) -> None:
-    async with engine(lambda link: link.answer(STREAM_HEAD + chunk(b"ok"))) as backend:
-        async with exchange(upstream, backend) as response:
-            sink = Collector()
-            response.attach(sink)
-            error = await sink.finished
-            assert error is not None
-            assert error.failure is Failure.BROKEN
-            assert sink.body == b"ok"
+    async def script(link: Link) -> None:
+        await link.answer(STREAM_HEAD + chunk(b"ok"))
+
+    async with engine(script) as backend, exchange(upstream, backend) as response:
+        sink = Collector()
+        response.attach(sink)
+        error = await sink.finished
+        assert error is not None
+        assert error.failure is Failure.BROKEN
+        assert sink.body == b"ok"
 
 
 @pytest.mark.parametrize(

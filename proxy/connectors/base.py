@@ -69,6 +69,7 @@ class Connector(Protocol):
     def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Lease backends, not those in `avoid`, and run the legs up to the decoder's status line.
 
+        The journey's attempt begins when there are backends: one that finds none leaves the account of the last one.
         Leaving the context closes the engine connections and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.
         """

@@ -41,6 +41,7 @@ class Plain:
     async def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AsyncIterator[Attempt]:
         """One leg. See Connector.open."""
         with self._pool.lease(call.decode_load, avoid) as lease:
+            journey.begin_attempt()
             journey.enter(Stage.FIRST_TOKEN)
             journey.decoder = lease.backend.name
             async with self._upstream.open(

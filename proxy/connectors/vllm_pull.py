@@ -102,6 +102,7 @@ class VllmPull:
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
             self._pools.prefill.lease(call.prefill_load, avoid) as prefiller,
         ):
+            journey.begin_attempt()
             handover = await self._prefill(call, prefiller, avoid, journey)
             prefiller.free_compute()
             async with AsyncExitStack() as stack:
@@ -192,6 +193,7 @@ class VllmPull:
                 return response
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self._moved(lease, refused, error):
+                    self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
                     continue
                 if handover.kv_params is not None:
                     self._metrics.kv_orphans_total.inc()

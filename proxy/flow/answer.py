@@ -21,7 +21,7 @@ async def read_answer(attempt: Attempt) -> Document:
     attempt.kv_arrived()
     answer = parse_answer(response, body)
     choices = answer.values.get("choices")
-    if not isinstance(choices, list) or not choices:
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
         raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
     for choice in choices:
         if choice.get("stop_reason") == "recomputed":

@@ -107,7 +107,6 @@ class Gateway:
         last: UpstreamError | None = None
         retry = self._settings.retry
         while True:
-            journey.begin_attempt()
             try:
                 async with self._connector.open(call, avoid, journey) as attempt:
                     result = await use(attempt)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_LF, _CR = 0x0A, 0x0D
 
 
 class Event(NamedTuple):
@@ -43,16 +44,14 @@ class EventSplitter:
         """Take the next bytes and return the events they complete. Raises EventTooLong."""
         if self._pending:
             chunk = self._pending + chunk
-        if b"\r" in chunk:
+        if _CR in chunk:
             return self._feed_any_line_end(chunk)
         *complete, self._pending = chunk.split(b"\n\n")
         if len(self._pending) > self._max_event_bytes:
             raise EventTooLong
         # The common shape, `data: {…}` on one line, costs one slice; everything else goes through the grammar.
         return [
-            Event(text + b"\n\n", text[6:])
-            if text.startswith(b"data: ") and b"\n" not in text
-            else Event(text + b"\n\n", _data_of(text))
+            Event(text + b"\n\n", text[6:] if text.startswith(b"data: ") and _LF not in text else _data_of(text))
             for text in complete
         ]
 

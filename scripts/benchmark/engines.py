@@ -169,7 +169,7 @@ class _Engine(asyncio.Protocol):
 
     def _wait_for_token(self, number: int, tokens: int, first_at: float) -> None:
         # Counted from the first token, so that a late timer does not make the stream slower.
-        due = first_at + (number - 1) * PACE_SECONDS
+        due = (first_at // PACE_SECONDS + number) * PACE_SECONDS
         self._timer = self._loop.call_at(due, self._next_token, number, tokens, first_at)
 
     def _next_token(self, number: int, tokens: int, first_at: float) -> None:

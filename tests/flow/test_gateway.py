@@ -1,18 +1,237 @@
-"""Trial."""
+"""A request's way through the gateway: the answer of a single engine, whole or streamed, in one piece or in units."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
 import pytest
 
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.deployment import answer_alone, request
+from tests.deployment import answer_alone, ask, generations, request, until
+
+if TYPE_CHECKING:
+    from proxy.sim.state import State
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+PROMPTS = [
+    "Hi",
+    "Tell me about gardens in the winter",
+    "naïve café 日本 🙂",
+    " ",
+    'a\nb\tc\\d"e\x00f',
+    "long " * 2000,
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}]
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", Api)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_that_of_a_single_engine(gateway, api, stream):
-    body = request(api, stream=stream)
+@pytest.mark.parametrize("text", PROMPTS, ids=ascii)
+async def test_an_answer_is_that_of_a_single_engine(gateway: Deployment, text: str, api: Api, stream: bool) -> None:
+    body = request(api, text, max_tokens=40, stream=stream)
     answer = await gateway.ask(body)
-    assert answer.status == 200
     assert answer.is_done
     assert answer.text == await answer_alone(body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_token_ids_are_a_prompt_like_any_other(gateway: Deployment, stream: bool) -> None:
+    body = request(Api.COMPLETIONS, prompt=[72, 105, 32], stream=stream)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert len(generations(*gateway.decoders)) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"chat_template_kwargs": {"thinking": True}}, {"tools": TOOLS}], ids=["think", "tools"]
+)
+async def test_reasoning_and_tool_calls_pass_untouched(deploy: Deploy, fields: dict[str, Any]) -> None:
+    options = {"tool_call_parser": "kimi_k2", "eos_after": 8}
+    gateway = await deploy(engine=options)
+    body = request(Api.CHAT, stream=True, max_tokens=200, **fields)
+    answer = await gateway.ask(body)
+    async with SimulatedEngine(**options) as engine, aiohttp.ClientSession() as session:
+        alone = await ask(session, engine.url, body)
+    assert answer.is_done
+    assert [event["choices"] for event in answer.events[:-1]] == [event["choices"] for event in alone.events[:-1]]
+
+
+# Several prompts, several samples
+
+SEVERAL: list[dict[str, Any]] = [
+    request(Api.CHAT, n=3),
+    request(Api.COMPLETIONS, n=2),
+    request(Api.COMPLETIONS, prompt=["one", "two", "three"]),
+    request(Api.COMPLETIONS, prompt=["one", "two"], n=2, seed=5),
+    request(Api.COMPLETIONS, prompt=[[72, 105], [72, 106]]),
+    request(Api.COMPLETIONS, prompt=["alone"]),
+    request(Api.COMPLETIONS, prompt=[str(number) for number in range(40)], n=2, max_tokens=2),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("body", SEVERAL)
+async def test_several_answers_are_those_of_a_single_engine(deploy: Deploy, body: dict[str, Any], stream: bool) -> None:
+    gateway = await deploy(2, 3)
+    if stream:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer = await gateway.ask(body)
+    async with SimulatedEngine() as engine, aiohttp.ClientSession() as session:
+        alone = await ask(session, engine.url, body)
+
+    assert answer.is_done
+    assert answer.texts == alone.texts
+    assert answer.usage == alone.usage
+    if stream:
+        events = answer.events
+        assert events.count("[DONE]") == 1
+        assert len({event["id"] for event in events[:-1]}) == 1
+        assert sorted(map(_finish, events[:-1])) == sorted(map(_finish, alone.events[:-1]))
+    else:
+        assert [choice["index"] for choice in answer.json["choices"]] == list(range(len(alone.texts)))
+        assert set(answer.json) == set(alone.json) - {"kv_transfer_params"}
+    for seen in generations(*gateway.engines):
+        assert seen.body.get("n", 1) == 1
+        assert isinstance(seen.body.get("prompt", ""), str | list)
+
+
+def _finish(event: dict[str, Any]) -> tuple[int, str]:
+    """Choice and finish reason of a chunk; of the usage chunk nothing."""
+    for choice in event["choices"]:
+        return choice["index"], choice["finish_reason"] or ""
+    return -1, ""
+
+
+async def test_each_sample_has_the_seed_an_engine_would_give_it(gateway: Deployment) -> None:
+    await gateway.ask(request(Api.COMPLETIONS, prompt=["a", "b"], n=3, seed=7))
+    seeds = sorted((seen.body["prompt"], seen.body["seed"]) for seen in generations(*gateway.decoders))
+    assert seeds == [(prompt, seed) for prompt in "ab" for seed in (7, 8, 9)]
+
+
+async def test_usage_of_a_merged_stream_is_sent_only_when_asked_for(gateway: Deployment) -> None:
+    answer = await gateway.ask(request(Api.CHAT, n=2, stream=True))
+    assert answer.is_done
+    assert all(event["choices"] for event in answer.events[:-1])
+
+
+async def test_only_so_many_units_run_at_a_time(deploy: Deploy) -> None:
+    gateway = await deploy(fanout={"concurrency": 3}, engine={"decode_step_ms": 1.0})
+    peak = 0
+
+    def watch(state: State) -> bool:
+        nonlocal peak
+        peak = max(peak, state.live)
+        return False
+
+    watching = asyncio.create_task(gateway.decoders[0].wait_until(watch))
+    answer = await gateway.ask(request(Api.CHAT, n=12, stream=True))
+    watching.cancel()
+    assert len(answer.texts) == 12
+    assert peak == 3
+
+
+async def test_a_request_for_too_many_answers_is_refused(deploy: Deploy) -> None:
+    gateway = await deploy(fanout={"max_units": 5})
+    answer = await gateway.ask(request(Api.COMPLETIONS, prompt=["a", "b"], n=3))
+    assert answer.status == 400
+    assert "2 prompts x n=3" in answer.error["message"]
+    assert generations(*gateway.engines) == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_failed_unit_is_repeated_alone(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(2, 2)
+    gateway.decoders[0].faults.add("reset_before_headers", times=1)
+    gateway.expects_pinned = 1
+    body = request(Api.COMPLETIONS, prompt=["a", "b", "c", "d"], stream=stream)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.texts == {n: await answer_alone({**body, "prompt": prompt}) for n, prompt in enumerate("abcd")}
+    assert len(generations(*gateway.prefillers)) == 5
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_unit_that_is_refused_ends_the_whole(deploy: Deploy, stream: bool) -> None:
+    """The engine's words reach the client, and the other units' connections are closed."""
+    gateway = await deploy()
+    (prefiller,) = gateway.prefillers
+    prefiller.faults.add("refuse_status", status=400, skip=3, times=1)
+    prefiller.faults.add("hang_before_headers", times=3)
+    answer = await gateway.ask(request(Api.CHAT, n=4, stream=stream))
+    assert answer.status == 400
+    assert answer.error["message"] == "simulated fault"
+    await prefiller.wait_until(lambda state: state.disconnects == 3)
+
+
+async def test_a_unit_that_breaks_in_mid_stream_breaks_the_whole(deploy: Deploy) -> None:
+    gateway = await deploy(engine={"decode_step_ms": 1.0})
+    (decoder,) = gateway.decoders
+    decoder.faults.add("reset_after_tokens", tokens=3, skip=2, times=1)
+    answer = await gateway.ask(request(Api.CHAT, n=3, stream=True, max_tokens=100_000))
+    assert not answer.is_whole
+    assert answer.error["code"] == "decode_broken"
+    assert b"[DONE]" not in answer.body
+    assert max(answer.texts) == 2
+    await decoder.wait_until(lambda state: state.disconnects == 2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_leaving_client_frees_the_engines_of_all_units(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0})
+    async with gateway.asking(request(Api.CHAT, n=8, stream=stream, max_tokens=100_000)) as client:
+        for decoder in gateway.decoders:
+            await decoder.wait_until(lambda state: state.live == 4 and state.tokens_generated > 4)
+        await client.leave()
+        for decoder in gateway.decoders:
+            await decoder.wait_until(lambda state: state.disconnects == 4)
+
+
+# Attempts
+
+
+@pytest.mark.parametrize(("max_attempts", "asked"), [(1, 1), (2, 2), (3, 3)])
+async def test_there_are_only_so_many_attempts(deploy: Deploy, max_attempts: int, asked: int) -> None:
+    gateway = await deploy(4, retry={"max_attempts": max_attempts})
+    for prefiller in gateway.prefillers:
+        prefiller.faults.add("refuse_status", status=503)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert answer.status == 503
+    assert sorted(len(generations(prefiller)) for prefiller in gateway.prefillers) == [0] * (4 - asked) + [1] * asked
+
+
+async def test_failures_of_the_two_roles_are_counted_apart(deploy: Deploy) -> None:
+    gateway = await deploy(3, 3)
+    # The second attempt goes to the second decoder: it is its turn.
+    for engine in (gateway.prefillers[0], gateway.decoders[1]):
+        engine.faults.add("refuse_status", status=500)
+    gateway.expects_pinned = 1
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert gateway.metrics("pdproxy_retries_total") == {("status", "prefill"): 1.0, ("status", "decode"): 1.0}
+
+
+async def test_a_client_that_leaves_between_two_attempts_ends_them(deploy: Deploy) -> None:
+    gateway = await deploy(2, retry={"base_delay_seconds": 3600.0, "max_delay_seconds": 3600.0})
+    for prefiller in gateway.prefillers:
+        prefiller.faults.add("refuse_status", status=503)
+    async with gateway.asking(request(Api.CHAT)) as client:
+        await gateway.prefillers[0].wait_until(lambda state: state.finished == 1)
+        await until(lambda: not gateway.worker.upstream.busy_connections, "the pause before the second attempt")
+        await client.leave()
+    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    assert len(generations(*gateway.prefillers)) == 1
+
+
+async def test_many_requests_at_once_are_spread_over_all_engines(deploy: Deploy) -> None:
+    gateway = await deploy(3, 4)
+    bodies = [request(api, f"question {n}", stream=bool(n % 3)) for n, api in enumerate(list(Api) * 24)]
+    answers = await asyncio.gather(*map(gateway.ask, bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer.is_done
+        assert answer.text == await answer_alone(body)
+    assert [len(generations(prefiller)) for prefiller in gateway.prefillers] == [16] * 3
+    assert [len(generations(decoder)) for decoder in gateway.decoders] == [12] * 4

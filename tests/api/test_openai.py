@@ -1,0 +1,226 @@
+"""The two generation routes as their clients use them, and the account of each request."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import openai
+import orjson
+import pytest
+
+from proxy.wire.openai import Api
+from tests.canned import CannedEngine, json_answer
+from tests.deployment import answer_alone, generations, request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from openai import AsyncOpenAI
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+MESSAGES: Any = [{"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture
+async def deployment(deploy: Deploy) -> Deployment:
+    return await deploy()
+
+
+@pytest.fixture
+async def sdk(deployment: Deployment) -> AsyncIterator[AsyncOpenAI]:
+    """The OpenAI client as it comes, with its own retries."""
+    async with openai.AsyncOpenAI(base_url=deployment.url + "/v1", api_key="key") as client:
+        yield client
+
+
+# The OpenAI SDK
+
+
+async def test_the_sdk_gets_an_answer(sdk: AsyncOpenAI) -> None:
+    answer = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, n=2)
+    text = await answer_alone(request(Api.CHAT))
+    assert [choice.message.content for choice in answer.choices] == [text, text]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+
+
+async def test_the_sdk_streams(sdk: AsyncOpenAI) -> None:
+    stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
+    parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(parts) == await answer_alone(request(Api.CHAT))
+
+
+async def test_the_sdk_raises_when_a_stream_breaks(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+    deployment.decoders[0].faults.add("reset_after_tokens", tokens=3)
+    stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
+    parts = [chunk.choices[0].delta.content for chunk in [await anext(stream) for _ in range(4)]]
+    assert (await answer_alone(request(Api.CHAT))).startswith("".join(parts))
+    with pytest.raises(openai.APIError, match="in the middle of its answer"):
+        await anext(stream)
+
+
+async def test_the_sdk_raises_what_the_engine_said(sdk: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await sdk.chat.completions.create(model="nonsense", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await sdk.completions.create(model="sim", prompt="x" * 140_000)
+
+
+async def test_the_sdk_does_not_repeat_what_cannot_get_better(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+    deployment.prefillers[0].faults.add("reset_before_headers")
+    with pytest.raises(openai.InternalServerError):
+        await sdk.chat.completions.create(model="sim", messages=MESSAGES)
+    assert deployment.metrics("pdproxy_requests_total") == {("chat", "502"): 1.0}
+
+
+# Requests that are none
+
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"model": "sim", "model": "sim"}',
+    b'{"model": "sim", "messages": [], "stream": "yes"}',
+    b'{"model": "sim", "messages": [], "stream": 1}',
+    b'{"model": "sim", "messages": [], "n": 0}',
+    b'{"model": "sim", "messages": [], "n": true}',
+    b'{"model": "sim", "messages": [], "stream_options": {}, "stream": false, "stream_options": 1}',
+    b'{"model": "sim", "messages": [], "stream_options": {"include_usage": true}}',
+    b"\xff\xfe",
+    b'{"a": NaN}',
+]
+
+
+@pytest.mark.parametrize("body", NO_REQUESTS)
+async def test_what_is_no_request_reaches_no_engine(deployment: Deployment, body: bytes) -> None:
+    async with deployment.session.post(deployment.url + Api.CHAT.path, data=body) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert generations(*deployment.engines) == []
+
+
+async def test_a_request_that_is_too_large_is_refused(deploy: Deploy) -> None:
+    deployment = await deploy(listen={"max_body_bytes": 1000})
+    answer = await deployment.ask(request(Api.CHAT, "x" * 2000))
+    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+
+
+async def test_other_methods_are_refused(deployment: Deployment) -> None:
+    async with deployment.session.get(deployment.url + Api.CHAT.path) as response:
+        assert response.status == 405
+        assert (await response.json())["error"]["code"] == "method_not_allowed"
+
+
+# Large requests, and what is written down
+
+CANARY = "c4n4ry-in-the-"
+
+
+async def test_eight_megabytes_of_images_reach_both_engines_byte_for_byte(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    image = base64.b64encode(random.Random(1).randbytes(6 * 1024 * 1024)).decode()
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + image}}]
+    messages = orjson.dumps([{"role": "user", "content": [{"type": "text", "text": CANARY}, *content]}])
+    body = b'{"messages": %b,"model":"sim"}' % messages
+    params = {"do_remote_prefill": True, "remote_request_id": "r"}
+    choice = {"index": 0, "message": {"content": "a cat"}, "finish_reason": "stop"}
+    prefiller = CannedEngine("prefill", [json_answer({"choices": [choice], "kv_transfer_params": params})])
+    decoder = CannedEngine("decode", [json_answer({"choices": [choice]})])
+    deployment = await deploy([prefiller], [decoder])
+
+    async with deployment.session.post(deployment.url + Api.CHAT.path, data=io.BytesIO(body)) as response:
+        assert (await response.json())["choices"] == [choice]
+    for engine in (prefiller, decoder):
+        (received,) = engine.received
+        assert received.body.startswith(b'{"messages": %b,"model":"sim",' % messages)
+    assert CANARY not in caplog.text
+    assert image[:40] not in caplog.text
+    assert len(caplog.text) < 10_000
+
+
+async def test_neither_prompts_nor_answers_nor_keys_are_logged(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    deployment = await deploy(auth={"engine_api_key": CANARY + "engine-key"})
+    (prefiller,), (decoder,) = deployment.prefillers, deployment.decoders
+    troubles = [
+        (decoder, "reset_after_tokens", {"tokens": 3}),
+        (decoder, "error_event", {"tokens": 3}),
+        (prefiller, "refuse_status", {"status": 400, "body": {"error": CANARY + "engines-words"}}),
+        (prefiller, "invalid_json", {}),
+        (prefiller, "missing_kv_params", {}),
+    ]
+    bodies = [
+        request(api, CANARY + "prompt", user=CANARY + "user", stream=stream, max_tokens=20)
+        for api in Api
+        for stream in (True, False)
+    ]
+    bodies.append({"prompt": 7, "model": CANARY + "model"})
+    bodies.append(request(Api.CHAT, CANARY + "prompt", n=-1))
+    said = await answer_alone(bodies[0])
+    for engine, action, fields in [(prefiller, "comments", {}), *troubles]:
+        engine.faults.add(action, **fields)
+        for body in bodies:
+            await deployment.ask(body, authorization=f"Bearer {CANARY}client-key")
+        engine.faults.clear()
+    deployment.expects_pinned = len(prefiller.pins)
+
+    assert caplog.text.count("proxy.access") == (len(troubles) + 1) * len(bodies)
+    records = "".join(str(record.__dict__) for record in caplog.records)
+    assert CANARY not in records
+    assert said not in records
+
+
+async def test_a_request_has_one_line_that_tells_its_way(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    deployment = await deploy()
+    await deployment.ask(request(Api.CHAT, stream=True), x_request_id="mine")
+    (line,) = [record.fields for record in caplog.records if record.name == "proxy.access"]
+    ((prefiller,), (decoder,)) = deployment.prefillers, deployment.decoders
+    assert (line["id"], line["api"], line["stream"], line["code"], line["term"]) == ("mine", "chat", True, 200, "--")
+    assert (line["p"], line["d"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
+    assert (line["units"], line["attempts"], line["tokens_out"], line["error"]) == (1, 1, 8, None)
+    assert all(line[name] > 0 for name in ("t_prefill", "t_handoff", "t_first_token", "ttft", "dur", "tokens_in"))
+
+
+ACCOUNTS = [
+    # who fails, how, streamed, term, status
+    ("prefiller", "refuse_status", True, "SF", 503),
+    ("prefiller", "hang_before_headers", True, "sF", 504),
+    ("decoder", "refuse_status", True, "SH", 503),
+    ("decoder", "error_event", True, "ST", 500),
+    ("decoder", "hang_before_headers", False, "sH", 504),
+]
+
+
+@pytest.mark.parametrize(("who", "how", "stream", "term", "status"), ACCOUNTS)
+async def test_a_failure_is_accounted_to_its_stage(
+    deploy: Deploy, who: str, how: str, stream: bool, term: str, status: int
+) -> None:
+    timeouts = {"prefill_seconds": 0.1, "answer_seconds": 0.1} if how == "hang_before_headers" else {}
+    deployment = await deploy(timeouts=timeouts)
+    (engine,) = deployment.prefillers if who == "prefiller" else deployment.decoders
+    engine.faults.add(how)
+    answer = await deployment.ask(request(Api.COMPLETIONS, stream=stream))
+    deployment.expects_pinned = len(deployment.prefillers[0].pins)
+    assert answer.status == status
+    assert deployment.metrics("pdproxy_request_end_total") == {(term,): 1.0}
+    assert deployment.metrics("pdproxy_requests_total") == {("completions", str(status)): 1.0}
+
+
+async def test_tokens_are_counted_as_engines_report_them(deployment: Deployment) -> None:
+    for stream in (True, False):
+        await deployment.ask(request(Api.COMPLETIONS, "four", n=2, stream=stream))
+    assert deployment.metrics("pdproxy_tokens_total") == {("completion",): 32.0, ("prompt",): 16.0}

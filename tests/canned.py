@@ -1,0 +1,121 @@
+"""Engines that answer prepared bytes and keep the very bytes they are sent, for what simulated engines do not show."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+from proxy.sim.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+
+@dataclass(frozen=True)
+class Received:
+    """One request, as its bytes arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+def http(body: bytes, status: str = "200 OK", content_type: str = "application/json") -> bytes:
+    """A complete answer of known length."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def json_answer(payload: Any) -> bytes:
+    return http(orjson.dumps(payload))
+
+
+def event_stream(pieces: Iterable[bytes], *, is_whole: bool = True) -> list[bytes]:
+    """A chunked stream, to be written in these pieces. Not `is_whole`: without the end mark of the body."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+    return [head, *chunks, b"0\r\n\r\n"] if is_whole else [head, *chunks]
+
+
+def data(payload: Any) -> bytes:
+    """One event."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+@dataclass
+class CannedEngine:
+    """Writes `answer` to every generation request, in these pieces, and closes the connection after it if `closes`.
+
+    `sent_bytes` is what it could get rid of. It passes health checks, and looks like a SimulatedEngine to a Deployment.
+    """
+
+    role: str
+    answer: Iterable[bytes] = ()
+    closes: bool = False
+    host: str = "127.0.0.1"
+    port: int = 0
+    received: list[Received] = field(default_factory=list)
+    sent_bytes: int = 0
+    state: State = field(default_factory=State)
+    pins: dict[str, Any] = field(default_factory=dict)
+    requests: list[Any] = field(default_factory=list)
+    _server: asyncio.Server | None = None
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, self.host, self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while await self._exchange(reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; False when the connection is to be closed."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        method, path, _ = first.split(" ")
+        if method == "GET":
+            writer.write(http(b""))
+            return True
+        self.received.append(Received(path, headers, body))
+        try:
+            for piece in self.answer:
+                writer.write(piece)
+                await writer.drain()
+                self.sent_bytes += len(piece)
+                await asyncio.sleep(0)  # a turn of the loop, so that pieces travel alone
+        except ConnectionError:
+            self.state.disconnects += 1
+            self.state.changed()
+            raise
+        return not self.closes

@@ -1,0 +1,364 @@
+"""The vLLM pull protocol: what each leg says to its engine, in which order, and what becomes of the KV parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.balancer.backend import Role
+from proxy.wire.openai import Api
+from tests.canned import CannedEngine, json_answer
+from tests.deployment import answer_alone, generations, kv_params, request
+
+if TYPE_CHECKING:
+    from proxy.sim.engine import SimulatedEngine
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+# Members spelled as no serialiser would: number forms, escapes, order and spaces have to survive.
+AS_WRITTEN = (
+    rb'"model" : "sim","seed":18446744073709551616,"temperature":1.50E+0,"logit_bias":{"50256": -100},'
+    rb'"unknown_\u0066ield": {"b":[1,2.0],"a":"\u00fc\/"}'
+)
+CHAT = b'{"messages": [ {"role":"user","content":[{"type":"text","text":"Hi \\ud83d\\ude42"}]} ],%b}' % AS_WRITTEN
+COMPLETION = b'{"prompt":\t"Hi \\ud83d\\ude42",%b}' % AS_WRITTEN
+
+# A prefiller's, likewise; opaque to the gateway.
+KV = b'{"do_remote_prefill":true, "remote_block_ids":[[1,2, 3]],"remote_port":1e3,"n":9e99,"x":"\\u00fc"}'
+PREFILLED = b'{"choices":[{"index":0,"text":"x","finish_reason":"length"}],"kv_transfer_params": %b,"usage":null}' % KV
+DECODED = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": "y", "finish_reason": "stop"}]}
+
+ASK_FOR_KV = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def canned_pair() -> tuple[CannedEngine, CannedEngine]:
+    prefilled = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(PREFILLED), PREFILLED)
+    return CannedEngine("prefill", [prefilled]), CannedEngine("decode", [json_answer(DECODED)])
+
+
+async def post(gateway: Deployment, path: str, body: bytes, **headers: str) -> None:
+    async with gateway.session.post(gateway.url + path, data=body, headers=headers) as response:
+        assert response.status == 200
+        await response.read()
+
+
+# What the legs say
+
+
+@pytest.mark.parametrize(("path", "body"), [(Api.CHAT.path, CHAT), (Api.COMPLETIONS.path, COMPLETION)])
+async def test_both_legs_get_the_clients_bytes_with_the_protocols_changes(
+    deploy: Deploy, path: str, body: bytes
+) -> None:
+    prefiller, decoder = canned_pair()
+    gateway = await deploy([prefiller], [decoder])
+    await post(gateway, path, body)
+
+    (prefill,), (decode,) = prefiller.received, decoder.received
+    assert prefill.path == decode.path == path
+    ask = orjson.dumps(ASK_FOR_KV)
+    assert prefill.body == body[:-1] + b',"kv_transfer_params":%b,"stream":false,"max_tokens":1,"min_tokens":1}' % ask
+    assert decode.body == body[:-1] + b',"kv_transfer_params":' + KV + b"}"
+
+
+async def test_the_prefill_leg_changes_every_limit_and_drops_what_only_streams_have(deploy: Deploy) -> None:
+    gateway = await deploy()
+    limits = {"max_tokens": 3, "min_tokens": 3, "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    body = request(Api.CHAT, stream=True, stream_options={"include_usage": True}, **limits)
+    await gateway.ask(body)
+
+    (prefill,) = generations(*gateway.prefillers)
+    expected = {
+        name: value for name, value in body.items() if name not in ("stream_options", "logprobs", "top_logprobs")
+    }
+    changes = {"max_tokens": 1, "min_tokens": 1, "max_completion_tokens": 1, "stream": False}
+    assert prefill.body == {**expected, **changes, "kv_transfer_params": ASK_FOR_KV}
+    (decode,) = generations(*gateway.decoders)
+    assert decode.body == {**body, "kv_transfer_params": kv_params(decode)}
+
+
+async def test_max_completion_tokens_is_not_introduced(gateway: Deployment) -> None:
+    await gateway.ask(request(Api.CHAT))
+    assert "max_completion_tokens" not in generations(*gateway.prefillers)[0].body
+
+
+async def test_an_early_end_of_sequence_does_not_cost_the_kv(deploy: Deploy) -> None:
+    gateway = await deploy(prefiller={"first_token_eos": True})
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert gateway.decoders[0].state.pulls == 1
+
+
+RESERVED: dict[str, Any] = {
+    "kv_transfer_params": {
+        "do_remote_prefill": True,
+        "remote_host": "10.6.6.6",
+        "remote_port": 1,
+        "remote_block_ids": [1],
+    },
+    "ec_transfer_params": {"a": 1},
+    "bootstrap_host": "10.6.6.6",
+    "bootstrap_port": 1,
+    "bootstrap_room": 7,
+    "data_parallel_rank": 7,
+    "routed_dp_rank": 7,
+    "request_id": "mine",
+    "rid": "mine",
+}
+STEERING = {
+    "X-data-parallel-rank": "7",
+    "X-Request-Id": "mine",
+    "Connection": "keep-alive, X-Hop",
+    "X-Hop": "1",
+    "Te": "x",
+}
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "plain"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_steers_engines_is_taken_from_clients(deploy: Deploy, connector: str, stream: bool) -> None:
+    gateway = await deploy(connector=connector)
+    body = request(Api.COMPLETIONS, stream=stream)
+    answer = await gateway.ask({**body, **RESERVED}, **STEERING)
+    assert answer.text == await answer_alone(body)
+    assert answer.headers["x-request-id"] == "mine"
+    for seen in generations(*gateway.engines):
+        assert set(seen.body) & set(RESERVED) <= {"kv_transfer_params"}
+        assert "10.6.6.6" not in str(seen.body)
+        names = {"host", "content-type", "content-length", "accept-encoding", "x-request-id", "connection"}
+        assert set(seen.headers) <= names
+        assert "mine" not in seen.headers.values()
+
+
+async def test_the_clients_own_key_reaches_both_engines(gateway: Deployment) -> None:
+    await gateway.ask(request(Api.CHAT), authorization="Bearer mine", traceparent="00-1-2-01")
+    for seen in generations(*gateway.engines):
+        assert (seen.headers["authorization"], seen.headers["traceparent"]) == ("Bearer mine", "00-1-2-01")
+
+
+# Ids
+
+
+def attempt_id(engine: SimulatedEngine, request_number: int = 0) -> str:
+    return generations(engine)[request_number].headers["x-request-id"]
+
+
+async def test_one_id_serves_both_legs_and_the_next_request_has_another(gateway: Deployment) -> None:
+    (prefiller,), (decoder,) = gateway.prefillers, gateway.decoders
+    answer = await gateway.ask(request(Api.CHAT), x_request_id="the-clients")
+    await gateway.ask(request(Api.CHAT), x_request_id="the-clients")
+    assert answer.headers["x-request-id"] == "the-clients"
+    assert answer.json["id"] == f"chatcmpl-{attempt_id(decoder)}"
+    assert [attempt_id(prefiller, n) for n in (0, 1)] == [attempt_id(decoder, n) for n in (0, 1)]
+    assert len({attempt_id(decoder, 0), attempt_id(decoder, 1), "the-clients"}) == 3
+
+
+async def test_engines_that_refuse_duplicate_ids_serve_clients_that_repeat_theirs(deploy: Deploy) -> None:
+    gateway = await deploy(engine={"request_id_randomization": False})
+    for _ in range(2):
+        assert (await gateway.ask(request(Api.CHAT), x_request_id="same")).is_done
+
+
+async def test_a_new_attempt_has_a_new_id_and_new_kv(deploy: Deploy) -> None:
+    gateway = await deploy(2, 2, retry={"max_attempts": 2})
+    gateway.decoders[0].faults.add("refuse_status", status=500)
+    gateway.expects_pinned = 1
+    assert (await gateway.ask(request(Api.COMPLETIONS))).is_done
+    first, second = (generations(decoder)[0] for decoder in gateway.decoders)
+    prefills = {seen.headers["x-request-id"] for seen in generations(*gateway.prefillers)}
+    assert prefills == {first.headers["x-request-id"], second.headers["x-request-id"]}
+    assert len(prefills) == 2
+    assert kv_params(first)["remote_request_id"] != kv_params(second)["remote_request_id"]
+
+
+# Order
+
+
+async def test_nothing_is_prefilled_while_no_decoder_has_room(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1)
+    (decoder,) = gateway.decoders
+    gateway.roster.remove(Role.DECODE, decoder.host, decoder.port)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (503, "no_healthy_decode")
+    assert answer.headers["retry-after"] == "1"
+    assert generations(*gateway.prefillers) == []
+
+
+async def test_the_decoder_is_charged_while_the_prefiller_works(deploy: Deploy) -> None:
+    gateway = await deploy()
+    (prefiller,) = gateway.prefillers
+    prefiller.faults.add("hang_before_headers")
+    async with gateway.asking(request(Api.CHAT)):
+        await prefiller.wait_until(lambda state: state.live == 1)
+        assert [gateway.scoreboard.requests(slot) for slot in (0, 1)] == [1, 1]
+        assert generations(*gateway.decoders) == []
+
+
+async def test_the_prefillers_load_goes_in_two_steps(deploy: Deploy) -> None:
+    """Compute until it has answered, kv until the decoder's first token."""
+    gateway = await deploy()
+    (decoder,) = gateway.decoders
+    decoder.faults.add("slow_load", seconds=3600.0)
+    async with gateway.asking(request(Api.CHAT, stream=True)):
+        await decoder.wait_until(lambda state: state.live == 1)
+        load = gateway.scoreboard.load(0)
+        assert load.compute == 0
+        assert load.kv > 0
+    decoder.faults.clear()
+    decoder.faults.add("stall_after_tokens", tokens=1)
+    async with gateway.asking(request(Api.CHAT, stream=True)) as client:
+        await client.has_tokens(1)
+        assert gateway.scoreboard.load(0).kv == 0
+        assert gateway.scoreboard.requests(1) == 1
+
+
+async def test_a_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None:
+    gateway = await deploy(1, 3)
+    for decoder in gateway.decoders[:2]:
+        await decoder.kill()
+    answer = await gateway.ask(request(Api.CHAT, stream=True))
+    assert answer.is_done
+    assert len(generations(*gateway.prefillers)) == 1
+    assert gateway.decoders[2].state.pulls == 1
+    assert gateway.metrics("pdproxy_retries_total") == {("connect", "decode"): 2.0}
+
+
+async def test_a_decoders_late_refusal_lets_the_kv_go(deploy: Deploy) -> None:
+    """The decoder does not know the model: it tells the prefiller, and the client gets its words."""
+    gateway = await deploy(decoder={"model": "another"})
+    answer = await gateway.ask(request(Api.CHAT))
+    assert answer.status == 404
+    assert answer.error["type"] == "NotFoundError"
+    assert gateway.decoders[0].state.releases == 1
+
+
+# Without KV parameters
+
+LONG = "long " * 20
+
+MISSING = [
+    # policy, prompt, prefillers without KV, what the client sees, prefills, decodes
+    ("retry_prefill", "Hi", 1, 200, 2, 1),
+    ("retry_prefill", "Hi", 2, 200, 2, 1),
+    ("retry_prefill", LONG, 1, 200, 2, 1),
+    ("retry_prefill", LONG, 2, "kv_handoff_failed", 2, 0),
+    ("local", LONG, 2, 200, 1, 1),
+    ("error", "Hi", 1, "kv_handoff_failed", 1, 0),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("policy", "text", "without_kv", "seen", "prefills", "decodes"), MISSING)
+async def test_missing_kv_parameters(
+    deploy: Deploy, policy: str, text: str, without_kv: int, seen: int | str, prefills: int, decodes: int, stream: bool
+) -> None:
+    gateway = await deploy(2, kv={"on_missing": policy, "local_max_tokens": 10})
+    for prefiller in gateway.prefillers[:without_kv]:
+        prefiller.faults.add("missing_kv_params")
+    body = request(Api.COMPLETIONS, text, stream=stream)
+    answer = await gateway.ask(body)
+    if seen == 200:
+        assert answer.text == await answer_alone(body)
+    else:
+        assert (answer.status, answer.error["code"]) == (502, seen)
+    assert len(generations(*gateway.prefillers)) == prefills
+    assert len(generations(*gateway.decoders)) == decodes
+    assert gateway.decoders[0].state.local_prefills == (decodes if prefills == without_kv or policy == "local" else 0)
+
+
+@pytest.mark.parametrize("params", [b"null", b"{}", b"[]", b'{"do_remote_prefill":false,"remote_block_ids":[1]}'])
+async def test_unusable_kv_parameters_are_missing_ones(deploy: Deploy, params: bytes) -> None:
+    prefiller, decoder = canned_pair()
+    prefilled = PREFILLED.replace(KV, params)
+    prefiller.answer = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(prefilled), prefilled)]
+    gateway = await deploy([prefiller], [decoder], kv={"on_missing": "local"})
+    await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+    assert decoder.received[0].body == COMPLETION
+    assert gateway.metrics("pdproxy_missing_kv_total") == {("local",): 1.0}
+
+
+# Usage
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("api", Api)
+async def test_cached_tokens_are_the_prefillers(deploy: Deploy, stream: bool, api: Api) -> None:
+    gateway = await deploy(engine={"block_size": 4})
+    body = request(api, "The same prompt twice", stream=stream)
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    first, second = (await gateway.ask(body)).usage, (await gateway.ask(body)).usage
+    prompt = first["prompt_tokens"]
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"] == {"cached_tokens": (prompt - 1) // 4 * 4}
+    assert (first["completion_tokens"], first["total_tokens"]) == (8, prompt + 8)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_decoders_cached_tokens_are_withdrawn_when_the_prefiller_does_not_tell(
+    deploy: Deploy, stream: bool
+) -> None:
+    gateway = await deploy(prefiller={"prompt_tokens_details": False})
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = await gateway.ask(request(Api.CHAT, **options))
+    assert answer.usage["prompt_tokens_details"] is None
+
+
+@pytest.mark.parametrize("api", Api)
+async def test_usage_is_in_a_stream_only_when_asked_for(gateway: Deployment, api: Api) -> None:
+    silent = await gateway.ask(request(api, stream=True))
+    assert silent.is_done
+    assert all("usage" not in event or event["usage"] is None for event in silent.events[:-1])
+    assert all(event["choices"] for event in silent.events[:-1])
+    told = await gateway.ask(request(api, stream=True, stream_options={"include_usage": True}))
+    assert told.events[-2]["choices"] == []
+    assert told.events[-2]["usage"]["completion_tokens"] == 8
+
+
+async def test_usage_in_every_chunk_stays_there(gateway: Deployment) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=True, stream_options=options))
+    assert [event["usage"]["completion_tokens"] for event in answer.events[:-2]] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("samples", [1, 2])
+async def test_kv_parameters_never_reach_the_client(gateway: Deployment, stream: bool, api: Api, samples: int) -> None:
+    answer = await gateway.ask(request(api, stream=stream, n=samples))
+    assert answer.is_done
+    assert b"kv_transfer_params" not in answer.body
+    assert b"remote_" not in answer.body
+
+
+# What the protocol cannot do
+
+REFUSED = [
+    (Api.CHAT, {"use_beam_search": True}),
+    (Api.CHAT, {"prompt_logprobs": 1}),
+    (Api.COMPLETIONS, {"best_of": 3}),
+    (Api.COMPLETIONS, {"echo": True, "logprobs": 1}),
+]
+
+
+@pytest.mark.parametrize(("api", "fields"), REFUSED)
+async def test_what_needs_both_legs_is_refused(gateway: Deployment, api: Api, fields: dict[str, Any]) -> None:
+    answer = await gateway.ask(request(api, **fields))
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["param"] in fields
+    assert generations(*gateway.engines) == []
+
+
+async def test_echo_without_logprobs_is_served(gateway: Deployment) -> None:
+    body = request(Api.COMPLETIONS, "Say it", echo=True)
+    answer = await gateway.ask(body)
+    assert answer.text == await answer_alone(body)
+    assert answer.text.startswith("Say it")

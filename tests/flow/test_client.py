@@ -1,0 +1,88 @@
+"""The client's side of an answer, on raw sockets: framing, headers, and how a cut looks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from yarl import URL
+
+from proxy.wire.openai import Api
+from tests.deployment import generations, request
+
+if TYPE_CHECKING:
+    from tests.deployment import Deployment
+
+
+def raw_request(body: dict[str, Any], *headers: bytes, version: bytes = b"1.1") -> bytes:
+    content = orjson.dumps(body)
+    lines = (b"POST %b HTTP/%b" % (Api.CHAT.path.encode(), version), b"Host: x", *headers)
+    return b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+
+
+async def exchange(gateway: Deployment, sent: bytes) -> tuple[dict[str, str], bytes]:
+    """Headers and body of the answer on a connection that the gateway closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
+    writer.write(sent)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return {"status": status, **headers}, body
+
+
+async def test_an_http_10_client_gets_a_stream_without_chunks(gateway: Deployment) -> None:
+    headers, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True), version=b"1.0"))
+    assert headers["status"].endswith("200 OK")
+    assert "transfer-encoding" not in headers
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+async def test_an_http_11_client_gets_chunks_and_headers_that_keep_proxies_from_collecting_them(
+    gateway: Deployment,
+) -> None:
+    headers, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True), b"Connection: close"))
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert headers["transfer-encoding"] == "chunked"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+    assert headers["server"] == "pdproxy"
+    assert body.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_a_cut_stream_has_an_error_event_and_no_end_mark(gateway: Deployment) -> None:
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
+    _, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True)))
+    assert body.endswith(b'"code":"decode_broken"}}\n\n\r\n')
+    assert b"[DONE]" not in body
+
+
+async def test_a_connection_serves_one_request_after_the_other(gateway: Deployment) -> None:
+    streamed = raw_request(request(Api.CHAT, stream=True))
+    refused = raw_request({"model": "sim", "n": 0})
+    last = raw_request(request(Api.CHAT), b"Connection: close")
+    _, answers = await exchange(gateway, streamed + refused + last)
+    assert answers.count(b"HTTP/1.1 400") == 1
+    assert answers.count(b"HTTP/1.1 200") == 1  # the first status line is not part of the body
+    assert len(generations(*gateway.decoders)) == 2
+
+
+@pytest.mark.parametrize("given", ["abc-1", "x" * 200, "with space"])
+async def test_a_clients_own_request_id_comes_back_if_it_is_a_sane_one(gateway: Deployment, given: str) -> None:
+    for stream in (True, False):
+        answer = await gateway.ask(request(Api.CHAT, stream=stream), x_request_id=given)
+        assert (answer.headers["x-request-id"] == given) == (given == "abc-1")
+        assert answer.headers["x-request-id"]
+
+
+async def test_a_client_that_leaves_while_it_sends_reaches_no_engine(gateway: Deployment) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
+    writer.write(raw_request(request(Api.CHAT))[:-5])
+    await writer.drain()
+    writer.transport.abort()
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert len(generations(*gateway.prefillers)) == 1
+    assert await reader.read() == b""

@@ -1,0 +1,176 @@
+"""The decoder's stream on its way to the client: whatever the network makes of it, and whatever the client does."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from yarl import URL
+
+from proxy.wire.openai import Api
+from proxy.wire.sse import EventSplitter
+from tests.canned import CannedEngine, data, event_stream
+from tests.deployment import Answer, answer_alone, read, request, until
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+
+def chunk(text: str, finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"id": "cmpl-1", "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}], **fields}
+
+
+async def streamed(deploy: Deploy, *pieces: bytes, is_whole: bool = True, **sections: Any) -> Answer:
+    """What a client gets when an engine writes these pieces."""
+    engine = CannedEngine("both", event_stream(pieces, is_whole=is_whole), closes=not is_whole)
+    gateway = await deploy(decoders=[engine], connector="plain", retry={"max_attempts": 1}, **sections)
+    return await gateway.ask(request(Api.COMPLETIONS, stream=True))
+
+
+DONE = b"data: [DONE]\n\n"
+ENDING = data(chunk("d", "stop")) + DONE
+
+# The network
+
+ON_THE_WIRE = [
+    {"split_bytes": {"size": 1}},
+    {"split_bytes": {"size": 7}},
+    {"coalesce": {"size": 3}},
+    {"coalesce": {"size": 1000}},
+    {"crlf": {}},
+    {"crlf": {}, "split_bytes": {"size": 1}},
+    {"comments": {}},
+    {"comments": {}, "crlf": {}, "coalesce": {"size": 2}},
+]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("faults", ON_THE_WIRE, ids=lambda faults: "-".join(faults))
+async def test_an_answer_is_the_same_however_it_travels(
+    gateway: Deployment, faults: dict[str, dict[str, int]], api: Api, samples: int
+) -> None:
+    for name, fields in faults.items():
+        gateway.decoders[0].faults.add(name, **fields)
+    body = request(api, "über 日本 🙂", max_tokens=24, n=samples, stream=True)
+    answer = await gateway.ask(body)
+    text = await answer_alone({name: value for name, value in body.items() if name != "n"})
+    assert answer.is_done
+    assert answer.texts == dict.fromkeys(range(samples), text)
+
+
+async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(deploy: Deploy) -> None:
+    stream = data(chunk("a\u00fc\U0001f642")) + b": note\r\n\r\n" + data(chunk("b")).replace(b"\n", b"\r\n") + ENDING
+    whole = event_stream([stream])
+    engine = CannedEngine("both")
+    gateway = await deploy(decoders=[engine], connector="plain")
+    for cut in range(1, len(stream)):
+        engine.answer = [whole[0], *event_stream([stream[:cut], stream[cut:]])[1:]]
+        answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
+        assert answer.body == stream
+
+
+async def test_events_the_gateway_does_not_know_pass(deploy: Deploy) -> None:
+    unknown = b'event: ping\nid: 1\ndata: {"x": 1}\n\n: comment\n\ndata: [1]\n\ndata: not json\n\nretry: 1\n\n'
+    stream = data(chunk("a")) + unknown + ENDING
+    answer = await streamed(deploy, stream)
+    assert answer.body == stream
+
+
+async def test_what_comes_before_the_first_token_is_held_back_and_passes(deploy: Deploy) -> None:
+    stream = b": hello\n\n" + data({"object": "unknown"}) + data(chunk("a")) + ENDING
+    answer = await streamed(deploy, stream[:20], stream[20:])
+    assert answer.body == stream
+
+
+async def test_a_large_first_event_passes(deploy: Deploy) -> None:
+    """A prompt's token ids may come with it."""
+    stream = data(chunk("a", prompt_token_ids=list(range(200_000)))) + ENDING
+    answer = await streamed(deploy, *[stream[at : at + 60_000] for at in range(0, len(stream), 60_000)])
+    assert answer.body == stream
+
+
+async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventSplitter.__init__, "__defaults__", (100_000,))
+    answer = await streamed(deploy, data(chunk("a")), b"data: ", *[b"x" * 10_000] * 11)
+    assert not answer.is_whole
+    assert answer.error["code"] == "decode_bad_answer"
+
+
+# The end
+
+
+@pytest.mark.parametrize(
+    "ending", [b"", data(chunk("d", "stop")), DONE, data({"choices": [], "usage": {"x": 1}}) + DONE]
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_an_end_without_finish_and_done_is_no_end(deploy: Deploy, ending: bytes, is_whole: bool) -> None:
+    answer = await streamed(deploy, data(chunk("a")), ending or b": \n\n", is_whole=is_whole)
+    assert not answer.is_whole
+    assert answer.error["code"] == "decode_broken"
+    assert b"[DONE]" not in answer.body
+
+
+async def test_an_answer_is_whole_once_its_engine_said_done(deploy: Deploy) -> None:
+    """Whatever becomes of the connection afterwards."""
+    answer = await streamed(deploy, data(chunk("a")) + ENDING, is_whole=False)
+    assert answer.is_done
+
+
+async def test_an_engines_error_is_told_in_its_own_words(deploy: Deploy) -> None:
+    event = b'data: {"error": {"message": "out of \\u006demory", "code": 507}}\n\n'
+    answer = await streamed(deploy, data(chunk("a")), event + DONE)
+    assert answer.body == data(chunk("a")) + event
+    assert not answer.is_whole
+
+
+async def test_an_engines_error_before_the_first_token_is_an_http_error(deploy: Deploy) -> None:
+    event = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+    answer = await streamed(deploy, event + DONE)
+    assert (answer.status, answer.body) == (400, event[6:-2])
+
+
+async def test_a_recomputation_is_told_as_what_it_is(deploy: Deploy) -> None:
+    """Even when its event says `tool_calls` and carries text, which may be made up."""
+    recomputed = {"index": 0, "delta": {"content": "x"}, "finish_reason": "tool_calls", "stop_reason": "recomputed"}
+    answer = await streamed(deploy, data(chunk("a")), data({"choices": [recomputed]}) + DONE)
+    assert answer.texts == {0: "a"}
+    assert answer.error["code"] == "decode_recomputed"
+    assert b'"recomputed"' not in answer.body
+
+
+# The client
+
+
+async def test_a_client_that_reads_late_gets_everything(deploy: Deploy) -> None:
+    gateway = await deploy()
+    (decoder,) = gateway.decoders
+    body = request(Api.CHAT, stream=True, max_tokens=10_000)
+    async with gateway.session.post(gateway.url + Api.CHAT.path, json=body) as response:
+        await decoder.wait_until(lambda state: state.tokens_generated == 10_000)
+        answer = await read(response)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+
+
+async def test_a_client_that_does_not_read_holds_its_engine_back_and_is_cut_off(deploy: Deploy) -> None:
+    """However much the engine has to say, little of it is taken. That silence is the client's, not the engine's."""
+    event = data(chunk("x" * 200))
+    endless = itertools.chain(
+        event_stream([event], is_whole=False), itertools.repeat(b"%x\r\n%b\r\n" % (len(event), event))
+    )
+    engine = CannedEngine("both", endless)
+    gateway = await deploy(
+        decoders=[engine], connector="plain", listen={"write_timeout_seconds": 0.4}, timeouts={"idle_seconds": 0.1}
+    )
+    body = orjson.dumps(request(Api.COMPLETIONS, stream=True))
+    with socket.create_connection(("127.0.0.1", URL(gateway.url).port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await engine.state.wait_until(lambda state: state.disconnects == 1, 5.0)
+    await until(lambda: gateway.metrics("pdproxy_request_end_total") == {("cD",): 1.0}, "the end of the request")
+    assert gateway.metrics("pdproxy_streams_broken_total") == {("write_timeout", "client"): 1.0}
+    assert engine.sent_bytes < 16 * 1024 * 1024

@@ -1,0 +1,86 @@
+"""Makes a tiny Llama with random weights, its tokenizer and its chat template. Run by the engines' own Python, offline.
+
+usage: make_tiny_model.py DIRECTORY
+
+Two layers and a vocabulary of 512: prompts and answers are nonsense, but every token depends on the whole KV cache, so an
+answer decoded on a wrong or missing cache is another one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+MAX_POSITIONS = 4096
+VOCABULARY = 512
+SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. " * 4,
+    "A proxy sends the prompt to a prefill engine and then to a decode engine. " * 4,
+    "def main():\n    print('hello, world')\n    return 0\n" * 4,
+    "0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz",
+]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, so that every text has tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        model_max_length=MAX_POSITIONS,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=MAX_POSITIONS,
+            # Wide enough that the most likely token is far from the second: rounding cannot change a greedy answer.
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+            dtype="float32",
+            **ids,
+        )
+    )
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+def main(directory: str) -> None:
+    tokenizer = make_tokenizer()
+    make_model(tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

