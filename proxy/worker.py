@@ -129,7 +129,7 @@ async def listening(worker: Worker, sock: socket.socket) -> AsyncIterator[Callab
         handler_cancellation=True,
         keepalive_timeout=worker.settings.listen.keepalive_seconds,
         auto_decompress=False,
-        shutdown_timeout=0.0,
+        shutdown_timeout=0.05,  # whoever leaves has waited already; 0 would be for ever
     )
     await runner.setup()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,11 +55,9 @@ class Link:
 
     async def left(self) -> None:
         """Until the gateway has closed the connection."""
-        try:
+        with suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
-        except ConnectionError:
-            pass
 
     def reset(self) -> None:
         """Close with RST."""
@@ -106,7 +104,8 @@ def new_upstream(key: str | None = None, **timeouts: float) -> Upstream:
 
 
 @pytest.fixture
-async def upstream() -> AsyncIterator[Upstream]:
+async def upstream(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Upstream]:
+    monkeypatch.setattr(upstream_module, "_KEEP_ALIVE_SECONDS", LONG)  # no connection is closed for its age alone
     async with new_upstream() as opened:
         yield opened
         assert opened.busy_connections == 0
@@ -428,6 +427,24 @@ async def test_a_request_that_must_not_be_sent_twice_is_not(upstream: Upstream, 
         assert await failure_of(exchange(upstream, backend).__aenter__()) is Failure.RESET
 
 
+async def test_a_request_is_sent_again_on_a_fresh_connection() -> None:
+    both, stale_requests = asyncio.Barrier(2), 0
+
+    async def goes_stale(link: Link) -> None:
+        nonlocal stale_requests
+        await link.request()
+        await both.wait()
+        link.send(OK)
+        with suppress(asyncio.IncompleteReadError):
+            await link.request()
+            stale_requests += 1
+
+    async with engine(goes_stale, goes_stale, Link.answer) as backend, new_upstream() as upstream:
+        await asyncio.gather(fetch(upstream, backend), fetch(upstream, backend))
+        assert await fetch(upstream, backend) == b"ok"
+        assert stale_requests == 1
+
+
 async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
     async def closes(link: Link) -> None:
         await link.request()
@@ -568,6 +585,18 @@ async def test_what_is_not_http_is_a_bad_answer(upstream: Upstream, answer: byte
         assert await failure_of(fetch(upstream, backend)) is Failure.BAD_ANSWER
 
 
+async def test_interim_answers_without_end_are_a_bad_answer(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.request()
+        while not link.writer.is_closing():
+            link.send(b"HTTP/1.1 102 Processing\r\n\r\n" * 1000)
+            await asyncio.sleep(0)  # a turn for the reader: no single read is too large
+            await asyncio.sleep(0)
+
+    async with engine(script) as backend:
+        assert await failure_of(fetch(upstream, backend)) is Failure.BAD_ANSWER
+
+
 async def says_nothing(link: Link) -> None:
     await link.request()
     await link.left()
@@ -614,6 +643,28 @@ async def test_a_request_that_nobody_reads_times_out(upstream: Upstream) -> None
         served.set()
 
 
+async def test_an_engine_that_keeps_talking_does_not_time_out(upstream: Upstream) -> None:
+    enough = asyncio.Event()
+
+    async def talks(link: Link) -> None:
+        await link.answer(STREAM_HEAD)
+        while not enough.is_set():
+            link.send(chunk(b"."))
+            await link.writer.drain()
+            await asyncio.sleep(0)
+        link.send(b"0\r\n\r\n")
+
+    async with (
+        engine(talks, says_nothing, says_nothing) as backend,
+        exchange(upstream, backend, silence_seconds=2 * SHORT) as response,
+    ):
+        reading = asyncio.create_task(response.read())
+        for _ in range(2):
+            assert await failure_of(fetch(upstream, backend, silence_seconds=2 * SHORT)) is Failure.TIMEOUT
+        enough.set()
+        assert set(await reading) == set(b".")
+
+
 async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> None:
     resumed = asyncio.Event()
 
@@ -622,10 +673,14 @@ async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> N
         await resumed.wait()
         link.send(chunk(b"ok") + b"0\r\n\r\n")
 
-    async with engine(script, says_nothing) as backend, exchange(upstream, backend, silence_seconds=SHORT) as response:
+    async with (
+        engine(script, says_nothing, says_nothing) as backend,
+        exchange(upstream, backend, silence_seconds=SHORT) as response,
+    ):
         response.pause()
-        # An exchange that begins later and times out shows that the time has passed.
-        assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
+        # Exchanges that begin later and time out show that the time has passed.
+        for _ in range(2):
+            assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
         response.limit_silence(LONG)
         response.resume()
         resumed.set()

@@ -31,6 +31,7 @@ class ClientStream:
     def __init__(self, request: web.Request, headers: Mapping[str, str], write_timeout_seconds: float) -> None:
         self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
+        self._protocol = request.protocol  # bound once: it is asked with every token
         self._write_timeout_seconds = write_timeout_seconds
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
@@ -55,18 +56,18 @@ class ClientStream:
         if transport.is_closing():
             return False  # the client has left; the handler is about to be cancelled
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-        return self._request.protocol.writing_paused
+        return self._protocol.writing_paused
 
     @property
     def needs_attention(self) -> bool:
         """Is there something only `attend` can do?"""
-        return bool(self._unsent) or self._request.protocol.writing_paused
+        return bool(self._unsent) or self._protocol.writing_paused
 
     async def attend(self) -> None:
         """Commit the headers if that is due, and wait until the client has read enough. Raises ClientStalled."""
         if self._transport is None and self._unsent:
             await self._commit()
-        if self._request.protocol.writing_paused:
+        if self._protocol.writing_paused:
             writer = await self.response.prepare(self._request)
             if writer is not None:
                 await self._in_time(writer.drain())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -52,7 +53,7 @@ class Gateway:
         if len(units) == 1:
             return await self._attempt(units[0].call, record.journey(), whole, _never)
         parts = await self._together(
-            [self._attempt(unit.call, record.journey(), part, _never) for unit in units],
+            [partial(self._attempt, unit.call, record.journey(), part, _never) for unit in units],
         )
         return fanout.merge_answers(units, parts)
 
@@ -67,7 +68,7 @@ class Gateway:
 
     async def _stream_merged(self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record) -> None:
         merger = fanout.StreamMerger(units)
-        relays = await self._together([self._relay(unit, call, client, record, merger) for unit in units])
+        relays = await self._together([partial(self._relay, unit, call, client, record, merger) for unit in units])
         if call.include_usage:
             usages = [_corrected_usage(relay, journey) for relay, journey in zip(relays, record.journeys, strict=True)]
             client.write(merger.usage_event(relays[-1].last_payload, usages))
@@ -135,13 +136,13 @@ class Gateway:
             return [fanout.Unit(call, 0, True)]
         return fanout.split(call, self._settings.cost, self._settings.fanout.max_units)
 
-    async def _together(self, works: Sequence[Awaitable[_Result]]) -> list[_Result]:
+    async def _together(self, works: Sequence[Callable[[], Awaitable[_Result]]]) -> list[_Result]:
         """Run the units side by side, a bounded number at a time; the first failure ends them all."""
         room = asyncio.Semaphore(self._settings.fanout.concurrency)
 
-        async def run(work: Awaitable[_Result]) -> _Result:
+        async def run(work: Callable[[], Awaitable[_Result]]) -> _Result:
             async with room:
-                return await work
+                return await work()
 
         try:
             async with asyncio.TaskGroup() as group:

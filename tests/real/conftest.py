@@ -1,5 +1,5 @@
-"""Real engines for the tests in this directory, which only `scripts/test-real` runs: without PDPROXY_REAL_VENV, the virtual
-environment that vLLM is installed in, pytest does not even find them.
+"""Real engines for the tests in this directory, which only `scripts/test-real` runs: without PDPROXY_REAL_VENV, the
+virtual environment that vLLM is installed in, pytest does not even find them.
 
 Engines are started once; every test runs first with one prefiller and one decoder, then with two of each.
 """

@@ -155,10 +155,7 @@ class Engines:
         """Wait until there are so many, and the ordinary engine."""
         missing = [
             *(self._start("single", self.single, None) for _ in range(1 - len(self.single))),
-            *(
-                self._start("prefill", self.prefillers, "kv_producer")
-                for _ in range(prefillers - len(self.prefillers))
-            ),
+            *(self._start("prefill", self.prefillers, "kv_producer") for _ in range(prefillers - len(self.prefillers))),
             *(self._start("decode", self.decoders, "kv_consumer") for _ in range(decoders - len(self.decoders))),
         ]
         for engine in missing:

@@ -2,8 +2,8 @@
 
 usage: make_tiny_model.py DIRECTORY
 
-Two layers and a vocabulary of 512: prompts and answers are nonsense, but every token depends on the whole KV cache, so an
-answer decoded on a wrong or missing cache is another one.
+Two layers and a vocabulary of 512: prompts and answers are nonsense, but every token depends on the whole KV cache, so
+an answer decoded on a wrong or missing cache is another one.
 """
 
 from __future__ import annotations

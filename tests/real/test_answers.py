@@ -35,7 +35,6 @@ TALKS: list[list[dict[str, Any]]] = [
 ]
 
 
-
 def test_greedy_completions(cluster: Cluster, show: Show) -> None:
     show(same(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24} for prompt in PROMPTS]))
 

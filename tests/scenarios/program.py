@@ -1,0 +1,92 @@
+"""The program as an operator runs it: a process, its output and its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.deployment import until
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+ENDS_WITHIN_SECONDS = 10.0
+
+
+@dataclass
+class Program:
+    """A running `python -m proxy …`. `output` is what it has written so far, standard error included."""
+
+    process: asyncio.subprocess.Process
+    output: str = ""
+    url: str = ""
+    _readers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def children(self) -> list[int]:
+        """The workers, when there are several."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def says(self, pattern: str) -> re.Match[str]:
+        """Wait until the output matches."""
+        await until(lambda: re.search(pattern, self.output) or self.process.returncode is not None, pattern, 10.0)
+        found = re.search(pattern, self.output)
+        assert found, f"the program ended with code {self.process.returncode}:\n{self.output}"
+        return found
+
+    async def ended(self) -> int:
+        """Wait for the end; the exit code."""
+        async with asyncio.timeout(ENDS_WITHIN_SECONDS):
+            return await self.process.wait()
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        while data := await self.process.stdout.read(65536):
+            self.output += data.decode()
+
+
+@asynccontextmanager
+async def running(words: Sequence[str], says: str, **environment: str) -> AsyncIterator[Program]:
+    """Run the program with these words until the end of the block. `says`: the line with its address as group 1."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", *words),
+        cwd=Path(__file__).parents[2],
+        env={**inherited, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    program = Program(process)
+    reading = asyncio.create_task(program.read())
+    try:
+        program.url = "http://" + (await program.says(says))[1]
+        yield program
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await reading
+
+
+def gateway(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:
+    """The gateway on any free port."""
+    return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", **environment)
+
+
+def mock_engine(role: str, *words: str) -> AbstractAsyncContextManager[Program]:
+    """A simulated engine as a process of its own."""
+    return running(["mock-engine", "--role", role, *words], r"engine \(\S+\) on http://(\S+)")

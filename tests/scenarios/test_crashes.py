@@ -1,0 +1,77 @@
+"""Engines that die, freeze and come back, as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from proxy.wire.openai import Api
+from tests.deployment import answer_alone, ask, read, request
+from tests.scenarios.program import gateway, mock_engine
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from proxy.sim.engine import SimulatedEngine
+
+BODY = request(Api.CHAT, stream=True, max_tokens=2000)
+QUESTION = request(Api.CHAT)
+
+
+async def test_a_killed_decoder_breaks_its_stream_and_nothing_else(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async with AsyncExitStack() as stack:
+        mortal = await stack.enter_async_context(mock_engine("decode", "--decode-step-ms", "2"))
+        engines = ("--prefill", prefiller.url, "--decode", mortal.url, "--decode", decoder.url)
+        program = await stack.enter_async_context(gateway(*engines))
+        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+            await response.content.readline()
+            mortal.signal(signal.SIGKILL)
+            answer = await read(response)
+        assert not answer.is_whole
+        assert answer.error["code"] == "decode_broken"
+        for _ in range(4):
+            assert (await ask(session, program.url, QUESTION)).text == await answer_alone(QUESTION)
+
+
+async def test_a_frozen_decoder_is_noticed_and_its_late_words_are_not_heard(
+    prefiller: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async with AsyncExitStack() as stack:
+        frozen = await stack.enter_async_context(mock_engine("decode", "--decode-step-ms", "2"))
+        engines = ("--prefill", prefiller.url, "--decode", frozen.url)
+        program = await stack.enter_async_context(gateway(*engines, PROXY_TIMEOUTS__IDLE_SECONDS="0.2"))
+        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+            await response.content.readline()
+            frozen.signal(signal.SIGSTOP)
+            answer = await read(response)
+        assert not answer.is_whole
+        assert answer.error["code"] == "decode_timeout"
+        frozen.signal(signal.SIGCONT)
+        assert (await ask(session, program.url, QUESTION)).text == await answer_alone(QUESTION)
+
+
+async def test_a_killed_prefiller_costs_a_request_nothing_while_there_is_another(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async with AsyncExitStack() as stack:
+        mortal = await stack.enter_async_context(mock_engine("prefill", "--prefill-ms-per-1k-tokens", "3600000"))
+        engines = ("--prefill", mortal.url, "--prefill", prefiller.url, "--decode", decoder.url)
+        program = await stack.enter_async_context(gateway(*engines))
+        asking = asyncio.create_task(ask(session, program.url, QUESTION))
+        await has_a_request(session, mortal.url)
+        mortal.signal(signal.SIGKILL)
+        assert (await asking).text == await answer_alone(QUESTION)
+    assert prefiller.state.finished == 1
+
+
+async def has_a_request(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until an engine works on something."""
+    async with asyncio.timeout(10.0):
+        while True:
+            async with session.get(url + "/_mock/state") as response:
+                if (await response.json())["live"]:
+                    return

@@ -1,0 +1,102 @@
+"""Several workers behind one port are one gateway: one load, one set of instances, one set of metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.deployment import answer_alone, read, request
+from tests.scenarios.program import Program, gateway
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+async def program(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> AsyncIterator[Program]:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, "--workers", "2", "--waiting-retry-interval", "0.1") as program:
+        yield program
+
+
+async def on_new_connections(program: Program, path: str, times: int = 12) -> list[Any]:
+    """The JSON answers to the same question on connections of their own, which any worker may accept."""
+
+    async def get() -> Any:
+        async with aiohttp.ClientSession() as session, session.get(program.url + path) as response:
+            return await response.json()
+
+    return await asyncio.gather(*(get() for _ in range(times)))
+
+
+async def everywhere(program: Program, path: str, **expected: Any) -> None:
+    """Wait until whoever is asked gives this answer."""
+    async with asyncio.timeout(10.0):
+        while True:
+            answers = await on_new_connections(program, path)
+            if all({name: answer[name] for name in expected} == expected for answer in answers):
+                return
+
+
+async def test_load_instances_and_metrics_are_shared(
+    program: Program, prefiller: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    body = request(Api.CHAT, max_tokens=3)
+    for _ in range(20):
+        async with aiohttp.ClientSession() as one, one.post(program.url + Api.CHAT.path, json=body) as response:
+            assert (await read(response)).text == await answer_alone(body)
+    async with session.get(program.url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert 'pdproxy_requests_total{api="chat",code="200"} 20.0' in lines
+
+    prefiller.faults.add("hang_before_headers")
+    async with AsyncExitStack() as stack:
+        for _ in range(10):
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            stack.push_async_callback(
+                cancelled, asyncio.create_task(client.post(program.url + Api.CHAT.path, json=body))
+            )
+        await prefiller.wait_until(lambda state: state.live == 10)
+        await everywhere(program, "/healthcheck", request_num=10)
+    await everywhere(program, "/healthcheck", request_num=0)
+
+    async with SimulatedEngine(role="prefill") as another:
+        instance = {"type": "prefill", "instances": f"127.0.0.1:{another.port}"}
+        async with session.post(program.url + "/instances/add", json=instance) as response:
+            assert response.status == 200
+        await everywhere(program, "/healthcheck", prefill_instances=2)
+        async with session.post(program.url + "/instances/remove", json=instance) as response:
+            assert response.status == 200
+        await everywhere(program, "/healthcheck", prefill_instances=1)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Program, decoder: SimulatedEngine) -> None:
+    workers = program.children()
+    assert len(workers) == 2
+    decoder.faults.add("stall_after_tokens", tokens=3)
+    body = request(Api.CHAT, stream=True)
+    async with AsyncExitStack() as stack:
+        for _ in range(16):
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            await stack.enter_async_context(client.post(program.url + Api.CHAT.path, json=body))
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        await decoder.wait_until(lambda state: state.live == 0)
+    await everywhere(program, "/healthcheck", request_num=0)
+    decoder.faults.clear()
+    async with aiohttp.ClientSession() as client, client.post(program.url + Api.CHAT.path, json=body) as response:
+        assert (await read(response)).is_done
+    assert len(set(program.children()) - set(workers)) == 2
