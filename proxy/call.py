@@ -86,7 +86,6 @@ def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = 
     """Parse a request body. Raises BadRequest for what no engine could make sense of."""
     try:
         document = Document(raw)
-        document.check_members()
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
     values = document.values
@@ -102,7 +101,8 @@ def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = 
     include_usage = _boolean(options or {}, "include_usage")
     changes: dict[str, object] = {name: REMOVED for name in RESERVED_FIELDS if name in values}
     if stream and not include_usage:
-        # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
+        # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it. What
+        # else stands in their options (continuous_usage_stats) means nothing without it.
         changes["stream_options"] = {"include_usage": True}
     return Call(
         api=api,
@@ -120,7 +120,7 @@ def prompt_tokens(document: Document, cost: Cost) -> int:
     """Estimated prompt length in tokens, at least 1."""
     values = document.values
     total = sum(_content_tokens(m.get("content"), cost) for m in _objects(values.get("messages")))
-    total += document.value_bytes("tools") // cost.bytes_per_token
+    total += len(document.raw_value("tools") or b"") // cost.bytes_per_token
     return max(1, total + text_tokens(values.get("prompt"), cost))
 
 

@@ -31,6 +31,8 @@ _is_plain: Final = re.compile(r"[!#-<>-\[\]-~]+").fullmatch  # printable ASCII w
 
 def setup(log: Log, stream: TextIO | None = None) -> None:
     """Send the program's own records to `stream` (standard output), and warnings of libraries with them."""
+    # What no formatter here shows is not collected for every record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     target = stream or sys.stdout
     is_text = log.format == "text" or (log.format == "auto" and target.isatty())
     handler = logging.StreamHandler(target)
@@ -44,7 +46,9 @@ def setup(log: Log, stream: TextIO | None = None) -> None:
 def access_line(fields: Mapping[str, object]) -> None:
     """Write the one line of a finished request. Durations are in seconds; as text they are cut to milliseconds."""
     if access.isEnabledFor(logging.INFO):
-        access.info("request", extra={"fields": fields})
+        # As `access.info` would do it, without looking for the caller.
+        record = access.makeRecord(access.name, logging.INFO, "", 0, "request", (), None, extra={"fields": fields})
+        access.handle(record)
 
 
 class TextFormatter(logging.Formatter):

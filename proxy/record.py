@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Stage(StrEnum):
     FIRST_TOKEN = "T"
     STREAM = "D"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The metric label: the member's name in lower case."""
         return self.name.lower()
@@ -40,7 +41,7 @@ class Journey:
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    _entered: float = 0.0
+    _entered: float | None = None
 
     def begin_attempt(self) -> None:
         """A new attempt starts from nothing."""
@@ -49,14 +50,17 @@ class Journey:
         self.prefiller = self.decoder = "-"
         self.seconds.clear()
 
-    def enter(self, stage: Stage | None) -> None:
-        """Leave the stage of now, enter the next; None at the end."""
-        now = self.clock()
-        if self.stage is not None:
-            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._entered
-        self._entered = now
-        if stage is not None:
-            self.stage = stage
+    def enter(self, stage: Stage) -> None:
+        """Leave the stage of now and enter the next."""
+        self.leave()
+        self.stage = stage
+        self._entered = self.clock()
+
+    def leave(self) -> None:
+        """The attempt has ended, well or not, in the stage of now. May be called again."""
+        if self.stage is not None and self._entered is not None:
+            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + self.clock() - self._entered
+        self._entered = None
 
     def saw_usage(self, usage: Any) -> None:
         """Take the token counts of an engine's usage object, whatever it really is."""

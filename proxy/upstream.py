@@ -357,9 +357,12 @@ class Upstream:
         self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float
     ) -> tuple[Response, bytes]:
         """POST a JSON body and return the answer with its whole body. Raises UpstreamError."""
-        opened = self.open(backend, path, body, headers, silence_seconds=silence_seconds, resend_if_stale=True)
-        async with opened as response:
+        head = self._head(backend, path, len(body), headers)
+        connection, response = await self._exchange(backend, head, body, silence_seconds, resend_if_stale=True)
+        try:
             return response, await response.read()
+        finally:
+            self._put_back(connection)
 
     async def _exchange(
         self, backend: Backend, head: bytes, body: bytes, silence_seconds: float, resend_if_stale: bool

@@ -9,7 +9,8 @@ import pytest
 
 from proxy.balancer.backend import Role
 from proxy.wire.openai import Api
-from tests.deployment import answer_alone, generations, read, request, until
+from tests.asking import answer_alone, read, request, until
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy

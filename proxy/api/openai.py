@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -35,6 +36,14 @@ class GenerationApi:
         self._gateway = gateway
         self._settings = settings
         self._metrics = metrics
+        # Finding a series by its labels costs more than counting with it, and there are few.
+        self._requests = cache(metrics.requests_total.labels)
+        self._ends = cache(metrics.request_end_total.labels)
+        self._durations = cache(metrics.request_duration_seconds.labels)
+        self._first_tokens = cache(metrics.time_to_first_token_seconds.labels)
+        self._stages = cache(metrics.stage_duration_seconds.labels)
+        self._tokens = cache(metrics.tokens_total.labels)
+        self._inflight = cache(metrics.inflight_requests.labels)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -75,7 +84,7 @@ class GenerationApi:
     @contextmanager
     def _account(self, record: Record) -> Iterator[None]:
         """One access line and one set of observations per request, however it ends."""
-        inflight = self._metrics.inflight_requests.labels(record.api.value)
+        inflight = self._inflight(record.api.value)
         inflight.inc()
         try:
             yield
@@ -90,18 +99,18 @@ class GenerationApi:
         metrics, api = self._metrics, record.api.value
         duration = record.clock() - record.started
         term, status = end_of(record)
-        metrics.requests_total.labels(api, str(status)).inc()
-        metrics.request_end_total.labels(term).inc()
-        metrics.request_duration_seconds.labels(api, "true" if record.stream else "false").observe(duration)
+        self._requests(api, str(status)).inc()
+        self._ends(term).inc()
+        self._durations(api, "true" if record.stream else "false").observe(duration)
         if record.first_token_seconds is not None:
-            metrics.time_to_first_token_seconds.labels(api).observe(record.first_token_seconds)
+            self._first_tokens(api).observe(record.first_token_seconds)
         prompt, cached, completion = record.tokens()
-        metrics.tokens_total.labels("prompt").inc(prompt)
-        metrics.tokens_total.labels("cached").inc(cached)
-        metrics.tokens_total.labels("completion").inc(completion)
+        self._tokens("prompt").inc(prompt)
+        self._tokens("cached").inc(cached)
+        self._tokens("completion").inc(completion)
         for journey in record.journeys:
             for stage, seconds in journey.seconds.items():
-                metrics.stage_duration_seconds.labels(stage.label).observe(seconds)
+                self._stages(stage.label).observe(seconds)
         if record.committed and isinstance(record.error, UpstreamError):
             metrics.streams_broken_total.labels("engine", _broken_reason(record.error)).inc()
         elif record.committed and isinstance(record.error, ClientStalled):

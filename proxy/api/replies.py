@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-import uuid
+import secrets
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -78,7 +78,7 @@ class _Replies:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         request_id = request.headers.get("X-Request-Id", "")
         if not _ACCEPTABLE_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+            request_id = secrets.token_hex(16)
         request[REQUEST_ID] = request_id
         token = logs.request_id.set(request_id)
         try:

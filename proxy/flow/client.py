@@ -1,7 +1,8 @@
 """The client's side of a streamed answer.
 
 Headers are committed with the first bytes of the answer, so whatever fails before them is still an ordinary HTTP error.
-Bytes are framed and written to the socket in the caller's call stack; only a client that reads too slowly costs a wait.
+They leave in the same packet, and so do the last bytes and the end mark: a system call costs as much as the rest of a
+token. In between bytes are framed and written to the socket in the caller's call stack; only a client that reads too slowly costs a wait.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ _HEADERS: Final = {
 }
 
 
+# An empty socket buffer takes so many bytes without a wait (asyncio and uvloop call 64 KiB too many).
+_NO_WAIT_BYTES: Final = 32 * 1024
+
+
 class ClientStalled(Exception):
     """The client read nothing for the whole write timeout."""
+
+
+class _Answer(web.StreamResponse):
+    # aiohttp's own switch, which it uses for web.Response: the headers wait for the first bytes of the body.
+    _send_headers_immediately = False
 
 
 class ClientStream:
     """One streamed answer to one client; shared by the units of a request that was split."""
 
     def __init__(self, request: web.Request, headers: Mapping[str, str], write_timeout_seconds: float) -> None:
-        self.response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self.response = _Answer(headers={**_HEADERS, **headers})
         self._request = request
         self._protocol = request.protocol  # bound once: it is asked with every token
         self._write_timeout_seconds = write_timeout_seconds
@@ -58,11 +68,6 @@ class ClientStream:
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
         return self._protocol.writing_paused
 
-    @property
-    def needs_attention(self) -> bool:
-        """Is there something only `attend` can do?"""
-        return bool(self._unsent) or self._protocol.writing_paused
-
     async def attend(self) -> None:
         """Commit the headers if that is due, and wait until the client has read enough. Raises ClientStalled."""
         if self._transport is None and self._unsent:
@@ -70,13 +75,16 @@ class ClientStream:
         if self._protocol.writing_paused:
             writer = await self.response.prepare(self._request)
             if writer is not None:
-                await self._in_time(writer.drain())
+                await self._in_time(writer.drain(), _NO_WAIT_BYTES)
 
-    async def finish(self) -> None:
-        """End the answer: the client can tell that it is complete. Raises ClientStalled."""
+    async def finish(self, last: bytes) -> None:
+        """Send the last bytes and the end mark: the client can tell that it is complete. Raises ClientStalled."""
         if self._transport is None:
-            await self._commit()
-        await self._in_time(self.response.write_eof())
+            await self.response.prepare(self._request)
+            self._transport = self._request.transport
+        last = b"".join((*self._unsent, last))
+        self._unsent.clear()
+        await self._in_time(self.response.write_eof(last), len(last))
 
     def break_off(self, event: bytes) -> None:
         """End a committed stream with an event that tells why it is not complete, and close the connection.
@@ -89,18 +97,23 @@ class ClientStream:
             transport.close()  # after what was written; a client that does not take it gets no more time than usual
             asyncio.get_running_loop().call_later(self._write_timeout_seconds, transport.abort)
 
-    async def _in_time(self, sending: Awaitable[None]) -> None:
+    async def _in_time(self, sending: Awaitable[None], size: int) -> None:
+        """Await something that sends `size` bytes; a deadline is set up only if it can come to a wait at all."""
+        transport = self._request.transport
+        if transport is None or (size < _NO_WAIT_BYTES and not transport.get_write_buffer_size()):
+            await sending
+            return
         try:
             async with asyncio.timeout(self._write_timeout_seconds):
                 await sending
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            transport.abort()
             raise ClientStalled from None
 
     async def _commit(self) -> None:
         await self.response.prepare(self._request)
+        while self._unsent:
+            unsent = b"".join(self._unsent)
+            self._unsent.clear()
+            await self._in_time(self.response.write(unsent), len(unsent))
         self._transport = self._request.transport
-        unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None:
-            self.write(b"".join(unsent))

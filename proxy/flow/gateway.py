@@ -64,7 +64,7 @@ class Gateway:
             await self._relay(units[0], call, client, record, None)
         else:
             await self._stream_merged(units, call, client, record)
-        await client.finish()
+        await client.finish(DONE_EVENT)
 
     async def _stream_merged(self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record) -> None:
         merger = fanout.StreamMerger(units)
@@ -72,7 +72,6 @@ class Gateway:
         if call.include_usage:
             usages = [_corrected_usage(relay, journey) for relay, journey in zip(relays, record.journeys, strict=True)]
             client.write(merger.usage_event(relays[-1].last_payload, usages))
-        client.write(DONE_EVENT)
 
     async def _relay(
         self, unit: Unit, call: Call, client: ClientStream, record: Record, merger: fanout.StreamMerger | None
@@ -90,6 +89,8 @@ class Gateway:
                 rewrite=merger.rewriter(unit) if merger else None,
             )
             await relay.run(self._settings.timeouts.idle_seconds)
+            if merger is not None:
+                await client.attend()  # the other units may take long
             journey.saw_usage(relay.transcript.usage)
             return relay
 
@@ -110,9 +111,7 @@ class Gateway:
         while True:
             try:
                 async with self._connector.open(call, avoid, journey) as attempt:
-                    result = await use(attempt)
-                    journey.enter(None)
-                    return result
+                    return await use(attempt)
             except NoBackendAvailable:
                 # What the last engine said is more to the point, except that it could not be reached.
                 if last is None or last.failure is Failure.CONNECT:
@@ -128,6 +127,8 @@ class Gateway:
                 last = error
                 avoid.add(error.backend)
                 self._metrics.retries_total.labels(role.value, error.failure.value).inc()
+            finally:
+                journey.leave()
             await asyncio.sleep(backoff_seconds(retry, failures[role]))
 
     def _units(self, call: Call) -> list[Unit]:

@@ -8,11 +8,11 @@ long as the client has nothing, a failed attempt can be repeated without a seam.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.errors import Failure, UpstreamError
 from proxy.flow.transcript import Meaning, Transcript
-from proxy.wire.openai import DONE_EVENT, data_event, with_cached_tokens
+from proxy.wire.openai import data_event, with_cached_tokens
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Attempt
     from proxy.flow.client import ClientStream
     from proxy.wire.sse import Event
+
+
+_END_MARK_SECONDS: Final = 1.0
 
 
 class Observer(Protocol):
@@ -44,7 +47,7 @@ class Relay:
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
     ) -> None:
         """`include_usage`: the client asked for the usage chunk. `rewrite` turns each payload into the bytes to send
-        when the stream is merged with others; such a stream's usage chunk and `[DONE]` are left to the merger.
+        when the stream is merged with others; such a stream's usage chunk is left to the merger.
         """
         self.transcript = Transcript()
         self.has_sent = False
@@ -64,7 +67,10 @@ class Relay:
         self._wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, idle_seconds: float) -> None:
-        """Copy until the answer is complete. Raises UpstreamError when it ends before that, ClientStalled."""
+        """Copy until the answer is complete, up to `[DONE]`, which whoever finishes the client's stream adds.
+
+        Raises UpstreamError when it ends before that, ClientStalled.
+        """
         response = self._attempt.response
         response.limit_silence(idle_seconds)
         response.attach(self)
@@ -78,8 +84,6 @@ class Relay:
             response.resume()
         if self._error is not None:
             raise self._error
-        if self._client.needs_attention:
-            await self._client.attend()
 
     # Sink
 
@@ -138,8 +142,8 @@ class Relay:
             if not self.transcript.is_complete:
                 self._end(self._attempt.response.fail(Failure.BROKEN, "the stream ended without a finish reason"))
                 return False
-            if self._rewrite is None:
-                output.append(DONE_EVENT)
+            # The answer is whole. What is left is the end mark of the body, for the connection's sake.
+            self._attempt.response.limit_silence(_END_MARK_SECONDS)
         elif meaning is Meaning.ERROR:
             self._end(_engine_error(self._attempt, payload, event.data))
             return False

@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, json_answer
-from tests.deployment import answer_alone, generations, request
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,7 +15,8 @@ import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import Api
-from tests.deployment import Answer, answer_alone, generations, request
+from tests.asking import Answer, answer_alone, request
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,8 @@ import pytest
 
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import Api
-from tests.deployment import generations, request, until
+from tests.asking import request, until
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

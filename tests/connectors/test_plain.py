@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, json_answer
-from tests.deployment import answer_alone, generations, request
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy

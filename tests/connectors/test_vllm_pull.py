@@ -9,8 +9,9 @@ import pytest
 
 from proxy.balancer.backend import Role
 from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, json_answer
-from tests.deployment import answer_alone, generations, kv_params, request
+from tests.deployment import generations, kv_params
 
 if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine
@@ -94,6 +95,22 @@ async def test_an_early_end_of_sequence_does_not_cost_the_kv(deploy: Deploy) -> 
     gateway = await deploy(prefiller={"first_token_eos": True})
     assert (await gateway.ask(request(Api.CHAT))).is_done
     assert gateway.decoders[0].state.pulls == 1
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}]
+
+
+@pytest.mark.parametrize(("profile", "asked_of_prefiller"), [("v0.18", "auto"), ("v0.23", NAMED)])
+async def test_a_forced_tool_call_is_kept_from_old_prefillers_which_would_fail(
+    deploy: Deploy, profile: str, asked_of_prefiller: Any
+) -> None:
+    gateway = await deploy(engine={"profile_name": profile, "tool_call_parser": "kimi_k2"})
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    answer = await gateway.ask(request(Api.CHAT, tools=TOOLS, tool_choice=NAMED, **thinking))
+    assert answer.status == 200
+    assert generations(*gateway.prefillers)[0].body["tool_choice"] == asked_of_prefiller
+    assert generations(*gateway.decoders)[0].body["tool_choice"] == NAMED
 
 
 RESERVED: dict[str, Any] = {
@@ -230,6 +247,16 @@ async def test_a_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None
     assert gateway.metrics("pdproxy_retries_total") == {("connect", "decode"): 2.0}
 
 
+async def test_what_only_the_decoder_can_refuse_is_refused_in_its_words(gateway: Deployment) -> None:
+    """The prefill leg has limits of its own."""
+    body = request(Api.CHAT, max_tokens=0)
+    async with gateway.session.post(gateway.decoders[0].url + Api.CHAT.path, json=body) as response:
+        engines_own = await response.read()
+    answer = await gateway.ask(body)
+    assert (answer.status, answer.body) == (400, engines_own)
+    assert gateway.decoders[0].state.releases == 1
+
+
 async def test_a_decoders_late_refusal_lets_the_kv_go(deploy: Deploy) -> None:
     """The decoder does not know the model: it tells the prefiller, and the client gets its words."""
     gateway = await deploy(decoder={"model": "another"})
@@ -271,6 +298,16 @@ async def test_missing_kv_parameters(
     assert len(generations(*gateway.prefillers)) == prefills
     assert len(generations(*gateway.decoders)) == decodes
     assert gateway.decoders[0].state.local_prefills == (decodes if prefills == without_kv or policy == "local" else 0)
+
+
+async def test_the_only_prefiller_is_asked_again(deploy: Deploy) -> None:
+    gateway = await deploy()
+    gateway.prefillers[0].faults.add("missing_kv_params", times=1)
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert gateway.decoders[0].state.pulls == 1
+    ids = [seen.headers["x-request-id"] for seen in generations(*gateway.prefillers)]
+    assert len(set(ids)) == 2
+    assert generations(*gateway.decoders)[0].headers["x-request-id"] == ids[1]
 
 
 @pytest.mark.parametrize("params", [b"null", b"{}", b"[]", b'{"do_remote_prefill":false,"remote_block_ids":[1]}'])

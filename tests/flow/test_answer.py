@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.wire.openai import Api
+from tests.asking import Answer, request
 from tests.canned import CannedEngine, http, json_answer
-from tests.deployment import Answer, request
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy

@@ -10,7 +10,8 @@ import pytest
 from yarl import URL
 
 from proxy.wire.openai import Api
-from tests.deployment import generations, request
+from tests.asking import request
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from tests.deployment import Deployment
@@ -76,6 +77,28 @@ async def test_a_clients_own_request_id_comes_back_if_it_is_a_sane_one(gateway: 
         answer = await gateway.ask(request(Api.CHAT, stream=stream), x_request_id=given)
         assert (answer.headers["x-request-id"] == given) == (given == "abc-1")
         assert answer.headers["x-request-id"]
+
+
+async def test_a_client_that_asks_before_it_sends_is_told_to_go_on(gateway: Deployment) -> None:
+    """As curl does with a large body."""
+    head, _, content = raw_request(request(Api.CHAT), b"Expect: 100-continue", b"Connection: close").partition(
+        b"\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
+    writer.write(head + b"\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(content)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+    writer.close()
+
+
+async def test_a_body_may_come_in_chunks(gateway: Deployment) -> None:
+    content = orjson.dumps(request(Api.CHAT))
+    sent = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
+    headers, _ = await exchange(gateway, sent + chunks)
+    assert headers["status"] == "HTTP/1.1 200 OK"
+    assert "content-length" in generations(*gateway.prefillers)[0].headers
 
 
 async def test_a_client_that_leaves_while_it_sends_reaches_no_engine(gateway: Deployment) -> None:

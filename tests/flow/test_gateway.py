@@ -10,7 +10,8 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.deployment import answer_alone, ask, generations, request, until
+from tests.asking import answer_alone, ask, request, until
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from proxy.sim.state import State

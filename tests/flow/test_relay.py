@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,10 +14,12 @@ from yarl import URL
 
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
+from tests.asking import Answer, answer_alone, read, request, until
 from tests.canned import CannedEngine, data, event_stream
-from tests.deployment import Answer, answer_alone, read, request, until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -157,20 +161,48 @@ async def test_a_client_that_reads_late_gets_everything(deploy: Deploy) -> None:
     assert answer.text == await answer_alone(body)
 
 
+def endless(engine: CannedEngine) -> None:
+    """Let an engine stream for ever."""
+    event = data(chunk("x" * 200))
+    more = itertools.repeat(b"%x\r\n%b\r\n" % (len(event), event))
+    engine.answer = itertools.chain(event_stream([event], is_whole=False), more)
+
+
+@contextmanager
+def asking_but_not_reading(gateway: Deployment) -> Iterator[None]:
+    body = orjson.dumps(request(Api.COMPLETIONS, stream=True))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", URL(gateway.url).port)) as client:
+        client.sendall(head + body)
+        yield
+
+
+async def held_back(engine: CannedEngine) -> None:
+    """Wait until an engine can get rid of nothing more for a while."""
+    sent_before = -1
+    while engine.sent_bytes != sent_before:
+        sent_before = engine.sent_bytes
+        await asyncio.sleep(0.03)
+
+
 async def test_a_client_that_does_not_read_holds_its_engine_back_and_is_cut_off(deploy: Deploy) -> None:
     """However much the engine has to say, little of it is taken. That silence is the client's, not the engine's."""
-    event = data(chunk("x" * 200))
-    endless = itertools.chain(
-        event_stream([event], is_whole=False), itertools.repeat(b"%x\r\n%b\r\n" % (len(event), event))
-    )
-    engine = CannedEngine("both", endless)
+    engine = CannedEngine("both")
+    endless(engine)
     gateway = await deploy(
         decoders=[engine], connector="plain", listen={"write_timeout_seconds": 0.4}, timeouts={"idle_seconds": 0.1}
     )
-    body = orjson.dumps(request(Api.COMPLETIONS, stream=True))
-    with socket.create_connection(("127.0.0.1", URL(gateway.url).port)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    with asking_but_not_reading(gateway):
         await engine.state.wait_until(lambda state: state.disconnects == 1, 5.0)
     await until(lambda: gateway.metrics("pdproxy_request_end_total") == {("cD",): 1.0}, "the end of the request")
     assert gateway.metrics("pdproxy_streams_broken_total") == {("write_timeout", "client"): 1.0}
     assert engine.sent_bytes < 16 * 1024 * 1024
+
+
+async def test_a_client_that_leaves_while_it_holds_its_engine_back_frees_it(deploy: Deploy) -> None:
+    engine = CannedEngine("both")
+    endless(engine)
+    gateway = await deploy(decoders=[engine], connector="plain", listen={"write_timeout_seconds": 3600.0})
+    with asking_but_not_reading(gateway):
+        await held_back(engine)
+    await engine.state.wait_until(lambda state: state.disconnects == 1, 1.0)

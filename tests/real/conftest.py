@@ -44,7 +44,8 @@ def cluster(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Cluste
     began = time.monotonic()
     engines.need(prefillers=size, decoders=size)
     prefillers, decoders = engines.prefillers[:size], engines.decoders[:size]
-    gateway = start_gateway(prefillers, decoders, engines.model.with_name(f"gateway-{request.param}.log"))
+    log = engines.model.with_name(f"gateway-{request.param}.log")
+    gateway = start_gateway(next(engines.ports), prefillers, decoders, log)
     print(f"{request.param}: engines and gateway are ready after {time.monotonic() - began:.0f} s", flush=True)
     try:
         yield Cluster(engines, prefillers, decoders, gateway)

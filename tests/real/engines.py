@@ -9,16 +9,17 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -52,10 +53,18 @@ _ENGINE_FLAGS = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody uses now: all are taken at the same time, so that they differ, and then let go."""
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
+def free_ports() -> Iterator[int]:
+    """Ports nobody uses now.
+
+    Not those the kernel gives away: an engine takes its port when it has loaded, and engines that load meanwhile are
+    given hundreds.
+    """
+    for port in random.sample(range(20_000, 30_000), 10_000):
+        try:
+            socket.create_server((HOST, port)).close()
+        except OSError:
+            continue
+        yield port
 
 
 class Program:
@@ -124,6 +133,8 @@ class Engines:
         self.single: list[Program] = []
         self.prefillers: list[Program] = []
         self.decoders: list[Program] = []
+        self.ports = free_ports()
+        """For engines and gateways alike, so that none is given twice."""
         self._directory = directory
         self._environment = {
             **os.environ,
@@ -165,7 +176,7 @@ class Engines:
         stop([*self.single, *self.prefillers, *self.decoders])
 
     def _start(self, kind: str, engines: list[Program], kv_role: str | None) -> Program:
-        port, side_channel_port = free_ports(2)
+        port, side_channel_port = next(self.ports), next(self.ports)
         name = f"{kind}-{len(engines) + 1}"
         flags = dict(_ENGINE_FLAGS) | {"--port": str(port)}
         environment = dict(self._environment)
@@ -180,9 +191,8 @@ class Engines:
         return engines[-1]
 
 
-def start_gateway(prefillers: Sequence[Program], decoders: Sequence[Program], log: Path) -> Program:
+def start_gateway(port: int, prefillers: Sequence[Program], decoders: Sequence[Program], log: Path) -> Program:
     """`python -m proxy` in front of these."""
-    (port,) = free_ports(1)
     command: list[object] = [sys.executable, "-m", "proxy", "--host", HOST, "--port", port, "--log-format", "json"]
     for noun, engines in (("prefiller", prefillers), ("decoder", decoders)):
         command += [f"--{noun}-hosts", *(HOST for _ in engines), f"--{noun}-ports", *(e.port for e in engines)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.deployment import until
+from tests.asking import until
 
 if TYPE_CHECKING:
     import signal

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from proxy.wire.openai import Api
-from tests.deployment import answer_alone, ask, read, request
+from tests.asking import answer_alone, ask, read, request
 from tests.scenarios.program import gateway, mock_engine
 
 if TYPE_CHECKING:

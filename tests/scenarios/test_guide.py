@@ -1,15 +1,17 @@
-"""vLLM-Ascend's guide for Kimi-K2.6, followed to the letter but for the program's name and the addresses."""
+"""vLLM-Ascend's guides for Kimi, followed to the letter but for the program's name and the addresses."""
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
 import aiohttp
+import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from tests.deployment import answer_alone, generations, read
+from tests.asking import answer_alone, read
+from tests.deployment import generations
 from tests.scenarios.program import running
-from tests.test_main import KIMI_K26, words
+from tests.test_main import KIMI_K25, KIMI_K26, words
 
 CURL_BODY = b"""{
         "model": "kimi_k26",
@@ -37,26 +39,28 @@ def on_this_host(line: list[str], prefillers: list[SimulatedEngine], decoders: l
     return line
 
 
-async def test_the_guides_command_and_its_request_work() -> None:
+@pytest.mark.parametrize(("guide", "prefill", "decode"), [(KIMI_K26, 8, 8), (KIMI_K25, 4, 32)], ids=["k2.6", "k2.5"])
+async def test_the_guides_command_and_its_request_work(guide: str, prefill: int, decode: int) -> None:
+    times = 2 * decode
     async with AsyncExitStack() as stack:
-        prefillers = [SimulatedEngine(role="prefill", model="kimi_k26") for _ in range(8)]
-        decoders = [SimulatedEngine(role="decode", model="kimi_k26") for _ in range(8)]
+        prefillers = [SimulatedEngine(role="prefill", model="kimi_k26") for _ in range(prefill)]
+        decoders = [SimulatedEngine(role="decode", model="kimi_k26") for _ in range(decode)]
         for engine in (*prefillers, *decoders):
             await stack.enter_async_context(engine)
-        line = on_this_host(words(KIMI_K26), prefillers, decoders)
+        line = on_this_host(words(guide), prefillers, decoders)
         program = await stack.enter_async_context(running(line, r"pdproxy \S+ on (\S+:\d+),"))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         answers = []
-        for _ in range(16):
+        for _ in range(times):
             headers = {"Content-Type": "application/json"}
             url = program.url + "/v1/chat/completions"
             async with session.post(url, data=CURL_BODY, headers=headers) as response:
                 answers.append(await read(response))
 
         assert {answer.status for answer in answers} == {200}
-        assert [answer.json["model"] for answer in answers] == ["kimi_k26"] * 16
-        assert {len(generations(engine)) for engine in (*prefillers, *decoders)} == {2}
-        assert sum(decoder.state.pulls for decoder in decoders) == 16
+        assert {answer.json["model"] for answer in answers} == {"kimi_k26"}
+        assert {len(generations(prefiller)) for prefiller in prefillers} == {times // prefill}
+        assert {(len(generations(decoder)), decoder.state.pulls) for decoder in decoders} == {(2, 2)}
         assert not any(prefiller.pins for prefiller in prefillers)
     body = {"model": "sim", "messages": [{"role": "user", "content": "The future of AI is"}], "max_tokens": 1024}
     assert {answer.text for answer in answers} == {await answer_alone(body)}

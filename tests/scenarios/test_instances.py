@@ -10,7 +10,8 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.deployment import Answer, answer_alone, ask, generations, request
+from tests.asking import Answer, answer_alone, ask, request
+from tests.deployment import generations
 from tests.scenarios.program import gateway
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.deployment import ask, request
+from tests.asking import ask, request
 from tests.scenarios.program import gateway
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.deployment import answer_alone, read, request
+from tests.asking import answer_alone, read, request
 from tests.scenarios.program import Program, gateway
 
 if TYPE_CHECKING:
