@@ -34,7 +34,10 @@ def record(clock: Clock) -> Record:
 
 def walk(journey: Journey, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
     for stage, seconds in steps:
-        journey.enter(stage)
+        if stage is None:
+            journey.leave()
+        else:
+            journey.enter(stage)
         clock.now += seconds
 
 
