@@ -161,7 +161,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
 def _boolean(values: Mapping[str, Any], name: str) -> bool:
     """A flag the gateway itself acts on, so it must not guess what `"yes"` means to the engine."""
     value = values.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
         raise BadRequest(f"{name} must be true or false", param=name)
     return bool(value)
 

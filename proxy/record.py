@@ -8,6 +8,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from proxy.wire.openai import prompt_details
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -38,10 +40,16 @@ class Journey:
     decoder: str = "-"
     seconds: dict[Stage, float] = field(default_factory=dict)
     attempts: int = 0
-    cached_tokens: int | None = None
+    prompt_details: dict[str, Any] | None = None
+    """The prefiller's `prompt_tokens_details`; None when it does not tell."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     _entered: float | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were found in the prefix cache; None when that is not known."""
+        return _count((self.prompt_details or {}).get("cached_tokens"), None)
 
     def begin_attempt(self) -> None:
         """A new attempt starts from nothing."""
@@ -62,10 +70,15 @@ class Journey:
             self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + self.clock() - self._entered
         self._entered = None
 
-    def saw_usage(self, usage: Any) -> None:
-        """Take the token counts of an engine's usage object, whatever it really is."""
+    def saw_prompt_usage(self, usage: Any) -> None:
+        """Take what a usage object, whatever it really is, says of the prompt."""
         if isinstance(usage, dict):
             self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.prompt_details = prompt_details(usage)
+
+    def saw_completion_usage(self, usage: Any) -> None:
+        """Take what a usage object, whatever it really is, says of the answer."""
+        if isinstance(usage, dict):
             self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
 
 

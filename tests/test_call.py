@@ -161,7 +161,7 @@ def test_what_is_absent_has_the_defaults_of_the_api(fields: dict[str, Any]) -> N
     ("fields", "param"),
     [
         ({"stream": "yes"}, "stream"),
-        ({"stream": 1}, "stream"),
+        ({"stream": 2}, "stream"),
         ({"stream": []}, "stream"),
         ({"stream": True, "stream_options": True}, "stream_options"),
         ({"stream": True, "stream_options": ["include_usage"]}, "stream_options"),

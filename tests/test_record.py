@@ -91,14 +91,17 @@ def test_a_new_attempt_starts_from_nothing(record: Record, clock: Clock) -> None
 )
 def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
     journey = Journey()
-    journey.saw_usage(usage)
+    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+        take(usage)
     assert (journey.prompt_tokens, journey.completion_tokens) == expected
 
 
 def test_a_usage_without_numbers_forgets_nothing() -> None:
     journey = Journey()
-    journey.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
-    journey.saw_usage({"completion_tokens": None})
+    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+        take({"prompt_tokens": 10, "completion_tokens": 3})
+    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+        take({"completion_tokens": None})
     assert (journey.prompt_tokens, journey.completion_tokens) == (10, 3)
 
 
@@ -120,9 +123,11 @@ def test_a_request_is_where_its_slowest_unit_is(record: Record, clock: Clock) ->
 
 def test_tokens_are_summed_over_the_units(record: Record) -> None:
     first, second = record.journey(), record.journey()
-    first.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
-    second.saw_usage({"prompt_tokens": 20, "completion_tokens": 4})
-    second.cached_tokens = 16
+    for take in (first.saw_prompt_usage, first.saw_completion_usage):
+        take({"prompt_tokens": 10, "completion_tokens": 3})
+    for take in (second.saw_prompt_usage, second.saw_completion_usage):
+        take({"prompt_tokens": 20, "completion_tokens": 4})
+    second.saw_prompt_usage({"prompt_tokens_details": {"cached_tokens": 16}})
     assert record.tokens() == (30, 16, 7)
 
 
@@ -133,7 +138,8 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
     walk(journey, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
     walk(journey, clock, (Stage.STREAM, 8.0), (None, 0.0))
-    journey.saw_usage({"prompt_tokens": 10, "completion_tokens": 3})
+    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+        take({"prompt_tokens": 10, "completion_tokens": 3})
     assert record.fields(200, "--", 10.750049) == {
         "id": "r1",
         "api": "chat",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy import upstream as upstream_module
 from proxy.balancer.backend import Backend, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure, UpstreamError
@@ -105,7 +104,7 @@ def new_upstream(key: str | None = None, **timeouts: float) -> Upstream:
 
 @pytest.fixture
 async def upstream(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Upstream]:
-    monkeypatch.setattr(upstream_module, "_KEEP_ALIVE_SECONDS", LONG)  # no connection is closed for its age alone
+    monkeypatch.setattr("proxy.upstream.upstream._KEEP_ALIVE_SECONDS", LONG)  # none is closed for its age
     async with new_upstream() as opened:
         yield opened
         assert opened.busy_connections == 0
@@ -302,7 +301,7 @@ async def test_a_whole_body_that_arrived_before_anybody_attached_is_not_lost(ups
 
 
 async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream_module, "_MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr("proxy.upstream.response._MAX_ANSWER_BYTES", 10)
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n12345678901"
     async with engine(lambda link: link.answer(answer)) as backend:
         assert await failure_of(fetch(upstream, backend)) is Failure.BAD_ANSWER
@@ -383,7 +382,7 @@ async def test_a_connection_that_was_paused_at_the_end_of_its_answer_serves_agai
 async def test_idle_connections_are_closed_before_the_engine_does_it(
     upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream_module, "_KEEP_ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr("proxy.upstream.upstream._KEEP_ALIVE_SECONDS", 0.0)
 
     async def script(link: Link) -> None:
         await link.answer()

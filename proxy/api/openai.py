@@ -84,11 +84,11 @@ class GenerationApi:
     @contextmanager
     def _account(self, record: Record) -> Iterator[None]:
         """One access line and one set of observations per request, however it ends."""
-        inflight = self._inflight(record.api.value)
+        inflight = self._inflight(record.api)
         inflight.inc()
         try:
             yield
-        except (GatewayError, web.HTTPException, asyncio.CancelledError) as error:
+        except BaseException as error:
             record.error = error
             raise
         finally:
@@ -96,10 +96,10 @@ class GenerationApi:
             self._observe(record)
 
     def _observe(self, record: Record) -> None:
-        metrics, api = self._metrics, record.api.value
+        metrics, api = self._metrics, record.api
         duration = record.clock() - record.started
         term, status = end_of(record)
-        self._requests(api, str(status)).inc()
+        self._requests(api, status).inc()
         self._ends(term).inc()
         self._durations(api, "true" if record.stream else "false").observe(duration)
         if record.first_token_seconds is not None:

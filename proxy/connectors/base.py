@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
@@ -40,14 +40,15 @@ class Attempt:
     response: Response
     journey: Journey
     kv_handed_over: bool
-    """The decoder got its KV cache from a prefiller, so its own count of cached tokens is wrong."""
+    """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
     free_prefiller: Callable[[], None]
     """Give back the prefiller's kv load; for `kv_arrived`."""
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens the prefiller found in its prefix cache; None when it does not tell."""
-        return self.journey.cached_tokens
+    def saw_usage(self, usage: Any) -> None:
+        """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
+        self.journey.saw_completion_usage(usage)
+        if not self.kv_handed_over:
+            self.journey.saw_prompt_usage(usage)
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""

@@ -26,7 +26,6 @@ from proxy.connectors.base import (
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 from proxy.record import Journey, Stage
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import cached_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection
@@ -223,10 +222,7 @@ class _Handover:
 
 def _kv_params(answer: Document, journey: Journey) -> bytes | None:
     """The exact bytes of a prefiller's KV parameters; None when there are none a decoder could use."""
-    usage = answer.values.get("usage")
-    journey.cached_tokens = cached_tokens(usage)
-    if isinstance(usage, dict):
-        journey.prompt_tokens = usage.get("prompt_tokens")
+    journey.saw_prompt_usage(answer.values.get("usage"))
     params = answer.values.get("kv_transfer_params")
     usable = isinstance(params, dict) and params.get("do_remote_prefill") is True
     return answer.raw_value("kv_transfer_params") if usable else None

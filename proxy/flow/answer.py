@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.connectors.base import parse_answer
 from proxy.errors import Failure
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import with_cached_tokens
+from proxy.wire.openai import with_prompt_details
 
 if TYPE_CHECKING:
     from proxy.connectors.base import Attempt
@@ -48,7 +48,7 @@ def _corrections(attempt: Attempt, answer: Document) -> dict[str, Any]:
         corrections["kv_transfer_params"] = REMOVED
     usage = answer.values.get("usage")
     if attempt.kv_handed_over and isinstance(usage, dict):
-        corrected = with_cached_tokens(usage, attempt.cached_tokens)
+        corrected = with_prompt_details(usage, attempt.journey.prompt_details)
         if corrected is not usage:
             corrections["usage"] = corrected
     return corrections

@@ -1,8 +1,9 @@
 """The client's side of a streamed answer.
 
 Headers are committed with the first bytes of the answer, so whatever fails before them is still an ordinary HTTP error.
-They leave in the same packet, and so do the last bytes and the end mark: a system call costs as much as the rest of a
-token. In between bytes are framed and written to the socket in the caller's call stack; only a client that reads too slowly costs a wait.
+They leave in one packet, and so do the last bytes and the end mark: a system call costs as much as a whole token.
+In between, bytes are framed and written to the socket in the caller's call stack; only a client that reads too slowly
+costs a wait.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from proxy.flow import answer as answers
 from proxy.flow import fanout
 from proxy.flow.relay import Relay
 from proxy.flow.retry import backoff_seconds, may_retry
-from proxy.wire.openai import DONE_EVENT, with_cached_tokens
+from proxy.wire.openai import DONE_EVENT, with_prompt_details
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -42,12 +42,12 @@ class Gateway:
 
         async def whole(attempt: Attempt) -> bytes:
             answer = await answers.read_answer(attempt)
-            attempt.journey.saw_usage(answer.values.get("usage"))
+            attempt.saw_usage(answer.values.get("usage"))
             return answers.client_body(attempt, answer)
 
         async def part(attempt: Attempt) -> dict[str, Any]:
             answer = await answers.read_answer(attempt)
-            attempt.journey.saw_usage(answer.values.get("usage"))
+            attempt.saw_usage(answer.values.get("usage"))
             return answers.client_values(attempt, answer)
 
         if len(units) == 1:
@@ -91,7 +91,7 @@ class Gateway:
             await relay.run(self._settings.timeouts.idle_seconds)
             if merger is not None:
                 await client.attend()  # the other units may take long
-            journey.saw_usage(relay.transcript.usage)
+            attempt.saw_usage(relay.transcript.usage)
             return relay
 
         return await self._attempt(unit.call, journey, copy, lambda: relay is not None and relay.has_sent)
@@ -113,6 +113,10 @@ class Gateway:
                 async with self._connector.open(call, avoid, journey) as attempt:
                     return await use(attempt)
             except NoBackendAvailable:
+                if avoid and last is not None and last.failure is Failure.RECOMPUTED:
+                    # A decoder that is short of memory is not sick: where there is no other, it is asked again.
+                    avoid.clear()
+                    continue
                 # What the last engine said is more to the point, except that it could not be reached.
                 if last is None or last.failure is Failure.CONNECT:
                     raise
@@ -180,4 +184,4 @@ def _never() -> bool:
 
 def _corrected_usage(relay: Relay, journey: Journey) -> dict[str, Any] | None:
     usage = relay.transcript.usage
-    return usage if usage is None else with_cached_tokens(usage, journey.cached_tokens)
+    return usage if usage is None else with_prompt_details(usage, journey.prompt_details)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.errors import Failure, UpstreamError
 from proxy.flow.transcript import Meaning, Transcript
-from proxy.wire.openai import data_event, with_cached_tokens
+from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Relay:
                 output.append(self._usage_event(event))
         elif meaning is Meaning.DONE:
             if not self.transcript.is_complete:
-                self._end(self._attempt.response.fail(Failure.BROKEN, "the stream ended without a finish reason"))
+                self._end(self._unfinished())
                 return False
             # The answer is whole. What is left is the end mark of the body, for the connection's sake.
             self._attempt.response.limit_silence(_END_MARK_SECONDS)
@@ -159,8 +159,16 @@ class Relay:
         if not self._attempt.kv_handed_over:
             return event.raw
         usage = self.transcript.payload["usage"]
-        corrected = with_cached_tokens(usage, self._attempt.cached_tokens)
+        corrected = with_prompt_details(usage, self._attempt.journey.prompt_details)
         return event.raw if corrected is usage else data_event({**self.transcript.payload, "usage": corrected})
+
+    def _unfinished(self) -> UpstreamError:
+        """The error for a stream that said `[DONE]` but never finished its answer."""
+        fail = self._attempt.response.fail
+        if self.has_sent:
+            return fail(Failure.BROKEN, "the stream ended without a finish reason")
+        # So ends in vLLM 0.18 to 0.30 what was preempted before its first token, and what could not load its KV cache.
+        return fail(Failure.RECOMPUTED, "the stream ended before its first token")
 
     def _open(self) -> None:
         self._opened = True

@@ -87,22 +87,19 @@ def data_event(payload: object) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def cached_tokens(usage: Any) -> int | None:
-    """`usage.prompt_tokens_details.cached_tokens`; None when the engine does not report it."""
+def prompt_details(usage: Any) -> dict[str, Any] | None:
+    """`usage.prompt_tokens_details`, which counts cached tokens; None when the engine does not report it."""
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    return details if isinstance(details, dict) else None
 
 
-def with_cached_tokens(usage: dict[str, Any], cached: int | None) -> dict[str, Any]:
-    """A decoder's usage with the prefiller's cached tokens.
+def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None) -> dict[str, Any]:
+    """A decoder's usage with what the prefiller reports of the prompt.
 
     A decoder that received its KV cache reports nearly the whole prompt as cached (vllm-ascend #8910); only the
-    prefiller knows. `cached` None: the prefiller does not tell, and the decoder's figure is withdrawn rather than
-    passed on.
+    prefiller knows. None: the prefiller does not tell, and the decoder's figures are withdrawn rather than passed on.
     """
-    details = usage.get("prompt_tokens_details")
-    if cached is None:
-        return usage if details is None else {**usage, "prompt_tokens_details": None}
-    known = details if isinstance(details, dict) else {}
-    return {**usage, "prompt_tokens_details": {**known, "cached_tokens": cached}}
+    if prefillers is None:
+        withdrawn = usage.get("prompt_tokens_details") is not None
+        return {**usage, "prompt_tokens_details": None} if withdrawn else usage
+    return {**usage, "prompt_tokens_details": {**(prompt_details(usage) or {}), **prefillers}}

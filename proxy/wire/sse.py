@@ -29,26 +29,36 @@ class EventTooLong(ValueError):
 class EventSplitter:
     """Cuts a byte stream into events; owns the bytes of the event that has not ended yet."""
 
-    __slots__ = ("_max_event_bytes", "_pending")
+    __slots__ = ("_max_event_bytes", "_parts", "_pending_bytes", "_tail")
 
     def __init__(self, max_event_bytes: int = 32 * 1024 * 1024) -> None:
-        self._pending = b""
+        self._parts: list[bytes] = []
+        self._pending_bytes = 0
+        self._tail = b""  # the last bytes of the parts: as many as may belong to the blank line that ends the event
         self._max_event_bytes = max_event_bytes
 
     @property
     def pending(self) -> bytes:
         """Bytes after the last complete event: empty at a clean end of the stream."""
-        return self._pending
+        return b"".join(self._parts)
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes and return the events they complete. Raises EventTooLong."""
-        if self._pending:
-            chunk = self._pending + chunk
+        if self._parts:
+            # A long event is not searched again with every read: its end must touch the new bytes.
+            seam = self._tail + chunk
+            if b"\n\n" not in seam and _CR not in seam:
+                self._hold(chunk)
+                return []
+            chunk = b"".join((*self._parts, chunk))
+            self._parts.clear()
+            self._pending_bytes = 0
+            self._tail = b""
         if _CR in chunk:
             return self._feed_any_line_end(chunk)
-        *complete, self._pending = chunk.split(b"\n\n")
-        if len(self._pending) > self._max_event_bytes:
-            raise EventTooLong
+        *complete, pending = chunk.split(b"\n\n")
+        if pending:
+            self._hold(pending)
         # The common shape, `data: {…}` on one line, costs one slice; everything else goes through the grammar.
         return [
             Event(text + b"\n\n", text[6:] if text.startswith(b"data: ") and _LF not in text else _data_of(text))
@@ -63,10 +73,16 @@ class EventSplitter:
                 break  # lines ended with LF, so the LF of this line end may still be on its way
             events.append(Event(chunk[start : blank.end()], _data_of(chunk[start : blank.start()])))
             start = blank.end()
-        self._pending = chunk[start:]
-        if len(self._pending) > self._max_event_bytes:
-            raise EventTooLong
+        if start < len(chunk):
+            self._hold(chunk[start:])
         return events
+
+    def _hold(self, chunk: bytes) -> None:
+        self._parts.append(chunk)
+        self._pending_bytes += len(chunk)
+        self._tail = (self._tail + chunk[-3:])[-3:]
+        if self._pending_bytes > self._max_event_bytes:
+            raise EventTooLong
 
 
 def _data_of(text: bytes) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 _ENGINES_PER_ROLE = 2
 _WARM_UP_SECONDS = 0.5
+_NOTES = f"""
+CPU: user and system time of the program and its children, by completed request or by streamed token.
+All included: whatever the program did meanwhile, so also what the requests cost. Further token: without what as many
+1-token streams cost, and without their tokens.
+First token: from the request to the first content at the client, {1000 * FIRST_TOKEN_SECONDS:g} ms by the engine."""
 
 
 def main() -> None:
@@ -33,7 +39,8 @@ def main() -> None:
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
     compared = [peers.ours()]
     if options.reference is not None:
-        compared.append(peers.reference(options.reference))
+        # scripts/bench changes the directory and tells from where it was called.
+        compared.append(peers.reference(Path(os.environ.get("CALLED_FROM", ".")) / options.reference))
     rounds: dict[str, dict[str, list[Measurement]]] = {p.name: {s.name: [] for s in chosen} for p in compared}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -55,16 +62,16 @@ def main() -> None:
                     measurement = _measure(scenario, port, pid, options.seconds)
                     rounds[peer.name][scenario.name].append(measurement)
                     _tell(f"round {number}, {peer.name}, {scenario.title}", measurement)
-    print(f"\nmedians of {options.rounds} rounds of {options.seconds:g} s; CPU time is user + system, all processes")
-    print(f"first token: {1000 * FIRST_TOKEN_SECONDS:g} ms of it are the engine's\n")
-    print(table(chosen, rounds))
+    print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s.\n\n{table(chosen, rounds)}\n{_NOTES}")
     if any(m.result.errors for peer in rounds.values() for of_scenario in peer.values() for m in of_scenario):
         sys.exit(1)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench", description="CPU time per request and per streamed token.")
-    parser.add_argument("--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py")
+    parser.add_argument(
+        "--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of which the median counts (default: 3)")
     names = [scenario.name for scenario in scenarios(1.0)]

@@ -1,14 +1,16 @@
 """Prefillers and decoders that cost next to nothing: `python -m benchmark.engines PREFILL_PORTS DECODE_PORTS`.
 
 Raw asyncio on uvloop, answers built beforehand. They speak the pull protocol as far as a proxy can get it wrong: a
-prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. A stream has the shape of
-vLLM's, write by write: the headers at once, then the role chunk with the first token, then a token per write.
+prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. A stream has the shape
+of vLLM's, write by write: the headers at once, then the role chunk with the first token, then a token per write. And as
+in a real engine all streams of a decoder get their token in the same step; the decoders do not step together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import httptools
@@ -26,7 +28,9 @@ WORD = " token"
 
 def _json_answer(status: str, payload: object) -> bytes:
     body = orjson.dumps(payload)
-    head = f"HTTP/1.1 {status}\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -77,7 +81,7 @@ _END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 def _completion(text: str, completion_tokens: int, kv_params: dict[str, Any] | None) -> bytes:
-    message = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
+    message: dict[str, Any] = {"role": "assistant", "content": text, "reasoning": None, "tool_calls": []}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     return _json_answer(
         "200 OK",
@@ -110,10 +114,11 @@ _PREFILLED = _completion(
 
 
 class _Engine(asyncio.Protocol):
-    """One connection."""
+    """One connection. `phase_seconds`: when the engine's steps begin, for a decoder."""
 
-    def __init__(self, answer: Callable[[_Engine, dict[str, Any]], None]) -> None:
+    def __init__(self, answer: Callable[[_Engine, dict[str, Any]], None], phase_seconds: float) -> None:
         self._answer = answer
+        self._phase_seconds = phase_seconds
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
         self._loop = asyncio.get_running_loop()
@@ -165,19 +170,20 @@ class _Engine(asyncio.Protocol):
             self._transport.write(_ROLE + self._last(tokens))
         else:
             self._transport.write(_ROLE + _TOKEN)
-            self._wait_for_token(2, tokens, self._loop.time())
+            step = int((self._loop.time() - self._phase_seconds) / PACE_SECONDS)
+            self._wait_for_step(step + 1, tokens - 1, tokens)
 
-    def _wait_for_token(self, number: int, tokens: int, first_at: float) -> None:
-        # Counted from the first token, so that a late timer does not make the stream slower.
-        due = (first_at // PACE_SECONDS + number) * PACE_SECONDS
-        self._timer = self._loop.call_at(due, self._next_token, number, tokens, first_at)
+    def _wait_for_step(self, step: int, left: int, tokens: int) -> None:
+        # By number and not from now on, so that a late timer does not make the stream slower.
+        due = self._phase_seconds + step * PACE_SECONDS
+        self._timer = self._loop.call_at(due, self._step, step, left, tokens)
 
-    def _next_token(self, number: int, tokens: int, first_at: float) -> None:
-        if number == tokens:
+    def _step(self, step: int, left: int, tokens: int) -> None:
+        if left == 1:
             self._transport.write(self._last(tokens))
         else:
             self._transport.write(_TOKEN)
-            self._wait_for_token(number + 1, tokens, first_at)
+            self._wait_for_step(step + 1, left - 1, tokens)
 
     @staticmethod
     def _last(tokens: int) -> bytes:
@@ -187,8 +193,9 @@ class _Engine(asyncio.Protocol):
 async def _serve(prefill_ports: list[int], decode_ports: list[int]) -> None:
     loop = asyncio.get_running_loop()
     for ports, answer in ((prefill_ports, _Engine.prefill), (decode_ports, _Engine.decode)):
-        for port in ports:
-            await loop.create_server(lambda answer=answer: _Engine(answer), "127.0.0.1", port, backlog=1024)
+        for index, port in enumerate(ports):
+            make = partial(_Engine, answer, PACE_SECONDS * index / len(ports))
+            await loop.create_server(make, "127.0.0.1", port, backlog=1024)
     # Whoever started this process holds the other end: its end, however it comes, is the end here, too.
     await loop.run_in_executor(None, sys.stdin.buffer.read)
 

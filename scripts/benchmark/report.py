@@ -10,8 +10,12 @@ from benchmark.scenarios import PACED, SHORT_STREAM, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     from benchmark.load import Result
+
+    ByScenario: TypeAlias = Mapping[str, Sequence["Measurement"]]
+    Figure: TypeAlias = Callable[[ByScenario], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,8 @@ class Measurement:
         return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
 
 
-Rounds = "Mapping[str, Mapping[str, Sequence[Measurement]]]"
-"""By peer and scenario name."""
-
-
-def table(scenarios: Sequence[Scenario], rounds: Mapping[str, Mapping[str, Sequence[Measurement]]]) -> str:
-    """The figures of every peer side by side; the ratios are the first peer's to each other one's."""
+def table(scenarios: Sequence[Scenario], rounds: Mapping[str, ByScenario]) -> str:
+    """The figures of every peer, by its name, side by side; the ratios are the first peer's to each other one's."""
     first, *others = rounds
     lines = [("", *rounds, *(f"{first} / {other}" for other in others))]
     for scenario in scenarios:
@@ -64,29 +64,26 @@ def table(scenarios: Sequence[Scenario], rounds: Mapping[str, Mapping[str, Seque
     )
 
 
-_Figure = "Callable[[Mapping[str, Sequence[Measurement]]], float]"
-
-
-def _figures(scenario: Scenario) -> list[tuple[str, Callable[[Mapping[str, Sequence[Measurement]]], float]]]:
+def _figures(scenario: Scenario) -> list[tuple[str, Figure]]:
     """Labels of a scenario's figures, and how each is got from one peer's measurements."""
 
-    def of(figure: Callable[[Measurement], float]) -> Callable[[Mapping[str, Sequence[Measurement]]], float]:
+    def of(figure: Callable[[Measurement], float]) -> Figure:
         return lambda peer: median(figure(measurement) for measurement in peer[scenario.name])
 
-    if scenario.name != PACED:
-        figures = [("CPU, µs per request", of(lambda m: m.per_request)), ("requests/s", of(lambda m: m.requests_per_second))]
-        if scenario.stream:
-            figures.append(("first token, ms, p50", of(lambda m: m.first_token_ms(0.5))))
-        return figures
+    if scenario.name == PACED:
+        return [
+            ("CPU, µs per token, all included", of(lambda m: m.per_token)),
+            ("CPU, µs per further token", _per_further_token),
+            ("first token, ms, p50", of(lambda m: m.first_token_ms(0.5))),
+            ("first token, ms, p99", of(lambda m: m.first_token_ms(0.99))),
+        ]
     return [
-        ("CPU, µs per token, all included", of(lambda m: m.per_token)),
-        ("CPU, µs per further token", _per_further_token),
-        ("first token, ms, p50", of(lambda m: m.first_token_ms(0.5))),
-        ("first token, ms, p99", of(lambda m: m.first_token_ms(0.99))),
+        ("CPU, µs per request", of(lambda m: m.per_request)),
+        ("requests/s", of(lambda m: m.requests_per_second)),
     ]
 
 
-def _per_further_token(peer: Mapping[str, Sequence[Measurement]]) -> float:
+def _per_further_token(peer: ByScenario) -> float:
     """Without what as many 1-token streams cost: their CPU taken off, and their tokens."""
     if SHORT_STREAM not in peer:
         return float("nan")

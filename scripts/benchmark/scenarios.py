@@ -61,5 +61,7 @@ def scenarios(seconds: float) -> list[Scenario]:
             max_tokens=max(2, round(seconds / PACE_SECONDS)),
             once=True,
         ),
-        Scenario("large-prompt", "256 KiB prompts, 1-token streams, 8 at a time", 8, max_tokens=1, prompt_bytes=1 << 18),
+        Scenario(
+            "large-prompt", "256 KiB prompts, 1-token streams, 8 at a time", 8, max_tokens=1, prompt_bytes=1 << 18
+        ),
     ]

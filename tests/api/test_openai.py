@@ -89,7 +89,7 @@ NO_REQUESTS = [
     b"null",
     b'{"model": "sim", "model": "sim"}',
     b'{"model": "sim", "messages": [], "stream": "yes"}',
-    b'{"model": "sim", "messages": [], "stream": 1}',
+    b'{"model": "sim", "messages": [], "stream": 2}',
     b'{"model": "sim", "messages": [], "n": 0}',
     b'{"model": "sim", "messages": [], "n": true}',
     b'{"model": "sim", "messages": [], "stream_options": {}, "stream": false, "stream_options": 1}',

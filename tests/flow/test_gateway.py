@@ -234,5 +234,17 @@ async def test_many_requests_at_once_are_spread_over_all_engines(deploy: Deploy)
     for body, answer in zip(bodies, answers, strict=True):
         assert answer.is_done
         assert answer.text == await answer_alone(body)
-    assert [len(generations(prefiller)) for prefiller in gateway.prefillers] == [16] * 3
-    assert [len(generations(decoder)) for decoder in gateway.decoders] == [12] * 4
+    # Roughly alike: what is freer depends on which answers are back.
+    assert min(len(generations(prefiller)) for prefiller in gateway.prefillers) > 48 / 3 / 2
+    assert min(len(generations(decoder)) for decoder in gateway.decoders) > 48 / 4 / 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_only_decoder_is_asked_again_after_it_ran_short_of_memory(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1)
+    gateway.decoders[0].faults.add("recompute", tokens=0, times=1)
+    body = request(Api.CHAT, stream=stream)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert len(generations(*gateway.prefillers)) == 2

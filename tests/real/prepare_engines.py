@@ -36,10 +36,10 @@ def main() -> None:
     name_vllm()
     # NIXL's progress thread does not pause at all and takes a whole core from an idle engine: 1 ms instead.
     replace("nixl_cu12/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n")
-    # The two processes of an engine talk through shared memory. A reader spins for a second, which is all the processor
-    # time of a small machine, and then sleeps until it is told of a message. That notice is lost now and then, most of
-    # all while a decoder waits for a transfer; then it sleeps for 5 s at a time, until the prefiller's lease has ended.
-    # So: hardly any spinning, and a look every 5 ms.
+    # The processes of an engine talk through shared memory. A reader spins for a second, which is all the processor
+    # time of a small machine, and then sleeps until it is told of a message. That notice is lost now and then, and the
+    # reader looks for itself only every 5 s: transfers then take until the prefiller's lease has ended. So: hardly any
+    # spinning, and a look every 5 ms.
     queue = "vllm/distributed/device_communicators/shm_broadcast.py"
     replace(queue, "busy_loop_s: float = 1,\n", "busy_loop_s: float = 0.0005,\n")
     replace(queue, "SHM_READER_RECHECK_INTERVAL_MS = 5000\n", "SHM_READER_RECHECK_INTERVAL_MS = 5\n")

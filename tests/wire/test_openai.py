@@ -12,12 +12,12 @@ from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import (
     DONE_EVENT,
     Api,
-    cached_tokens,
     data_event,
     error_body,
     error_event,
     error_type,
-    with_cached_tokens,
+    prompt_details,
+    with_prompt_details,
 )
 from proxy.wire.sse import EventSplitter
 
@@ -108,36 +108,34 @@ def test_events_survive_their_own_splitter() -> None:
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [
-        ({"prompt_tokens_details": {"cached_tokens": 5}}, 5),
-        ({"prompt_tokens_details": {"cached_tokens": 0}}, 0),
-        ({"prompt_tokens_details": {"cached_tokens": None}}, None),
-        ({"prompt_tokens_details": {"cached_tokens": "5"}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 5}}, {"cached_tokens": 5}),
+        ({"prompt_tokens_details": {}}, {}),
         ({"prompt_tokens_details": None}, None),
-        ({"prompt_tokens_details": []}, None),
+        ({"prompt_tokens_details": 5}, None),
         ({}, None),
         (None, None),
-        ("usage", None),
+        ([], None),
     ],
 )
-def test_cached_tokens_are_read_or_unknown(usage: Any, expected: int | None) -> None:
-    assert cached_tokens(usage) == expected
+def test_details_of_the_prompt_are_read_or_unknown(usage: Any, expected: Any) -> None:
+    assert prompt_details(usage) == expected
 
 
 @pytest.mark.parametrize(
-    ("details", "cached", "expected"),
+    ("decoders", "prefillers", "expected"),
     [
-        ({"cached_tokens": 9, "audio_tokens": 1}, 4, {"cached_tokens": 4, "audio_tokens": 1}),
-        (None, 4, {"cached_tokens": 4}),
-        ("nonsense", 4, {"cached_tokens": 4}),
+        ({"cached_tokens": 9, "audio_tokens": 1}, {"cached_tokens": 4}, {"cached_tokens": 4, "audio_tokens": 1}),
+        ({"created_cache_tokens": 0}, {"created_cache_tokens": 192}, {"created_cache_tokens": 192}),
+        (None, {"cached_tokens": 4}, {"cached_tokens": 4}),
+        ("nonsense", {"cached_tokens": 4}, {"cached_tokens": 4}),
         ({"cached_tokens": 9}, None, None),
     ],
 )
-def test_the_prefillers_cached_tokens_replace_the_decoders(details: Any, cached: int | None, expected: Any) -> None:
-    usage = {"prompt_tokens": 10, "prompt_tokens_details": details}
-    assert with_cached_tokens(usage, cached) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
-    assert usage["prompt_tokens_details"] is details
+def test_the_prefillers_details_replace_the_decoders(decoders: Any, prefillers: Any, expected: Any) -> None:
+    usage = {"prompt_tokens": 10, "prompt_tokens_details": decoders}
+    assert with_prompt_details(usage, prefillers) == {"prompt_tokens": 10, "prompt_tokens_details": expected}
 
 
-def test_a_usage_that_needs_no_correction_is_the_same_object() -> None:
-    usage = {"prompt_tokens": 10}
-    assert with_cached_tokens(usage, None) is usage
+def test_usage_without_details_stays_as_it_is() -> None:
+    for usage in ({"prompt_tokens": 10}, {"prompt_tokens": 10, "prompt_tokens_details": None}):
+        assert with_prompt_details(usage, None) is usage

@@ -1,0 +1,172 @@
+"""One connection to one backend: an asyncio protocol around httptools' parser."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, cast
+
+import httptools
+
+from proxy.errors import Failure, UpstreamError
+from proxy.upstream.response import Response, upstream_error
+
+if TYPE_CHECKING:
+    from proxy.balancer.backend import Backend
+
+_MAX_HEAD_BYTES: Final = 64 * 1024
+
+
+class Connection(asyncio.Protocol):
+    """One connection to one backend: idle, or busy with exactly one exchange."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.exchanges = 0
+        self.idle_since = 0.0
+        self.closed = False
+        self.complete = False
+        """The exchange's answer has arrived whole, and the connection can carry another."""
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._head: asyncio.Future[Response] | None = None
+        self._response: Response | None = None
+        self._headers: dict[str, str] = {}
+        self._head_bytes = 0
+        self._body: list[bytes] = []
+        self._message_complete = False
+        self._keep_alive = False
+        self._answered = False
+        self._quiet_since = 0.0
+        self._silence_seconds = 0.0
+        self._active = False
+        self._paused = False
+
+    # What Upstream does with it
+
+    @property
+    def is_reusable(self) -> bool:
+        """Has its exchange ended well, and is it still open? A transport that has seen EOF reports the loss later."""
+        return self.complete and not self.closed and self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes, *, silence_seconds: float, now: float) -> asyncio.Future[Response]:
+        """Begin an exchange; the future is done when the answer's headers have arrived."""
+        assert self._transport is not None
+        self.exchanges += 1
+        self.complete = self._message_complete = self._answered = self._active = False
+        self._response = None
+        self._head_bytes = 0
+        self._head = asyncio.get_running_loop().create_future()
+        self._quiet_since, self._silence_seconds = now, silence_seconds
+        self._transport.writelines((head, body))
+        return self._head
+
+    def limit_silence(self, seconds: float) -> None:
+        self._silence_seconds = seconds
+        self._active = True
+
+    def check_silence(self, now: float) -> None:
+        """Fail the exchange if the engine has been silent for too long. Time spent paused by us does not count."""
+        if self._active or self._paused:
+            self._active, self._quiet_since = False, now
+        elif now - self._quiet_since > self._silence_seconds:
+            stage = "an answer" if self._response is None else "more of the answer"
+            self.abort(self._error(Failure.TIMEOUT, f"waited {self._silence_seconds:g} s for {stage}"))
+
+    def pause(self, paused: bool) -> None:
+        if self._transport is None or self.closed or paused == self._paused:
+            return
+        self._paused = paused
+        if paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def abort(self, error: UpstreamError | None = None) -> None:
+        """Drop the connection at once: the engine sees it and stops working for us."""
+        if self._transport is not None and not self.closed:
+            self.closed = True
+            self._transport.abort()
+        if error is not None:
+            self._fail(error)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None or self.complete:
+            self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
+            return
+        self._active = self._answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._keep_alive = False
+            if not self._message_complete:  # what follows a complete answer cannot spoil it
+                self.abort(self._error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
+                return
+        response = self._response
+        if response is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self.abort(self._error(Failure.BAD_ANSWER, "the engine's response headers are too large"))
+            return
+        if self._body:
+            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._body.clear()
+            response.deliver(body)
+        if self._message_complete:
+            assert self._transport is not None
+            # An answer that came before the request was written out leaves the rest of the request in the pipe.
+            if self._keep_alive and not self._transport.get_write_buffer_size():
+                self.complete = True
+            else:
+                self.abort()
+            response.end(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if self._head is None or self.complete:
+            return
+        if self._answered:
+            self._fail(
+                upstream_error(
+                    Failure.BROKEN, self.backend, "the engine closed the connection in the middle of its answer"
+                )
+            )
+        else:
+            self._fail(self._error(Failure.RESET, "the engine closed the connection without an answer"))
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if self._message_complete:
+            raise ValueError("a second answer to one request")  # feed_data raises HttpParserError for it
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._response = Response(self, status, self._headers)
+            if self._head is not None and not self._head.done():
+                self._head.set_result(self._response)
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        self._message_complete = self._response is not None  # a 1xx answer is followed by the real one
+        self._keep_alive = self._parser.should_keep_alive()  # known only here: the parser resets itself next
+
+    def _fail(self, error: UpstreamError) -> None:
+        if self._response is not None:
+            self._response.end(error)
+        elif self._head is not None and not self._head.done():
+            self._head.set_exception(error)
+
+    def _error(self, failure: Failure, message: str) -> UpstreamError:
+        return upstream_error(failure, self.backend, message)

@@ -1,0 +1,115 @@
+"""An engine's answer as it arrives, and who takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
+
+from proxy.errors import Failure, UpstreamError
+
+if TYPE_CHECKING:
+    from proxy.balancer.backend import Backend
+    from proxy.upstream.connection import Connection
+
+_MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+
+
+class Sink(Protocol):
+    """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
+
+    def received(self, data: bytes) -> None:
+        """The body bytes of one read from the socket, in order, never empty."""
+
+    def ended(self, error: UpstreamError | None) -> None:
+        """No more bytes. None: the body is complete. Called once."""
+
+
+class Response:
+    """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches."""
+
+    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_sink", "backend", "headers", "status")
+
+    def __init__(self, connection: Connection, status: int, headers: dict[str, str]) -> None:
+        self.backend = connection.backend
+        self.status = status
+        self.headers = headers
+        """Lower-case names; the last one of equal names."""
+        self._connection = connection
+        self._sink: Sink | None = None
+        self._arrived: list[bytes] = []
+        self._ended = False
+        self._error: UpstreamError | None = None
+
+    def attach(self, sink: Sink) -> None:
+        """Give the body to `sink`, beginning with what has arrived already."""
+        self._sink = sink
+        if self._arrived:
+            sink.received(b"".join(self._arrived))
+            self._arrived.clear()
+        if self._ended:
+            sink.ended(self._error)
+
+    async def read(self) -> bytes:
+        """The whole body. Raises UpstreamError when it ends early or is larger than the bound."""
+        reader = _Reader(self)
+        self.attach(reader)
+        return await reader.whole
+
+    def pause(self) -> None:
+        """Stop reading from the engine: TCP flow control then holds its output back."""
+        self._connection.pause(True)
+
+    def resume(self) -> None:
+        """Read again after `pause`."""
+        self._connection.pause(False)
+
+    def limit_silence(self, seconds: float) -> None:
+        """From now on, fail with TIMEOUT when the engine sends nothing for so long."""
+        self._connection.limit_silence(seconds)
+
+    def fail(self, failure: Failure, message: str) -> UpstreamError:
+        """The error for an answer that arrived but cannot be used."""
+        return upstream_error(failure, self.backend, message)
+
+    def deliver(self, data: bytes) -> None:
+        if self._sink is None:
+            self._arrived.append(data)
+        else:
+            self._sink.received(data)
+
+    def end(self, error: UpstreamError | None) -> None:
+        if not self._ended:
+            self._ended, self._error = True, error
+            if self._sink is not None:
+                self._sink.ended(error)
+
+
+class _Reader:
+    """The Sink behind `Response.read`."""
+
+    def __init__(self, response: Response) -> None:
+        self._response = response
+        self._parts: list[bytes] = []
+        self._size = 0
+        self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def received(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= _MAX_ANSWER_BYTES:
+            self._parts.append(data)
+        elif not self.whole.done():
+            self._parts.clear()
+            self.whole.set_exception(self._response.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
+
+    def ended(self, error: UpstreamError | None) -> None:
+        if self.whole.done():
+            return
+        if error is None:
+            self.whole.set_result(b"".join(self._parts))
+        else:
+            self.whole.set_exception(error)
+
+
+def upstream_error(failure: Failure, backend: Backend, message: str) -> UpstreamError:
+    """An error whose text clients may see: it names the role, while the address stays in the log."""
+    return UpstreamError(failure, backend, f"{backend.role.value} instance: {message}")
