@@ -42,7 +42,7 @@ class Plain:
         """One leg. See Connector.open."""
         with self._pool.lease(call.decode_load, avoid) as lease:
             journey.begin_attempt()
-            journey.enter(Stage.FIRST_TOKEN)
+            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
             journey.decoder = lease.backend.name
             async with self._upstream.open(
                 lease.backend,

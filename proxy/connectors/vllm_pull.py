@@ -106,7 +106,8 @@ class VllmPull:
             prefiller.free_compute()
             async with AsyncExitStack() as stack:
                 response = await self._decode(stack, call, handover, decoder, avoid, journey)
-                journey.enter(Stage.FIRST_TOKEN)
+                if call.stream:
+                    journey.enter(Stage.FIRST_TOKEN)
                 yield Attempt(response, journey, handover.kv_params is not None, prefiller.free_kv)
 
     async def _prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> _Handover:
@@ -175,7 +176,8 @@ class VllmPull:
             {} if handover.kv_params is None else {"kv_transfer_params": orjson.Fragment(handover.kv_params)}
         )
         refused = set(avoid)
-        journey.enter(Stage.HANDOFF)
+        # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
+        journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
             journey.decoder = lease.backend.name
             try:

@@ -202,7 +202,7 @@ ACCOUNTS = [
     ("prefiller", "hang_before_headers", True, "sF", 504),
     ("decoder", "refuse_status", True, "SH", 503),
     ("decoder", "error_event", True, "ST", 500),
-    ("decoder", "hang_before_headers", False, "sH", 504),
+    ("decoder", "hang_before_headers", False, "sD", 504),
 ]
 
 
