@@ -81,7 +81,7 @@ class Transcript:
         return Meaning.USAGE if has_usage else Meaning.OTHER
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
-        meaning = Meaning.OPENING
+        has_content = False
         for choice in choices:
             index = choice.get("index", 0)
             reason = choice.get("finish_reason")
@@ -90,15 +90,16 @@ class Transcript:
             if reason is not None:
                 self.finish_reasons[index] = reason
                 self.open_choices.discard(index)
-                meaning = Meaning.CONTENT
+                has_content = True
                 continue
             if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
                 self.open_choices.add(index)
             if not _is_opening(choice):
-                meaning = Meaning.CONTENT
-        if meaning is Meaning.CONTENT:
-            self.tokens += 1
-        return meaning
+                has_content = True
+        if not has_content:
+            return Meaning.OPENING
+        self.tokens += 1
+        return Meaning.CONTENT
 
 
 def _is_opening(choice: dict[str, Any]) -> bool:

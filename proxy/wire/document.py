@@ -98,9 +98,13 @@ class Document:
 
 
 def _is_plainly_spelled(raw: bytes, values: dict[str, Any]) -> bool:
-    """Whether serialising the values gives these very bytes, as far as it is worth trying. No name then stands twice."""
-    is_worth_it = len(raw) <= _SHORT_BYTES or raw.count(b"\\", 0, _SHORT_BYTES) >= _MANY_ESCAPES
-    return is_worth_it and orjson.dumps(values) == raw
+    """Whether serialising gives these very bytes, as far as it is worth trying. If so, no name stands twice."""
+    if len(raw) > _SHORT_BYTES and raw.count(b"\\", 0, _SHORT_BYTES) < _MANY_ESCAPES:
+        return False
+    try:
+        return orjson.dumps(values) == raw
+    except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
+        return False
 
 
 def _find_members(raw: bytes) -> dict[str, tuple[int, int, int]] | None:
