@@ -34,7 +34,8 @@ First token: from the request to the first content at the client, {1000 * FIRST_
 def main() -> None:
     """The whole run."""
     # A signal unwinds like an error, so that every process is stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda received, _: sys.exit(128 + received))
     options = _options()
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
     compared = [peers.ours()]
