@@ -64,7 +64,12 @@ class Document:
             raise InvalidDocument("the body must be a JSON object")
         self.raw = raw
         self.values: dict[str, Any] = values
-        self._members = None if _is_plainly_spelled(raw, values) else _find_members(raw)
+        self._members: dict[str, tuple[int, int, int]] | None = None
+        """Where each member's key begins, and its value begins and ends; None: a copy is made from the values."""
+        if not _is_plainly_spelled(raw, values):
+            self._members = _find_members(raw)
+            if self._members is None:
+                _check_can_be_serialised(values)
 
     def raw_value(self, name: str) -> bytes | None:
         """The bytes of a member's value; None when there is no such member."""
@@ -105,6 +110,13 @@ def _is_plainly_spelled(raw: bytes, values: dict[str, Any]) -> bool:
         return orjson.dumps(values) == raw
     except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
         return False
+
+
+def _check_can_be_serialised(values: dict[str, Any]) -> None:
+    try:
+        orjson.dumps(values)
+    except orjson.JSONEncodeError:
+        raise InvalidDocument("the body is nested too deeply") from None
 
 
 def _find_members(raw: bytes) -> dict[str, tuple[int, int, int]] | None:

@@ -66,6 +66,15 @@ def object_texts(draw: st.DrawFn) -> Text:
     return Text(text.encode(), {name: value.encode() for name, value in values.items()})
 
 
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=8,
+)
 NEW_VALUES = st.sampled_from([REMOVED, None, True, 7, -1.5, "new", 'ü"\\', {"a": [1, {"b": None}]}, [], {}]) | STRINGS
 
 
@@ -225,3 +234,20 @@ def test_megabytes_in_one_string_are_no_flood(value: bytes, template: bytes) -> 
 def test_a_long_list_of_token_ids_is_no_flood() -> None:
     ids = b"[" + b",".join([b"101"] * 300_000) + b"]"
     assert Document(b'{"prompt":' + ids + b"}").raw_value("prompt") == ids
+
+
+def test_an_object_of_very_many_elements_that_is_nested_too_deeply_is_refused() -> None:
+    raw = b'{ "a": ' + b"[" * 300 + b"]" * 300 + b', "b": [' + b",".join([b"[]"] * 20_000) + b"]}"
+    with pytest.raises(InvalidDocument, match="too deeply"):
+        Document(raw)
+
+
+@given(
+    values=st.dictionaries(st.text(max_size=4), JSON_VALUES, max_size=6),
+    changes=st.dictionaries(st.text(max_size=4), NEW_VALUES, max_size=4),
+)
+def test_how_an_object_is_spelled_makes_no_difference(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    plain, spaced = orjson.dumps(values), b" " + orjson.dumps(values)
+    assert Document(plain).with_changes(changes) == Document(spaced).with_changes(changes)
+    for name in values:
+        assert Document(plain).raw_value(name) == Document(spaced).raw_value(name)
