@@ -33,6 +33,14 @@ def pytest_asyncio_loop_factories(
     return {name: _LOOPS[name]}
 
 
+@pytest.fixture(autouse=True)
+async def nothing_runs_on() -> AsyncIterator[None]:
+    """After every test, when all its other fixtures are gone, no task is left on its loop."""
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, f"tasks are left: {left}"
+
+
 class Deploy(Protocol):
     """Starts engines and a gateway. `engine` are options of all engines; `prefiller` and `decoder` of a role's; engines
     that are given are taken as they are. The rest are sections of the settings.
