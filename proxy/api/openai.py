@@ -132,7 +132,7 @@ def end_of(record: Record) -> tuple[str, int]:
     stage = record.stage.value if record.stage else "R"
     if isinstance(error, ClientStalled):
         return "cD", 200
-    if isinstance(error, asyncio.CancelledError):
+    if isinstance(error, asyncio.CancelledError | ConnectionError):  # whichever of the two is noticed first
         return "C" + stage, 200 if record.committed else 499
     if isinstance(error, UpstreamError):
         who = "s" if error.failure is Failure.TIMEOUT else "S"

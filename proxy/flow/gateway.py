@@ -84,7 +84,7 @@ class Gateway:
             relay = Relay(
                 attempt,
                 client,
-                _TokenClock(record, self._metrics),
+                _TokenClock(record, self._metrics).tick,
                 include_usage=call.include_usage,
                 rewrite=merger.rewriter(unit) if merger else None,
             )
@@ -166,8 +166,8 @@ class _TokenClock:
         self._writes = 0
         self._gap_from = 0.0
 
-    def tokens_passed(self, events: int) -> None:
-        """See Observer."""
+    def tick(self) -> None:
+        """Part of the answer went to the client."""
         self._writes += 1
         phase = self._writes & 7
         if phase == 1:

@@ -8,7 +8,7 @@ long as the client has nothing, a failed attempt can be repeated without a seam.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from proxy.errors import Failure, UpstreamError
 from proxy.flow.transcript import Meaning, Transcript
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 _END_MARK_SECONDS: Final = 1.0
 
 
-class Observer(Protocol):
-    """Hears about the tokens that pass."""
-
-    def tokens_passed(self, events: int) -> None:
-        """So many events with content went to the client in one write; the first call is the first token."""
-
-
 class Relay:
     """Copies one attempt's stream. Owns its transcript. A Sink for the engine's answer."""
 
@@ -41,13 +34,14 @@ class Relay:
         self,
         attempt: Attempt,
         client: ClientStream,
-        observer: Observer,
+        on_content: Callable[[], None],
         *,
         include_usage: bool,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
     ) -> None:
-        """`include_usage`: the client asked for the usage chunk. `rewrite` turns each payload into the bytes to send
-        when the stream is merged with others; such a stream's usage chunk is left to the merger.
+        """`on_content` is called with each write that holds part of the answer. `include_usage`: the client asked for
+        the usage chunk. `rewrite` turns each payload into the bytes to send when the stream is merged with others; such
+        a stream's usage chunk is left to the merger.
         """
         self.transcript = Transcript()
         self.has_sent = False
@@ -56,7 +50,7 @@ class Relay:
         """The last payload with content; the pattern for a merged usage chunk."""
         self._attempt = attempt
         self._client = client
-        self._observer = observer
+        self._on_content = on_content
         self._include_usage = include_usage
         self._rewrite = rewrite
         self._splitter = EventSplitter()
@@ -96,11 +90,11 @@ class Relay:
             self._end(self._attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream is too long"))
             return
         output: list[bytes] = []
-        content_events = 0
+        has_content = False
         for event in events:
             meaning = self.transcript.read(event)
             if meaning is Meaning.CONTENT:
-                content_events += 1
+                has_content = True
                 if not self._opened:
                     self._open()
                 if self._held:
@@ -113,14 +107,11 @@ class Relay:
                     output.append(event.raw)
             elif not self._pass_on(meaning, event, output):
                 break
-        if content_events:
+        if output and self._client.write(b"".join(output)):
+            self._wake()
+        if has_content:
             self.has_sent = True
-        if output:
-            must_wake = self._client.write(b"".join(output))
-            if content_events:
-                self._observer.tokens_passed(content_events)
-            if must_wake:
-                self._wake()
+            self._on_content()
 
     def ended(self, error: UpstreamError | None) -> None:
         if error is None and not self.transcript.is_complete:

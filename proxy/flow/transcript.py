@@ -34,7 +34,7 @@ class Meaning(Enum):
 class Transcript:
     """State of one decoder stream; one choice, or the several an engine streams side by side."""
 
-    __slots__ = ("done", "finish_reasons", "open_choices", "payload", "tokens", "usage")
+    __slots__ = ("done", "finish_reasons", "open_choices", "payload", "usage")
 
     def __init__(self) -> None:
         self.payload: Any = None
@@ -43,8 +43,6 @@ class Transcript:
         self.open_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
         """The last usage seen."""
-        self.tokens = 0
-        """Content events seen: a lower bound of the tokens, which may share an event."""
         self.done = False
 
     @property
@@ -96,10 +94,7 @@ class Transcript:
                 self.open_choices.add(index)
             if not _is_opening(choice):
                 has_content = True
-        if not has_content:
-            return Meaning.OPENING
-        self.tokens += 1
-        return Meaning.CONTENT
+        return Meaning.CONTENT if has_content else Meaning.OPENING
 
 
 def _is_opening(choice: dict[str, Any]) -> bool:
