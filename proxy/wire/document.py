@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 REMOVED: Final = object()
 """As the new value of a member in `Document.with_changes`: leave the member out."""
 
-# The repeats are possessive: remembering where to go back to would cost 25 bytes of memory for each escape.
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_STRING_WITH_ESCAPES = re.compile(_STRING, re.DOTALL)
+_KEY_BEGINS = re.compile(rb'[\s,]*"')
+# What follows a key; the value when it is a number or a literal, nothing when it is a string, an array or an object.
+_VALUE_BEGINS = re.compile(rb'\s*:\s*([^\s,{}\[\]"]*)')
+_STRUCTURE = re.compile(rb'["\[\]{}]')
 
-# A member's key and, when it is a number or a literal, its value; an empty value group means that a string, an array or
-# an object follows.
-_MEMBER = re.compile(rb'[\s,]*(%b)\s*:\s*([^\s,{}\[\]"]*)' % _STRING, re.DOTALL)
-
-# The next bracket, or the quote that opens a long string; short plain strings such as keys are skipped with the rest.
-_STRUCTURE = re.compile(rb'(?:[^"\[\]{}]++|"[^"\\]{0,99}+")*+(["\[\]{}])')
-
-# Where finding slices (about 0.3 µs an element) has cost more than serialising would have.
+# Where finding slices (about 0.5 µs an element) has cost more than serialising would have. Elements are members,
+# brackets, strings, and escapes before a quote. (No possessive repeats in these patterns: Python before 3.11.5 gets them
+# wrong, gh-106052.)
 _MAX_ELEMENTS = 10_000
 
 # A longer object is looked at for escapes in its first bytes: a picture has none, and slices of it cost nothing.
@@ -125,48 +121,68 @@ def _find_members(raw: bytes) -> dict[str, tuple[int, int, int]] | None:
     None when there are too many elements to look at. Raises InvalidDocument for a name that comes twice.
     """
     members: dict[str, tuple[int, int, int]] = {}
+    scan = _Scan(raw)
     position = raw.index(b"{") + 1
-    elements_left = _MAX_ELEMENTS
-    while (member := _MEMBER.match(raw, position)) is not None:
-        key_start, key_end = member.span(1)
-        value_start, position = member.span(2)
-        elements_left -= 1
-        if value_start == position and raw[position] == _QUOTE:
-            position = _string_end(raw, position)
-        elif value_start == position:
-            position, elements_left = _container_end(raw, position, elements_left)
-        if elements_left < 0:
-            return None
-        escaped = raw[key_start + 1 : key_end - 1]
-        key = orjson.loads(raw[key_start:key_end]) if _BACKSLASH in escaped else escaped.decode()
-        if key in members:
-            raise InvalidDocument("the body names a member twice")
-        members[key] = (key_start, value_start, position)
+    try:
+        while (begins := _KEY_BEGINS.match(raw, position)) is not None:
+            key_start = begins.end() - 1
+            key_end = scan.string_end(key_start)
+            value = _VALUE_BEGINS.match(raw, key_end)
+            if value is None:  # not reachable for what orjson has accepted
+                return None
+            value_start, position = value.span(1)
+            if value_start == position:
+                is_string = raw[position] == _QUOTE
+                position = scan.string_end(position) if is_string else scan.container_end(position)
+            key = orjson.loads(raw[key_start:key_end])
+            if key in members:
+                raise InvalidDocument("the body names a member twice")
+            members[key] = (key_start, value_start, position)
+    except _TooManyElements:
+        return None
     return members
 
 
-def _string_end(raw: bytes, start: int) -> int:
-    """Position after the string that begins at `start`. Searches for the quote at memory speed: strings can be long."""
-    quote = raw.index(b'"', start + 1)
-    # A backslash may escape the quote, or itself be escaped.
-    if raw[quote - 1] == _BACKSLASH and (string := _STRING_WITH_ESCAPES.match(raw, start)) is not None:
-        return string.end()
-    return quote + 1
+class _TooManyElements(Exception):
+    pass
 
 
-def _container_end(raw: bytes, start: int, elements_left: int) -> tuple[int, int]:
-    """Position after the array or object that begins at `start`, and how many elements may still follow."""
-    depth, position = 0, start
-    while elements_left >= 0 and (token := _STRUCTURE.match(raw, position)) is not None:
-        elements_left -= 1
-        position = token.end()
-        sign = raw[position - 1]
-        if sign == _QUOTE:
-            position = _string_end(raw, position - 1)
-        elif sign in b"[{":
-            depth += 1
-        else:
-            depth -= 1
+class _Scan:
+    """Finds where values of a valid JSON text end, as long as its elements are few."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._elements_left = _MAX_ELEMENTS
+
+    def string_end(self, start: int) -> int:
+        """Position after the string that begins at `start`. The quote is searched at memory speed: strings are long."""
+        raw, quote = self._raw, start
+        while True:
+            self._count()
+            quote = raw.index(b'"', quote + 1)
+            first = quote
+            while raw[first - 1] == _BACKSLASH:
+                first -= 1
+                self._count()
+            if (quote - first) % 2 == 0:  # an odd number of backslashes escapes the quote
+                return quote + 1
+
+    def container_end(self, start: int) -> int:
+        """Position after the array or object that begins at `start`."""
+        raw, depth, position = self._raw, 0, start
+        while (token := _STRUCTURE.search(raw, position)) is not None:
+            position = token.end()
+            sign = raw[position - 1]
+            if sign == _QUOTE:
+                position = self.string_end(position - 1)
+                continue
+            self._count()
+            depth += 1 if sign in b"[{" else -1
             if depth == 0:
                 break
-    return position, elements_left
+        return position
+
+    def _count(self) -> None:
+        self._elements_left -= 1
+        if self._elements_left < 0:
+            raise _TooManyElements
