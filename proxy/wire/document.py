@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 REMOVED: Final = object()
 """As the new value of a member in `Document.with_changes`: leave the member out."""
 
+# No possessive repeats in here: Python before 3.11.5 matches them wrongly (python/cpython#106052).
 _KEY_BEGINS = re.compile(rb'[\s,]*"')
 # What follows a key; the value when it is a number or a literal, nothing when it is a string, an array or an object.
 _VALUE_BEGINS = re.compile(rb'\s*:\s*([^\s,{}\[\]"]*)')
 _STRUCTURE = re.compile(rb'["\[\]{}]')
 
 # Where finding slices (about 0.5 µs an element) has cost more than serialising would have. Elements are members,
-# brackets, strings, and escapes before a quote. (No possessive repeats in these patterns: Python before 3.11.5 gets them
-# wrong, gh-106052.)
+# brackets, strings, and escapes before a quote.
 _MAX_ELEMENTS = 10_000
 
 # A longer object is looked at for escapes in its first bytes: a picture has none, and slices of it cost nothing.
