@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import random
 from typing import TYPE_CHECKING, Self
 
@@ -17,13 +16,8 @@ import aiohttp
 import orjson
 
 from proxy.balancer.backend import Backend, Role
-from proxy.balancer.health import (
-    UNKNOWN_VERSION,
-    EngineVersion,
-    HealthState,
-    Transition,
-    parse_engine_version,
-)
+from proxy.balancer.health import UNKNOWN_VERSION, EngineVersion, HealthState, Transition, parse_engine_version
+from proxy.upstream import connect_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -45,13 +39,6 @@ def log_transition(transition: Transition) -> None:
     level = logging.WARNING if transition.new is HealthState.DOWN else logging.INFO
     backend = transition.backend
     logger.log(level, "%s instance %s is %s: %s", backend.role, backend.name, transition.new, transition.reason)
-
-
-def connect_problem(error: aiohttp.ClientConnectorError) -> str:
-    """Why there is no connection, in the system's words: `connection refused`, `name or service not known` …"""
-    # A failed look-up has a negative number; for the rest asyncio's own text would repeat the address.
-    number = error.errno or 0
-    return (os.strerror(number) if number > 0 else error.strerror or type(error).__name__).lower()
 
 
 class Prober:
@@ -196,7 +183,7 @@ class Prober:
         except TimeoutError:
             return f"{path} did not answer within {timeout_seconds:g} s"
         except aiohttp.ClientConnectorError as error:
-            return f"cannot connect ({connect_problem(error)})"
+            return f"cannot connect ({connect_problem(error.os_error)})"
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
             return f"{path} failed ({type(error).__name__})"
 

@@ -20,7 +20,7 @@ from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.logs import access_line
-from proxy.prober import connect_problem
+from proxy.upstream import connect_problem
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -238,7 +238,7 @@ def _upstream_error(backend: Backend, problem: Exception) -> UpstreamError:
     failure, message = Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"
     match problem:
         case aiohttp.ClientConnectorError():
-            failure, message = Failure.CONNECT, f"cannot connect ({connect_problem(problem)})"
+            failure, message = Failure.CONNECT, f"cannot connect ({connect_problem(problem.os_error)})"
         case aiohttp.ConnectionTimeoutError():
             failure, message = Failure.CONNECT, "cannot connect (timed out)"
         case aiohttp.InvalidURL() | ValueError():

@@ -6,6 +6,6 @@ this package as an UpstreamError that says whether the engine can have seen the 
 """
 
 from proxy.upstream.response import Response, Sink
-from proxy.upstream.upstream import Upstream
+from proxy.upstream.upstream import Upstream, connect_problem
 
-__all__ = ["Response", "Sink", "Upstream"]
+__all__ = ["Response", "Sink", "Upstream", "connect_problem"]

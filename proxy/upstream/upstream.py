@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -114,7 +115,7 @@ class Upstream:
             async with asyncio.timeout(self._timeouts.connect_seconds):
                 _, connection = await loop.create_connection(lambda: Connection(backend), backend.host, backend.port)
         except OSError as error:  # TimeoutError is one
-            raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({_reason(error)})") from None
+            raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({connect_problem(error)})") from None
         return connection
 
     def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
@@ -167,11 +168,14 @@ class Upstream:
                 del self._idle[backend]
 
 
-def _reason(error: OSError) -> str:
-    # Not the error's own text, which holds the address. Name lookup has negative numbers of its own.
+def connect_problem(error: OSError) -> str:
+    """Why there is no connection, in the system's words: `connection refused`, `name or service not known` …"""
     if isinstance(error, TimeoutError):
         return "timed out"
-    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else type(error).__name__.lower()
+    if isinstance(error, socket.gaierror):  # has numbers of its own
+        return (error.strerror or "name not found").lower()
+    # Not the error's own text, which holds the address.
+    return (os.strerror(error.errno) if error.errno else type(error).__name__).lower()
 
 
 def _sweep_seconds(timeouts: Timeouts) -> float:
