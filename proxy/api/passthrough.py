@@ -20,7 +20,7 @@ from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.logs import access_line
-from proxy.upstream import connect_problem
+from proxy.upstream import connect_problem, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -174,7 +174,7 @@ class PassthroughApi:
                     raise await _refusal(backend, answer)
                 return await self._relay(request, answer, record)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
-            raise _upstream_error(backend, problem) from None
+            raise _in_our_words(backend, problem) from None
 
     async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, record: _Record) -> web.StreamResponse:
         """Copy the answer as it comes; a slow client holds the engine back."""
@@ -233,7 +233,7 @@ async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> Upstream
     )
 
 
-def _upstream_error(backend: Backend, problem: Exception) -> UpstreamError:
+def _in_our_words(backend: Backend, problem: Exception) -> UpstreamError:
     """An exception of aiohttp in our words."""
     failure, message = Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"
     match problem:
@@ -249,4 +249,4 @@ def _upstream_error(backend: Backend, problem: Exception) -> UpstreamError:
             failure, message = Failure.BROKEN, "the engine closed the connection in the middle of its answer"
         case aiohttp.ClientConnectionError():
             failure, message = Failure.RESET, "the engine closed the connection without an answer"
-    return UpstreamError(failure, backend, f"{backend.role} instance: {message}")
+    return upstream_error(failure, backend, message)

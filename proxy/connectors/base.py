@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from proxy.errors import Failure, UpstreamError
+from proxy.errors import Failure
 from proxy.record import Journey, Stage
 from proxy.wire.document import Document, InvalidDocument
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.pool import Pool
     from proxy.call import Call
+    from proxy.errors import UpstreamError
     from proxy.settings import Timeouts
     from proxy.upstream import Response
 
@@ -98,14 +99,7 @@ def refusal(response: Response, body: bytes) -> UpstreamError:
     """The error for an engine's answer that is not a success."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
-    return UpstreamError(
-        Failure.STATUS,
-        response.backend,
-        f"{response.backend.role.value} instance: answered with status {response.status}",
-        engine_status=response.status,
-        body=body,
-        headers=response.headers,
-    )
+    return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
 
 
 def parse_answer(response: Response, body: bytes) -> Document:

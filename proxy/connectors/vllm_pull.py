@@ -129,9 +129,7 @@ class VllmPull:
             kv_params = _kv_params(parse_answer(response, answer), journey)
             if kv_params is not None:
                 return _Handover(attempt_id, kv_params)
-            missing = UpstreamError(
-                Failure.MISSING_KV, lease.backend, "prefill instance: the answer has no KV parameters for a decoder"
-            )
+            missing = response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
             if not may_ask_again:
                 self._go_without_kv(call, missing)
                 return _Handover(attempt_id, None)
@@ -205,7 +203,7 @@ class VllmPull:
 
     @staticmethod
     def _moved(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:
-        """Move the reservation to a decoder that has not refused; False when there is none."""
+        """Move a lease to a backend that has not failed this attempt; False when there is none."""
         refused.add(error.backend)
         try:
             lease.move(refused, because=error)

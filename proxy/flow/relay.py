@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import Failure, UpstreamError
+from proxy.errors import Failure
 from proxy.flow.transcript import Meaning, Transcript
 from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.sse import EventSplitter, EventTooLong
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from proxy.connectors.base import Attempt
+    from proxy.errors import UpstreamError
     from proxy.flow.client import ClientStream
     from proxy.wire.sse import Event
 
@@ -180,12 +181,5 @@ def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None)
     told = payload["error"]
     code = told.get("code") if isinstance(told, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    response = attempt.response
-    return UpstreamError(
-        Failure.STATUS,
-        response.backend,
-        f"{response.backend.role.value} instance: reported an error in its stream",
-        engine_status=status,
-        body=data,
-        headers={"content-type": "application/json"},
-    )
+    json_type = {"content-type": "application/json"}
+    return attempt.response.refuse("reported an error in its stream", status, data, json_type)

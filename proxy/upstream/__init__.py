@@ -5,7 +5,7 @@ costs a function call and not a task switch. Connections are kept alive and reus
 this package as an UpstreamError that says whether the engine can have seen the request.
 """
 
-from proxy.upstream.response import Response, Sink
+from proxy.upstream.response import Response, Sink, upstream_error
 from proxy.upstream.upstream import Upstream, connect_problem
 
-__all__ = ["Response", "Sink", "Upstream", "connect_problem"]
+__all__ = ["Response", "Sink", "Upstream", "connect_problem", "upstream_error"]

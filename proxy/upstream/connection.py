@@ -130,11 +130,7 @@ class Connection(asyncio.Protocol):
         if self._head is None or self.complete:
             return
         if self._answered:
-            self._fail(
-                upstream_error(
-                    Failure.BROKEN, self.backend, "the engine closed the connection in the middle of its answer"
-                )
-            )
+            self._fail(self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer"))
         else:
             self._fail(self._error(Failure.RESET, "the engine closed the connection without an answer"))
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from proxy.balancer.backend import Backend
     from proxy.upstream.connection import Connection
 
@@ -71,6 +73,10 @@ class Response:
         """The error for an answer that arrived but cannot be used."""
         return upstream_error(failure, self.backend, message)
 
+    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
+        """The error for an engine's own refusal, which reaches the client in its own words."""
+        return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
+
     def deliver(self, data: bytes) -> None:
         if self._sink is None:
             self._arrived.append(data)
@@ -110,6 +116,18 @@ class _Reader:
             self.whole.set_exception(error)
 
 
-def upstream_error(failure: Failure, backend: Backend, message: str) -> UpstreamError:
-    """An error whose text clients may see: it names the role, while the address stays in the log."""
-    return UpstreamError(failure, backend, f"{backend.role.value} instance: {message}")
+def upstream_error(
+    failure: Failure,
+    backend: Backend,
+    message: str,
+    *,
+    engine_status: int | None = None,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> UpstreamError:
+    """An error whose text clients may see: it names the role, while the address stays in the log.
+
+    The keywords are UpstreamError's: what the engine itself answered.
+    """
+    text = f"{backend.role.value} instance: {message}"
+    return UpstreamError(failure, backend, text, engine_status=engine_status, body=body, headers=headers)
