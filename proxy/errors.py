@@ -53,6 +53,32 @@ class NoBackendAvailable(GatewayError):
         self.role = role
 
 
+class Unauthorized(GatewayError):
+    """The client did not show a key that is known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class LimitExceeded(GatewayError):
+    """The caller has used up what is its own: the limits of its key."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, code: str, retry_after_seconds: float) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(GatewayError):
+    """The gateway, or all it stands for, has no room left, whoever asks."""
+
+    status = 503
+    code = "overloaded"
+    retry_after_seconds = 1.0
+
+
 class Failure(StrEnum):
     """How a backend failed; the retry matrix and health are written in these words."""
 

@@ -53,7 +53,13 @@ RESUME_ACTIONS: Final = (
     *("restart", "completion_tokens", "chat_tokens", "roll_back", "raw_tokens", "suffix", "replay", "finish"),
 )
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
-REJECTIONS: Final = ("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "draining")
+REJECTIONS: Final = (
+    *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "draining"),
+    *("queue_full", "queue_timeout", "buffers_full", "memory", "connections"),
+    *("unauthorized", "key_concurrency", "key_rate"),
+    *("malformed_http", "slow_header", "slow_body", "content_encoding"),
+)
+EJECTIONS: Final = ("failures", "connect", "timeouts", "stall")
 BROKEN_STREAMS: Final = (
     *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
     *(("client", reason) for reason in ("left", "write_timeout")),
@@ -174,6 +180,70 @@ class Metrics:
             ("result",),
             **new,
         )
+        self.instance_ejected_total = Counter(
+            "instance_ejected_total",
+            "Times an instance was taken out because of how requests went, by what it was.",
+            ("role", "instance", "reason"),
+            **new,
+        )
+        self.pair_quarantines_total = Counter(
+            "pair_quarantines_total", "Times a prefiller and a decoder were kept apart after failed hand-overs.", **new
+        )
+        self.queued_requests = Gauge(
+            "queued_requests", "Requests that wait until an instance has room.", multiprocess_mode="livesum", **new
+        )
+        self.queue_seconds = Histogram(
+            "queue_seconds", "Time a request waits until an instance has room.", buckets=_STAGE_BUCKETS, **new
+        )
+        self.http_parse_errors_total = Counter(
+            "http_parse_errors_total", "Requests that were not valid HTTP/1.1.", **new
+        )
+        self.connections = Gauge("connections", "Client connections that are open.", multiprocess_mode="livesum", **new)
+        self.loop_lag_seconds = Gauge(
+            "loop_lag_seconds",
+            "By how much the event loop was late, the worst of the last 15 seconds.",
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.memory_share = Gauge(
+            "memory_share",
+            "Memory in use, of what the container or the host allows.",
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.open_fds_share = Gauge(
+            "open_fds_share",
+            "File descriptors in use, of what the process may open.",
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.overload_state = Gauge(
+            "overload_state",
+            "0: none; 1: connections are closed after each answer; 2: requests are refused for lack of memory.",
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.config_reloads_total = Counter(
+            "config_reloads_total", "Times the configuration was read again, by how it went.", ("result",), **new
+        )
+        self.config_last_reload_success_timestamp_seconds = Gauge(
+            "config_last_reload_success_timestamp_seconds",
+            "When the configuration in use was read.",
+            multiprocess_mode="livemax",
+            **new,
+        )
+        self.dns_errors_total = Counter(
+            "dns_errors_total", "Failed look-ups of instances' names; the last good address stays in use.", **new
+        )
+        self.sse_bad_events_total = Counter(
+            "sse_bad_events_total", "Events of engines' streams that are not JSON objects and were passed on.", **new
+        )
+        self.log_lines_dropped_total = Counter(
+            "log_lines_dropped_total", "Lines that nobody took from the log in time.", **new
+        )
+        self.log_lines_suppressed_total = Counter(
+            "log_lines_suppressed_total", "Lines left out because too many like them came at once.", **new
+        )
         self._show_known_series()
 
     def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health) -> None:
@@ -222,6 +292,7 @@ class Metrics:
             (self.resume_failures_total, product(FAILURES)),
             (self.tokens_total, product(TOKEN_KINDS)),
             (self.rejected_total, product(REJECTIONS)),
+            (self.config_reloads_total, product(("ok", "failed"))),
         ]
         for metric, series in known:
             for labels in series:

@@ -5,6 +5,7 @@ A ValueError that begins with "must" is an expectation; the name of the option a
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -67,6 +68,16 @@ def _absolute_path(value: str) -> str:
     return value
 
 
+def _networks(value: object) -> list[object]:
+    found: list[object] = []
+    for item in _list(value):
+        try:
+            found.append(item if not isinstance(item, str) else str(ipaddress.ip_network(item)))
+        except ValueError:
+            raise ValueError(f"must be a list of networks like 10.0.0.0/8, and {item!r} is none") from None
+    return found
+
+
 _number = BeforeValidator(_not_boolean)
 
 Seconds = Annotated[float, _number, Field(gt=0)]
@@ -81,9 +92,10 @@ Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
 
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
 PolicyName = Literal["least_load", "round_robin", "power_of_two", "random"]
+Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
 
 Secret = Annotated[SecretStr | None, BeforeValidator(_empty_is_none), AfterValidator(_fits_a_header)]
-SecretFile = Annotated[Path | None, BeforeValidator(_empty_is_none)]
+FilePath = Annotated[Path | None, BeforeValidator(_empty_is_none)]

@@ -15,16 +15,17 @@ from proxy.settings.kinds import (
     Attempts,
     Delay,
     Endpoints,
+    FilePath,
     ListenPort,
     LogLevel,
     Natural,
+    Networks,
     PolicyName,
     Positive,
     Ratio,
     RouteGroups,
     Seconds,
     Secret,
-    SecretFile,
     Workers,
 )
 
@@ -53,12 +54,54 @@ class Listen(Section):
     """TCP port to listen on; 0 takes any free one."""
     max_body_bytes: Positive = 64 * 1024 * 1024
     """A larger request body is refused with status 413."""
+    header_seconds: Seconds = 10.0
+    """Until the headers of a request have arrived, from its first byte or from the connection's opening."""
+    body_seconds: Seconds = 60.0
+    """Until the body of a request has arrived."""
+    body_bytes_per_second: Natural = 1024
+    """A body that arrives more slowly than this, after its first 5 seconds, is given up; 0: however slowly."""
+    max_connections: Positive | None = None
+    """Client connections a worker holds open, beyond which new ones are answered 503; null: 45 % of the file descriptors
+    the process may have open."""
     keepalive_seconds: Seconds = 75.0
     """An idle client connection is closed after this long."""
     write_timeout_seconds: Seconds = 60.0
     """A client that takes nothing from its answer for this long is cut off."""
     backlog: Positive = 4096
     """Connections the kernel holds before they are accepted."""
+
+
+class Admin(Section):
+    """The routes for operators, and what they may do."""
+
+    host: Host = "127.0.0.1"
+    """Host name or address of the listeners for operators, if they have ports of their own."""
+    port: ListenPort | None = None
+    """TCP port of a listener for operators alone: administration and metrics are then only there, and the routes for
+    probes here and there; null: everything is on the clients' port."""
+    probe_port: ListenPort | None = None
+    """TCP port on which /livez and /readyz are answered by a thread of their own, which a busy event loop cannot delay;
+    null: none."""
+    networks: Networks = (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+        *("::1/128", "fc00::/7"),
+    )
+    """Where instances that are added at run time may be; link-local, multicast and unspecified addresses never are."""
+
+
+class Admission(Section):
+    """How much work is let in. What no instance has room for waits here for a while, and then is refused."""
+
+    max_running_prefill: Positive | None = None
+    """Requests a prefiller works on at a time; null: as many as the engine says it can (max_num_seqs), or any number."""
+    max_running_decode: Positive | None = None
+    """Requests a decoder works on at a time; null: as many as the engine says it can (max_num_seqs), or any number."""
+    max_waiting: Natural = 1024
+    """Requests that wait for room in a worker; more are refused with status 503."""
+    wait_seconds: Seconds = 60.0
+    """A request that has waited for so long is refused with status 503."""
+    max_buffered_bytes: Positive = 1024 * 1024 * 1024
+    """Request bodies a worker holds at a time, all together; more are refused with status 503 before they are read."""
 
 
 class Balance(Section):
@@ -113,7 +156,12 @@ class Timeouts(Section):
     connect_seconds: Seconds = 2.0
     """Until a connection to an engine is open."""
     prefill_seconds: Seconds = 300.0
-    """Until a prefiller has answered."""
+    """Until a prefiller has answered, for a prompt of no tokens …"""
+    prefill_seconds_per_1k_tokens: Delay = 1.0
+    """… and so much more for every thousand of them."""
+    handoff_seconds: Seconds = 60.0
+    """From the prefiller's answer to the first bytes of a decoder's; at most half the time for which the prefiller keeps
+    the KV cache."""
     first_token_seconds: Seconds = 300.0
     """Until a decoder's streamed answer begins, which includes fetching the KV cache."""
     answer_seconds: Seconds = 3600.0
@@ -173,6 +221,24 @@ class HealthChecks(Section):
     """Between two checks while the verdict is about to change."""
     path: AbsolutePath = "/health"
     """What is requested; status 200 passes."""
+    eject_after: Positive = 5
+    """Failed requests in a row for which a backend is ejected, whatever its health checks say."""
+    eject_seconds: Seconds = 30.0
+    """The first ejection lasts this long, the n-th in a row n times as long, each with some jitter. Then one request is
+    tried."""
+    max_eject_seconds: Seconds = Field(default_factory=lambda earlier: max(300.0, earlier["eject_seconds"]))
+    """The longest ejection; by default 300, or eject_seconds where that is larger."""
+    max_ejected_share: Ratio = 0.5
+    """Share of a role's backends that failed requests may eject; the last one is never ejected."""
+    stall_seconds: Seconds = 30.0
+    """A backend that sends nothing for this long, on any of its streams, while others of its role do, is ejected, and its
+    answers are taken up elsewhere; longer for one that has been silent for long before and went on."""
+    slow_start_seconds: Delay = 30.0
+    """A backend that came back, or was added, gets its full share only after this long; it begins with a tenth."""
+    quarantine_after: Positive = 2
+    """Hand-overs in a row that fail between a prefiller and a decoder for which the two are not paired for a while."""
+    quarantine_seconds: Seconds = 60.0
+    """That while."""
 
 
 class Joining(Section):
@@ -196,7 +262,7 @@ class Fanout(Section):
 class Drain(Section):
     """What happens after SIGTERM."""
 
-    not_ready_seconds: Delay = 0.0
+    not_ready_seconds: Delay = 5.0
     """Keep accepting for this long while /readyz already says no, so that load balancers can notice."""
     streams_seconds: Seconds = 300.0
     """Then let requests that are running finish for this long; the rest get an error."""
@@ -207,12 +273,14 @@ class Auth(Section):
 
     engine_api_key: Secret = None
     """Sent to engines as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""
-    engine_api_key_file: SecretFile = None
+    engine_api_key_file: FilePath = None
     """File that holds engine_api_key."""
     admin_key: Secret = None
     """Lets administrators in from elsewhere than this host; none: only this host may administer."""
-    admin_key_file: SecretFile = None
+    admin_key_file: FilePath = None
     """File that holds admin_key."""
+    client_keys_file: FilePath = None
+    """YAML file with the keys of clients and their limits, read again when it changes; none: clients need no key."""
 
 
 class Log(Section):
@@ -238,6 +306,8 @@ class Settings(Section):
     passthrough: RouteGroups = ("tokenizer", "pooling")
     """Groups of routes that one engine answers alone: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
     listen: Listen = Listen()
+    admin: Admin = Admin()
+    admission: Admission = Admission()
     balance: Balance = Balance()
     cost: Cost = Cost()
     retry: Retry = Retry()

@@ -1,0 +1,1 @@
+"""Callers: clients that show a key, and the limits of each."""
