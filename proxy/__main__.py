@@ -11,10 +11,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from proxy.settings import Listen, SettingsError, load, to_yaml
+from proxy.settings import SettingsError, load, to_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from proxy.settings import Settings
 
 _HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -44,27 +46,28 @@ def _run(words: list[str]) -> int:
             print(f"ok: {engines}, connector {settings.connector}")
             return 0
         case ["health", *flags]:
-            return _health(load(flags, os.environ, needs_backends=False).settings.listen)
+            return _health(load(flags, os.environ, needs_backends=False).settings)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 
             return mock_engine(flags)
         case _:
-            settings = load(words, os.environ).settings
             from proxy.supervisor import serve
 
-            return serve(settings)
+            return serve(lambda: load(words, os.environ))
 
 
-def _health(listen: Listen) -> int:
-    """Is the gateway on this host alive? 0 if it says so, 1 otherwise."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)
-    connection = http.client.HTTPConnection(host, listen.port, timeout=_HEALTH_TIMEOUT_SECONDS)
+def _health(settings: Settings) -> int:
+    """Is the gateway on this host alive? 0 if it says so, 1 otherwise. A port for probes is asked, if there is one."""
+    listen, admin = settings.listen, settings.admin
+    host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(host, port, timeout=_HEALTH_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/livez")
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        print(f"pdproxy: {host} port {listen.port} does not answer: {error}", file=sys.stderr)
+        print(f"pdproxy: {host} port {port} does not answer: {error}", file=sys.stderr)
         return 1
     finally:
         connection.close()

@@ -85,6 +85,7 @@ class Failure(StrEnum):
     CONNECT = "connect"  # nothing was sent: refused, unreachable, name not found, connect timeout
     RESET = "reset"  # the connection ended before any byte of the answer
     TIMEOUT = "timeout"  # the stage's deadline passed
+    STALLED = "stalled"  # it sent nothing on any of its streams while others of its role did
     STATUS = "status"  # the engine answered with an error status; `engine_status` and `body` are its own
     BAD_ANSWER = "bad_answer"  # an answer that is not HTTP, not JSON, or not what the protocol promises
     BROKEN = "broken"  # the answer had begun and ended before it was complete
@@ -93,7 +94,7 @@ class Failure(StrEnum):
     RECOMPUTED = "recomputed"  # the decoder gave the request up for lack of KV memory and asks for a new prefill
 
 
-_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504}
+_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504}
 
 
 class UpstreamError(GatewayError):
@@ -122,6 +123,9 @@ class UpstreamError(GatewayError):
         self.body = body
         self.headers = headers or {}
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
+        told = self.headers.get("retry-after", "")
+        if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
+            self.retry_after_seconds = float(told[:9])
 
     @property
     def is_backpressure(self) -> bool:

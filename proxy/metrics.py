@@ -44,7 +44,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 GENERATION_APIS: Final = ("chat", "completions")
 APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling")
-STAGES: Final = ("prefill", "handoff", "first_token", "stream")
+STAGES: Final = ("queue", "prefill", "handoff", "first_token", "stream")
 LEGS: Final = ("prefill", "decode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
@@ -260,6 +260,8 @@ class Metrics:
         existing = set() if self._instances is None else set(self._instances.names())
         for name in existing:
             self.instance_requests_total.labels(*name, "ok")
+            for reason in EJECTIONS:
+                self.instance_ejected_total.labels(*name, reason)
         recorded = (
             MultiProcessCollector(None) if self._is_shared else self._registry  # type: ignore[no-untyped-call]
         )

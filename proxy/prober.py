@@ -1,7 +1,8 @@
 """Asks every backend on a timer whether it is well, and lets instances that were added at run time in once they answer.
 
 What a probe says goes to Health, which decides; each change of state is one log line. A backend that came up is asked
-once what it is. Each round also drops the backends that have drained. Nothing here outlives the `async with`.
+once what it is, and how much it works on at a time. Each round also drops the backends that have drained. Nothing here
+outlives the `async with`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import asyncio
 import logging
 import math
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 import orjson
 
+from proxy import logs
 from proxy.balancer.backend import Backend, Role
-from proxy.balancer.health import EngineFacts, HealthState, Transition, parse_engine_version, parse_max_model_len
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import EngineFacts, parse_engine_version, parse_max_model_len, parse_max_num_seqs
 from proxy.upstream import connect_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from types import TracebackType
 
-    from proxy.balancer.health import Health
+    from proxy.balancer.health import Health, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.settings import HealthChecks, Joining
@@ -34,12 +38,19 @@ logger = logging.getLogger(__name__)
 _MODELS_PATH: Final = "/v1/models"
 _JOINING_TIMEOUT_SECONDS = 5.0
 
+# Of SGLang and, with VLLM_SERVER_DEV_MODE=1, of vLLM, which otherwise puts its configuration into one text. vLLM looks
+# for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+_SERVER_INFO_PATH: Final = "/server_info?config_format=json"
+_SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+
 
 def log_transition(transition: Transition) -> None:
-    """One line for a backend that went up or down, whoever noticed it."""
-    level = logging.WARNING if transition.new is HealthState.DOWN else logging.INFO
+    """One line for a backend that changed its state, whoever noticed it."""
+    is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
+    level = logging.WARNING if is_bad else logging.INFO
     backend = transition.backend
-    logger.log(level, "%s instance %s is %s: %s", backend.role, backend.name, transition.new, transition.reason)
+    what = (backend.role, backend.name, transition.new, transition.reason)
+    logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
 
 
 class Prober:
@@ -78,6 +89,11 @@ class Prober:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def configure(self, checks: HealthChecks, joining: Joining) -> None:
+        """Take changed settings for the probes from now on."""
+        self._checks = checks
+        self._joining_settings = joining
 
     # Membership
 
@@ -127,6 +143,8 @@ class Prober:
             logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
         else:
             logger.info("%s instance %s is added", candidate.role, candidate.name)
+            self._due[candidate] = self._next_due()  # it has just been asked
+            await self._hear(candidate, "", f"answered {_MODELS_PATH}")
 
     async def _wait_until_it_answers(self, candidate: Backend) -> str:
         """Empty once it does, otherwise what was wrong the last time."""
@@ -142,11 +160,10 @@ class Prober:
     # Probing
 
     async def _keep_probing(self) -> None:
-        pause_seconds = min(self._checks.changing_interval_seconds, self._checks.interval_seconds)
         while True:
             self.drop_drained()
             self._start_due_probes()
-            await asyncio.sleep(pause_seconds)
+            await asyncio.sleep(min(self._checks.changing_interval_seconds, self._checks.interval_seconds))
 
     def _start_due_probes(self) -> None:
         backends = {backend for pool in self._pools.values() for backend in pool.backends()}
@@ -162,16 +179,25 @@ class Prober:
     async def _probe(self, backend: Backend) -> None:
         try:
             problem = await self._ask(backend, self._checks.path, self._checks.timeout_seconds)
-            if backend not in self._pools[backend.role].backends():
-                return  # it left meanwhile, and Health is not to hear of it again
-            transition = self._health.on_probe(backend, not problem, problem or "passed its health check")
-            if transition is not None:
-                self._on_transition(transition)
-            if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
-                self._health.note_facts(backend, await self._ask_facts(backend))
+            await self._hear(backend, problem, "passed its health check")
         finally:
-            jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
-            self._due[backend] = asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
+            self._due[backend] = self._next_due()
+
+    async def _hear(self, backend: Backend, problem: str, success: str) -> None:
+        """Tell Health how a backend has answered, and ask one that came up what it is."""
+        if backend not in self._pools[backend.role].backends():
+            return  # it left meanwhile, and Health is not to hear of it again
+        transition = self._health.on_probe(backend, not problem, problem or success)
+        if transition is not None:
+            self._on_transition(transition)
+        if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
+            facts = await self._ask_facts(backend)
+            self._health.note_facts(backend, facts)
+            self._start(self._ask_limit(backend, facts))
+
+    def _next_due(self) -> float:
+        jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
+        return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
 
     async def _ask(self, backend: Backend, path: str, timeout_seconds: float) -> str:
         """GET a path: empty when the answer is 200, otherwise what was wrong."""
@@ -190,14 +216,22 @@ class Prober:
 
     async def _ask_facts(self, backend: Backend) -> EngineFacts:
         """What vLLM tells at `/version`, `{"version": "0.23.0"}`, and of its models (ModelCard.max_model_len)."""
+        timeout_seconds = self._checks.timeout_seconds
         version, models = await asyncio.gather(
-            self._get_json(backend, "/version"), self._get_json(backend, _MODELS_PATH)
+            self._get_json(backend, "/version", timeout_seconds), self._get_json(backend, _MODELS_PATH, timeout_seconds)
         )
         return EngineFacts(parse_engine_version(version), parse_max_model_len(models))
 
-    async def _get_json(self, backend: Backend, path: str) -> Any:
+    async def _ask_limit(self, backend: Backend, facts: EngineFacts) -> None:
+        """Add to what it said how many requests it works on at a time, if it tells."""
+        info = await self._get_json(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)
+        max_num_seqs = parse_max_num_seqs(info)
+        if max_num_seqs is not None and self._health.facts(backend) is facts:  # not if it went down meanwhile
+            self._health.note_facts(backend, replace(facts, max_num_seqs=max_num_seqs))
+
+    async def _get_json(self, backend: Backend, path: str, timeout_seconds: float) -> Any:
         """GET a path: the JSON that answers it, None when there is none."""
-        timeout = aiohttp.ClientTimeout(total=self._checks.timeout_seconds)
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         headers = self._engine_headers(backend)
         try:
             request = self._session.get(backend.url + path, headers=headers, timeout=timeout, allow_redirects=False)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Stage(StrEnum):
     """Where a unit of a request is; the letter stands second in the access line's `term`."""
 
+    QUEUE = "Q"
     PREFILL = "F"
     HANDOFF = "H"
     FIRST_TOKEN = "T"
@@ -64,7 +65,7 @@ class Journey:
         self.stage = None
         self.prefiller = self.decoder = "-"
         if not self.is_resumed:
-            self.seconds.clear()
+            self.seconds = {stage: spent for stage, spent in self.seconds.items() if stage is Stage.QUEUE}
 
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
@@ -100,6 +101,8 @@ class Record:
 
     api: Api
     request_id: str
+    caller: str = "-"
+    """The name of the key that the client showed; `-` when clients need none."""
     stream: bool = False
     clock: Callable[[], float] = time.monotonic
     started: float = 0.0
@@ -145,6 +148,7 @@ class Record:
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
+            "key": self.caller,
             "api": self.api.value,
             "stream": self.stream,
             "code": status,

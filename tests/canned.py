@@ -11,7 +11,7 @@ import orjson
 from proxy.sim.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 
@@ -50,11 +50,12 @@ def data(payload: Any) -> bytes:
 class CannedEngine:
     """Writes `answer` to every generation request, in these pieces, and closes the connection after it if `closes`.
 
-    `sent_bytes` is what it could get rid of. It passes health checks, and looks like a SimulatedEngine to a Deployment.
+    An `answer` that is a function is asked for the pieces. `sent_bytes` is what it could get rid of. It passes health
+    checks, and looks like a SimulatedEngine to a Deployment.
     """
 
     role: str
-    answer: Iterable[bytes] = ()
+    answer: Iterable[bytes] | Callable[[Received], Iterable[bytes]] = ()
     closes: bool = False
     host: str = "127.0.0.1"
     port: int = 0
@@ -107,9 +108,10 @@ class CannedEngine:
         if method == "GET":
             writer.write(http(b""))
             return True
-        self.received.append(Received(path, headers, body))
+        received = Received(path, headers, body)
+        self.received.append(received)
         try:
-            for piece in self.answer:
+            for piece in self.answer(received) if callable(self.answer) else self.answer:
                 writer.write(piece)
                 await writer.drain()
                 self.sent_bytes += len(piece)

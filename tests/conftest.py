@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tests.deployment import Deployment, Engine
 
+pytest_plugins = ["tests.faults.plugin"]
+
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 

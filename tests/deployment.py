@@ -19,9 +19,12 @@ import pytest
 from proxy.balancer.backend import Load
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.callers import KeyUsage
+from proxy.configuration import Configuration
 from proxy.connectors.releaser import RELEASE_MODEL
-from proxy.settings import Settings
+from proxy.settings import Loaded, Settings
 from proxy.sim.engine import SimulatedEngine
+from proxy.supervisor import Listeners, Shared
 from proxy.wire.openai import Api
 from proxy.worker import build, listening
 from tests.asking import api_of, ask, until
@@ -44,6 +47,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "timeouts": {
         "connect_seconds": 5.0,
         "prefill_seconds": 5.0,
+        "handoff_seconds": 5.0,
         "first_token_seconds": 5.0,
         "answer_seconds": 5.0,
         "idle_seconds": 5.0,
@@ -244,6 +248,19 @@ def _settings(prefillers: Sequence[Engine], decoders: Sequence[Engine], sections
     return Settings.model_validate(tree)
 
 
+def _shared(settings: Settings) -> Shared:
+    """What a supervisor would make, on any free port."""
+    scoreboard = Scoreboard(slots=32)
+    roster = Roster(
+        [(endpoint.host, endpoint.port) for endpoint in settings.prefill],
+        [(endpoint.host, endpoint.port) for endpoint in settings.decode],
+        scoreboard,
+    )
+    loaded = Loaded(settings, {})
+    listeners = Listeners(socket.create_server(("127.0.0.1", 0)))
+    return Shared(Configuration(loaded, lambda: loaded, roster), listeners, scoreboard, roster, KeyUsage())
+
+
 @asynccontextmanager
 async def deployed(prefillers: list[Engine], decoders: list[Engine], **sections: Any) -> AsyncIterator[Deployment]:
     """Start engines and a gateway in front; at the end make sure that nothing is left. `sections` are settings."""
@@ -258,20 +275,14 @@ async def deployed(prefillers: list[Engine], decoders: list[Engine], **sections:
             for engine in (*prefillers, *decoders):
                 await stack.enter_async_context(engine)
             settings = _settings(prefillers, decoders, sections)
-            scoreboard = Scoreboard(slots=32)
-            roster = Roster(
-                [(endpoint.host, endpoint.port) for endpoint in settings.prefill],
-                [(endpoint.host, endpoint.port) for endpoint in settings.decode],
-                scoreboard,
-            )
+            shared = _shared(settings)
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = await stack.enter_async_context(AsyncExitStack())
-            worker = await gateway.enter_async_context(build(settings, scoreboard, roster))
-            listener = socket.create_server(("127.0.0.1", 0))
-            stop_accepting = await gateway.enter_async_context(listening(worker, listener))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            worker = await gateway.enter_async_context(build(shared))
+            stop_accepting = await gateway.enter_async_context(listening(worker, shared.listeners))
+            url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(
-                *(prefillers, decoders, worker, scoreboard, roster, url, session, stop_accepting),
+                *(prefillers, decoders, worker, shared.scoreboard, shared.roster, url, session, stop_accepting),
                 end=gateway.aclose,
                 problems=problems,
             )

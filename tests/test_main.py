@@ -22,6 +22,7 @@ from proxy.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # The proxy commands of vLLM-Ascend's guides for Kimi-K2.6 (8 prefillers, 8 decoders) and Kimi-K2.5 (4, 32), verbatim
 # behind the program's name.
@@ -162,6 +163,18 @@ def test_check_config_finds_the_mistake(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "pdproxy: error: --decode: 'a' has no port: write it as host:port\n"
 
 
+def test_check_config_reads_the_keys_of_clients_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []")
+    monkeypatch.setenv("PROXY_AUTH__CLIENT_KEYS_FILE", str(keys))
+    assert main(["check-config", "--prefill", "p:1", "--decode", "d:1"]) == 2
+    assert capsys.readouterr().err.startswith(f"pdproxy: error: {keys} holds no key")
+    keys.write_text("keys: [{name: a, key: sk-1}]")
+    assert main(["check-config", "--prefill", "p:1", "--decode", "d:1"]) == 0
+
+
 def test_print_config_prints_yaml_even_without_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["print-config", "--port", "5"]) == 0
     out = capsys.readouterr().out
@@ -206,6 +219,13 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
 def test_health_asks_the_gateway_whether_it_is_alive(status: int, exit_code: int) -> None:
     with gateway_answering(status) as port:
         assert main(["health", "--host", "0.0.0.0", "--port", str(port)]) == exit_code
+
+
+def test_health_asks_the_port_for_probes_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gateway_answering(200) as port, socket.create_server(("127.0.0.1", 0)) as clients:
+        monkeypatch.setenv("PROXY_ADMIN__PROBE_PORT", str(port))
+        monkeypatch.setenv("PROXY_ADMIN__HOST", "0.0.0.0")
+        assert main(["health", "--port", str(clients.getsockname()[1])]) == 0
 
 
 def test_health_fails_without_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:

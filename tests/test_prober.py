@@ -13,12 +13,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import UNKNOWN_VERSION, EngineFacts, Health, HealthState, Transition
+from proxy.balancer.health import Health, Transition
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.errors import Failure, UpstreamError
 from proxy.prober import Prober, log_transition
 from proxy.settings import HealthChecks, Joining
 
@@ -35,7 +38,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """Answers /health, /version and /v1/models with `status` and `answers`, and remembers how it was asked."""
+    """Answers /health, /version, /v1/models and, if it has an answer, /server_info, with `status`, and remembers how it
+    was asked.
+    """
 
     def __init__(self, status: int = 200) -> None:
         self.status = status
@@ -47,7 +52,14 @@ class Engine:
         self.asked = asyncio.Event()
         app = web.Application()
         app.add_routes([web.get(path, self._answer) for path in ("/health", "/version", "/v1/models")])
+        app.router.add_get("/server_info", self._server_info)
         self.server = TestServer(app, host=HOST)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        assert request.query_string == "config_format=json"
+        if request.path not in self.answers:
+            raise web.HTTPNotFound
+        return await self._answer(request)
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.seen.append((request.path, request.headers.get("Authorization")))
@@ -75,7 +87,7 @@ class Gateway:
     ) -> None:
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
-        self.health = Health(fall=3, rise=2)
+        self.health = Health(HealthChecks(fall=3, rise=2))
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
         row = self.scoreboard.row(0)
         self.pools = {
@@ -241,13 +253,62 @@ async def test_an_instance_joins_once_it_answers(
     assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
 
 
+async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway, other = Gateway([], interval_seconds=3600), Engine()
+    pool = gateway.pools[Role.PREFILL]
+    assert pool.backends() == ()
+    async with other.server, gateway.prober(session) as prober:
+        prober.join(Role.PREFILL, HOST, engine.port)
+        transition = await gateway.transitions.get()
+        assert (transition.new, transition.reason) == (HealthState.UP, "answered /v1/models")
+        assert pool.eligible() == (transition.backend,)
+        assert gateway.health.share_percent(transition.backend) < 100
+        await until(lambda: gateway.health.facts(transition.backend) is not None)
+        gateway.roster.add(Role.DECODE, HOST, other.port)  # when this is probed, so would be the first
+        await gateway.transitions.get()
+    assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]
+
+
+async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([], interval_seconds=3600)
+    pool = gateway.pools[Role.PREFILL]
+    assert pool.backends() == ()
+    gateway.roster.add(Role.PREFILL, HOST, engine.port)
+    (backend,) = pool.backends()
+    assert pool.eligible() == ()
+    async with gateway.prober(session):
+        transition = await gateway.transitions.get()
+    assert (transition.new, transition.reason) == (HealthState.UP, "passed its health check")
+    assert pool.eligible() == (backend,)
+
+
+async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when_it_answers(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
+    backend, _ = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.facts(backend) is not None)
+        while not gateway.transitions.empty():
+            gateway.transitions.get_nowait()
+        gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
+        for _ in range(2):
+            gateway.pools[Role.PREFILL].report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+        assert gateway.health.state(backend) is HealthState.EJECTED
+        await until(lambda: gateway.health.state(backend) is HealthState.UP)
+        await until(lambda: gateway.health.facts(backend) is not None)
+
+
 async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.ClientSession, engine: Engine) -> None:
     gateway = Gateway([])
     async with gateway.prober(session) as prober:
         prober.join(Role.DECODE, HOST, engine.port)
-        await gateway.transitions.get()
+        await until(lambda: ("/health", None) in engine.seen)
     assert ("/v1/models", None) in engine.seen
-    assert ("/health", None) in engine.seen
     assert not any(authorization for _, authorization in engine.seen)
 
 
@@ -288,6 +349,48 @@ async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
         await until(lambda: gateway.health.facts(backend) == EngineFacts((0, 30), 4096))
     asked = Counter(path for path, _ in engine.seen)
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
+
+
+async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
+    gateway = Gateway([engine.port])
+    pool = gateway.pools[Role.PREFILL]
+    (backend,) = pool.backends()
+    async with gateway.prober(session):
+        await until(lambda: pool.limit(backend) == 16)
+        assert gateway.health.facts(backend) == EngineFacts((0, 18), 4096, 16)
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert [path for path, _ in engine.seen].count("/server_info") == 1
+
+
+async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(session: aiohttp.ClientSession) -> None:
+    asked, go_on, answers = asyncio.Event(), asyncio.Event(), iter([8, 4])
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path != "/server_info":
+            return web.json_response({"version": "0.18.1"})
+        limit = next(answers)
+        if limit == 8:
+            asked.set()
+            await go_on.wait()
+        return web.json_response({"internal_states": [{"effective_max_running_requests_per_dp": limit}]})
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        pool = gateway.pools[Role.PREFILL]
+        (backend,) = pool.backends()
+        async with gateway.prober(session):
+            await asked.wait()
+            for ok in (False, False, False, True, True):
+                gateway.health.on_probe(backend, ok, "test")
+            await until(lambda: pool.limit(backend) == 4)
+            go_on.set()
+            await until(lambda: not [task for task in asyncio.all_tasks() if "_ask_limit" in repr(task)])
+        assert pool.limit(backend) == 4
 
 
 @pytest.mark.parametrize("says", [None, "no", {"detail": "Not Found"}, {"data": 7, "version": 7}])
@@ -409,12 +512,37 @@ async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, e
     assert prober.joining(Role.DECODE) == []
 
 
+async def test_changed_settings_hold_for_the_next_probe(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port], joining_interval_seconds=3600)
+    async with gateway.prober(session) as prober:
+        await gateway.transitions.get()
+        prober.configure(
+            HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01),
+            Joining(max_attempts=1),
+        )
+        transition = await gateway.transitions.get()
+        assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
+        prober.join(Role.DECODE, HOST, unused_port())
+        await until(lambda: not prober.joining(Role.DECODE))
+
+
 async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     backend = Backend(Role.DECODE, "10.0.0.1", 7100)
-    log_transition(Transition(backend, HealthState.UP, HealthState.DOWN, "cannot connect (connection refused)"))
-    log_transition(Transition(backend, HealthState.DOWN, HealthState.UP, "passed its health check"))
+    up, down, ejected, probation = (HealthState(word) for word in ("up", "down", "ejected", "on probation"))
+    for old, new, reason in (
+        (up, down, "cannot connect (connection refused)"),
+        (down, up, "passed its health check"),
+        (up, ejected, "answered with status 500, 5 failures in a row, for 31 s"),
+        (ejected, probation, "the next request decides"),
+    ):
+        log_transition(Transition(backend, old, new, reason))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "decode instance 10.0.0.1:7100 is down: cannot connect (connection refused)"),
         ("INFO", "decode instance 10.0.0.1:7100 is up: passed its health check"),
+        (
+            "WARNING",
+            "decode instance 10.0.0.1:7100 is ejected: answered with status 500, 5 failures in a row, for 31 s",
+        ),
+        ("INFO", "decode instance 10.0.0.1:7100 is on probation: the next request decides"),
     ]

@@ -77,6 +77,16 @@ def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: Record,
     assert journey.seconds == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
 
 
+def test_the_wait_for_room_outlives_the_attempts(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    walk(journey, clock, (Stage.QUEUE, 4.0))
+    journey.leave()
+    journey.begin_attempt()
+    walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+    journey.begin_attempt()
+    assert journey.seconds == {Stage.QUEUE: 4.0}
+
+
 def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
     journey = Journey()
     journey.saw_prompt_usage({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
@@ -156,6 +166,7 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
         take({"prompt_tokens": 10, "completion_tokens": 3})
     assert record.fields(200, "--", 10.750049) == {
         "id": "r1",
+        "key": "-",
         "api": "chat",
         "stream": True,
         "code": 200,
@@ -165,6 +176,7 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
         "units": 1,
         "attempts": 1,
         "resumes": 0,
+        "t_queue": 0.0,
         "t_prefill": 2.0,
         "t_handoff": 0.5,
         "t_first_token": 0.25,

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from proxy import supervisor
-from proxy.settings import Endpoint, Listen, Settings
-from proxy.supervisor import RestartPolicy
+from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings
+from proxy.supervisor import RestartPolicy, serve
+from proxy.supervisor.inheritance import create_listener, listen
+from proxy.supervisor.supervisor import _metrics_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.supervisor import Shared
 
 
 # --- the program -----------------------------------------------------------------------------------------------------
@@ -41,10 +41,9 @@ class Stop(Exception):
     """The worker is to leave."""
 
 
-def signal_worker(
-    settings: Settings, sock: socket.socket, scoreboard: Scoreboard, roster: Roster, worker: int, alive_fd: int | None
-) -> int:
+def signal_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
     """Charges one request at the start and gives it back only when it is told to stop."""
+    scoreboard = shared.scoreboard
 
     def stop(number: int, _frame: object) -> None:
         say("signal", worker, signal.Signals(number).name)
@@ -53,10 +52,13 @@ def signal_worker(
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGHUP, lambda *_: say("signal", worker, "SIGHUP"))
-    signal.signal(signal.SIGUSR1, lambda *_: say("requests", worker, scoreboard.requests(0)))
+    signal.signal(
+        signal.SIGUSR1, lambda *_: say("requests", worker, scoreboard.requests(0), shared.key_usage.in_flight(0))
+    )
     try:
         scoreboard.row(worker).add(0, requests=1)
-        say("ready", worker, os.getpid(), sock.getsockname()[1])
+        shared.key_usage.row(worker).add(0, 1)
+        say("ready", worker, os.getpid(), shared.listeners.clients.getsockname()[1])
         select.select([] if alive_fd is None else [alive_fd], [], [])
         say("orphan", worker)
     except Stop:
@@ -64,15 +66,13 @@ def signal_worker(
     return 0
 
 
-def draining_worker(
-    settings: Settings, sock: socket.socket, scoreboard: Scoreboard, roster: Roster, worker: int, alive_fd: int | None
-) -> int:
+def draining_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
     """Needs two signals: at the first one it only stops accepting."""
     numbers = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    say("ready", worker, os.getpid(), sock.getsockname()[1])
+    say("ready", worker, os.getpid(), shared.listeners.clients.getsockname()[1])
     name = signal.Signals(signal.sigwait(numbers)).name
-    sock.close()
+    shared.listeners.close()
     say("draining", worker, name)
     return 128 + signal.sigwait(numbers)
 
@@ -81,16 +81,14 @@ def failing_worker(*_: Any) -> int:
     raise RuntimeError("cannot work")
 
 
-def metrics_worker(
-    settings: Settings, sock: socket.socket, scoreboard: Scoreboard, roster: Roster, worker: int, alive_fd: int | None
-) -> int:
+def metrics_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
     import prometheus_client  # decides, as worker.run's imports do, how metrics are kept
 
     directory = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     gauge = prometheus_client.Gauge("up", "for the test", multiprocess_mode="livesum")
     gauge.set(1)
     say("metrics", worker, oct(directory.stat().st_mode & 0o777), directory)
-    return signal_worker(settings, sock, scoreboard, roster, worker, alive_fd)
+    return signal_worker(shared, worker, alive_fd)
 
 
 def main() -> int:
@@ -101,7 +99,7 @@ def main() -> int:
         decode=(Endpoint(host="127.0.0.1", port=2),),
         workers=int(sys.argv[2]),
     )
-    return supervisor.serve(settings, run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01))
+    return serve(lambda: Loaded(settings, {}), run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01))
 
 
 if __name__ == "__main__":
@@ -180,9 +178,11 @@ def has_ipv6() -> bool:
 
 
 def requests_counted_by(program: Program, ready: Ready) -> int:
+    """On the scoreboard, and as the use of keys."""
     os.kill(ready.pid, signal.SIGUSR1)
     words = program.hear()
     assert words[:2] == ["requests", str(ready.worker)]
+    assert words[2] == words[3]
     return int(words[2])
 
 
@@ -227,14 +227,32 @@ def test_a_stop_signal_reaches_each_worker_once_and_the_exit_code_is_0(number: s
         assert gateway.wait() == 0
 
 
-def test_a_hangup_reaches_the_workers_and_stops_nobody() -> None:
+def test_a_hangup_reaches_one_living_worker_and_stops_nobody() -> None:
     with program("signal_worker", 2) as gateway:
         workers = gateway.hear_all_ready(2)
+        for _ in range(2):
+            gateway.process.send_signal(signal.SIGHUP)
+            assert gateway.hear() == ["signal", "0", "SIGHUP"]
+        os.kill(workers[0].pid, signal.SIGKILL)
+        assert gateway.hear_ready().worker == 0
         gateway.process.send_signal(signal.SIGHUP)
-        assert sorted(gateway.hear() for _ in range(2)) == [["signal", str(worker), "SIGHUP"] for worker in range(2)]
-        assert requests_counted_by(gateway, workers[1]) == 2
+        assert gateway.hear() == ["signal", "1", "SIGHUP"]  # which has lived longer
         gateway.process.terminate()
+        assert sorted(gateway.hear() for _ in range(2)) == [["signal", str(n), "SIGTERM"] for n in range(2)]
+        assert gateway.hear() == []  # nobody else had heard of it
         assert gateway.wait() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hangup_ends_nothing_before_a_worker_listens_to_it_or_while_it_drains(workers: int) -> None:
+    with program("draining_worker", workers) as gateway:
+        gateway.hear_all_ready(workers)
+        gateway.process.send_signal(signal.SIGHUP)
+        gateway.process.terminate()
+        assert [gateway.hear()[0] for _ in range(workers)] == ["draining"] * workers
+        gateway.process.send_signal(signal.SIGHUP)
+        gateway.process.terminate()
+        assert gateway.wait() == 128 + signal.SIGTERM
 
 
 def test_a_second_stop_signal_is_passed_on_and_the_workers_exit_code_is_ours() -> None:
@@ -305,7 +323,7 @@ def test_a_dead_workers_live_gauges_vanish_and_the_directory_is_private_and_remo
 
 def test_metrics_are_kept_in_shared_memory_when_no_disk_is_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with supervisor._metrics_directory() as directory:
+    with _metrics_directory() as directory:
         assert Path(directory).parent == Path("/dev/shm")
 
 
@@ -321,21 +339,21 @@ def test_the_wait_doubles_with_each_death_up_to_its_limit() -> None:
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("localhost", socket.AF_INET)])
 def test_it_listens_on_an_address_or_a_name(host: str, family: socket.AddressFamily) -> None:
-    with supervisor.listen(Listen(host=host, port=0)) as listener:
+    with create_listener(host, 0) as listener:
         assert listener.family == family
         socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
 
 
 def test_a_port_in_use_is_one_sentence() -> None:
-    with supervisor.listen(Listen(port=0)) as listener:
+    with create_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{port}: address already in use$"):
-            supervisor.listen(Listen(port=port))
+            create_listener("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_port_in_use_ends_the_program_with_that_sentence(workers: int) -> None:
-    with supervisor.listen(Listen(port=0)) as listener:
+    with create_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with program("signal_worker", workers, port) as gateway:
             assert gateway.wait() == 1
@@ -344,14 +362,38 @@ def test_a_port_in_use_ends_the_program_with_that_sentence(workers: int) -> None
             assert said == f"pdproxy: error: cannot listen on 127.0.0.1:{port}: address already in use\n"
 
 
+@pytest.mark.parametrize("option", ["port", "probe_port"])
+def test_without_one_of_its_ports_it_keeps_none(option: str) -> None:
+    with create_listener("127.0.0.1", 0) as taken, create_listener("127.0.0.1", 0) as free:
+        client_port = free.getsockname()[1]
+        free.close()
+        admin = Admin.model_validate({option: taken.getsockname()[1]})
+        with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{taken.getsockname()[1]}: "):
+            listen(Settings(listen=Listen(port=client_port), admin=admin))
+        create_listener("127.0.0.1", client_port).close()
+
+
+def test_the_ports_for_operators_and_probes_are_opened_with_the_clients() -> None:
+    with listen(Settings(listen=Listen(port=0), admin=Admin(port=0, probe_port=0))) as listeners:
+        assert listeners.admin is not None
+        assert listeners.probes is not None
+        ports = {sock.getsockname()[1] for sock in (listeners.clients, listeners.admin, listeners.probes)}
+        assert len(ports) == 3
+        for port in ports:
+            socket.create_connection(("127.0.0.1", port)).close()
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
 def test_a_name_nobody_knows_is_one_sentence() -> None:
     with pytest.raises(OSError, match=r"^cannot listen on nowhere\.invalid:1999: "):
-        supervisor.listen(Listen(host="nowhere.invalid"))
+        create_listener("nowhere.invalid", 1999)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 @pytest.mark.parametrize(("host", "reached_at"), [("::1", "::1"), ("::", "127.0.0.1")])
 def test_it_listens_on_ipv6_and_with_the_unspecified_address_on_ipv4_too(host: str, reached_at: str) -> None:
-    with supervisor.listen(Listen(host=host, port=0)) as listener:
+    with create_listener(host, 0) as listener:
         assert listener.family == socket.AF_INET6
         socket.create_connection((reached_at, listener.getsockname()[1])).close()

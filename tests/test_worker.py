@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import hashlib
+import logging
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
 from proxy.balancer.backend import Role
+from proxy.connectors.kv_transfer import KvTransfer
+from proxy.settings import ClientKey, Settings
 from proxy.wire.openai import Api
+from proxy.worker import process
 from tests.asking import answer_alone, read, request, until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from proxy.configuration import Current
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -36,6 +45,7 @@ async def test_a_worker_that_stops_accepting_finishes_what_it_began(deploy: Depl
 
 async def test_a_draining_worker_says_so_and_serves_on(gateway: Deployment) -> None:
     gateway.worker.drain.is_draining = True
+    gateway.worker.look()
     async with gateway.session.get(gateway.url + "/readyz") as response:
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "draining"
@@ -112,3 +122,120 @@ async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
     await prefiller.start()
     await until(pool.eligible, "the prefiller to be back")
     assert (await gateway.ask(request(Api.CHAT))).is_done
+
+
+# Reloading
+
+
+def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> Current:
+    """What is in force, with other options in some sections."""
+    current = gateway.worker.current
+    settings = current.settings.model_dump()
+    for name, options in sections.items():
+        settings[name] = {**settings[name], **options}
+    slots = {key.name: slot for slot, key in enumerate(client_keys)}
+    return replace(current, settings=Settings.model_validate(settings), client_keys=client_keys, slots=slots)
+
+
+async def test_what_is_applied_holds_for_the_next_request(gateway: Deployment) -> None:
+    decoder = gateway.decoders[0]
+
+    async def status(**fields: Any) -> int:
+        return (await gateway.ask(request(Api.CHAT, **fields))).status
+
+    assert await status(n=3) == 200
+    gateway.worker.apply(changed(gateway, fanout={"max_units": 2}))
+    assert await status(n=3) == 400
+    gateway.worker.apply(changed(gateway, listen={"max_body_bytes": 20}))
+    assert await status() == 413
+    gateway.worker.apply(changed(gateway, listen={"max_body_bytes": 2000}, auth={"engine_api_key": "k-2"}))
+    assert await status() == 200
+    assert generations(decoder)[-1].headers["authorization"] == "Bearer k-2"
+    key = ClientKey(name="a", key_sha256=hashlib.sha256(b"sk-1").hexdigest())
+    gateway.worker.apply(changed(gateway, (key,)))
+    assert await status() == 401
+    assert (await gateway.ask(request(Api.CHAT), authorization="Bearer sk-1")).status == 200
+    gateway.worker.apply(changed(gateway, timeouts={"prefill_seconds": 0.05, "prefill_seconds_per_1k_tokens": 0.0}))
+    gateway.prefillers[0].faults.add("hang_before_headers")
+    assert await status() == 504
+
+
+async def test_what_is_applied_holds_for_connections_single_hops_and_orphaned_kv(gateway: Deployment) -> None:
+    worker = gateway.worker
+    gateway.worker.apply(
+        changed(
+            gateway,
+            timeouts={"prefill_seconds": 0.05, "connect_seconds": 1.5},
+            kv={"pin_seconds": 7.0},
+            listen={"max_connections": 1},
+        )
+    )
+    assert worker.upstream._timeouts.connect_seconds == 1.5  # which shows only where nobody answers at all
+    (prefiller,) = worker.pools.prefill.backends()
+    assert worker.releaser.pin_seconds(prefiller, KvTransfer.OTHER) == 7.0
+    gateway.prefillers[0].faults.add("hang_before_headers", path="/tokenize")
+    async with gateway.session.post(gateway.url + "/tokenize", json={"prompt": "x"}) as response:
+        assert response.status == 504
+    async with (
+        gateway.session.get(gateway.url + "/livez"),
+        aiohttp.ClientSession() as another,
+        another.get(gateway.url + "/livez") as response,
+    ):
+        assert response.status == 503
+
+
+async def test_what_is_applied_holds_for_administrators(gateway: Deployment) -> None:
+    async def status(key: str) -> int:
+        url, headers = gateway.url + "/reset_prefix_cache", {"X-Admin-Key": key}
+        async with gateway.session.post(url, headers=headers) as response:
+            return response.status
+
+    async def add(instance: str) -> str:
+        body, headers = {"type": "decode", "instances": instance}, {"X-Admin-Key": "k-1"}
+        async with gateway.session.post(gateway.url + "/instances/add", json=body, headers=headers) as response:
+            return (await response.text()) if response.status != 200 else ""
+
+    assert await status("wrong") == 200  # there is none, and this is this host
+    gateway.worker.apply(changed(gateway, auth={"admin_key": "k-1"}))
+    assert (await status("wrong"), await status("k-1")) == (401, 200)
+    instance = "127.0.0.2:1"
+    gateway.worker.apply(changed(gateway, admin={"networks": ["10.0.0.0/8"]}))
+    assert "address_not_allowed" in await add(instance)
+    gateway.worker.apply(changed(gateway, admin={"networks": ["127.0.0.0/8"]}))
+    assert await add(instance) == ""
+
+
+async def test_the_log_tells_as_much_as_is_applied(gateway: Deployment) -> None:
+    logger = logging.getLogger("proxy")
+    before = logger.level
+    try:
+        gateway.worker.apply(changed(gateway, log={"level": "ERROR"}))
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(before)
+
+
+# Draining
+
+
+async def test_a_drain_tells_every_so_often_how_much_is_left(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_LEFT_EVERY_SECONDS", 0.001)
+    caplog.set_level("INFO", "proxy.worker")
+    gateway = await deploy(drain={"not_ready_seconds": 0.0})
+    gateway.prefillers[0].faults.add("hang_before_headers")
+    stop = process._Stop(None)
+    try:
+        async with gateway.asking(request(Api.CHAT)) as client:
+            await until(lambda: gateway.worker.drain.in_flight == 1, "the request")
+            caplog.clear()
+            drain = asyncio.create_task(process._drain(gateway.worker, stop, gateway.stop_accepting))
+            await until(lambda: len(caplog.records) >= 5, "some lines")
+            await client.leave()
+            await drain
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+    lines = [record for record in caplog.records if record.name == process.__name__]
+    assert {(line.getMessage(), vars(line)["fields"]["left"]) for line in lines} == {("draining", 1)}

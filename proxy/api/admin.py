@@ -1,7 +1,7 @@
-"""What operators and their tools ask: is it alive, is it ready, what does it measure, who serves. And changing that.
+"""What operators and their tools ask: what does it measure. And changing it, while it runs.
 
 Everybody may look. Changing anything takes the admin key, or without one a connection that comes straight from this
-host: nothing a client writes into its headers can make it local.
+host: nothing a client writes into its headers can make it local. Each change is one line in the log, with its author.
 """
 
 from __future__ import annotations
@@ -11,41 +11,47 @@ import hmac
 import ipaddress
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy import __version__
+from proxy.api.body import read_body
 from proxy.balancer.backend import Role
-from proxy.errors import BadRequest, GatewayError, NoBackendAvailable
-from proxy.settings import parse_endpoints
+from proxy.errors import BadRequest, GatewayError, LimitExceeded
+from proxy.settings import Listen, SettingsError, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from aiohttp.typedefs import Handler
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.configuration import Change
     from proxy.metrics import Metrics
     from proxy.prober import Prober
     from proxy.settings import Endpoint
+    from proxy.upstream.names import Names
 
 logger = logging.getLogger(__name__)
 
 _RESET_TIMEOUT: Final = aiohttp.ClientTimeout(total=30.0)
+_BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
+_MAX_CHANGES_AT_ONCE: Final = 10
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 # A request with one of these was made for somebody else: by a reverse proxy on this host, or by a browser for a page.
 _ON_BEHALF: Final = ("X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Forwarded", "Via", "Origin")
 
 
 class AdminApi:
-    """The routes for operators.
+    """The routes for operators. `pools` are those of the roles that the connector uses.
 
-    `pools` are those of the roles that the connector uses: each needs a healthy backend before the gateway is ready.
+    `reload` reads the configuration again and applies it, for the author who is named to it. It raises SettingsError.
     """
 
     def __init__(
@@ -54,60 +60,36 @@ class AdminApi:
         prober: Prober,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
+        names: Names,
         metrics: Metrics,
+        reload: Callable[[str], Awaitable[Change]],
         admin_key: str | None,
-        is_draining: Callable[[], bool],
     ) -> None:
         self._pools = pools
         self._prober = prober
         self._session = session
         self._keys = keys
+        self._names = names
         self._metrics = metrics
+        self._reload_configuration = reload
         self._admin_key = admin_key
-        self._is_draining = is_draining
+        self._changes = 0
+
+    def configure(self, admin_key: str | None) -> None:
+        """From now on this key lets administrators in; None: being on this host does."""
+        self._admin_key = admin_key
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
         return [
-            web.get("/livez", self._live),
-            *(web.get(path, self._ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
-            web.get("/healthcheck", self._healthcheck),
-            web.get("/version", self._version),
             web.get("/metrics", self._show_metrics),
-            web.post("/instances/add", self._guarded(self._add)),
-            web.post("/instances/remove", self._guarded(self._remove)),
+            web.post("/instances/add", self._guarded(self._limited(self._add))),
+            web.post("/instances/remove", self._guarded(self._limited(self._remove))),
+            web.post("/admin/reload", self._guarded(self._limited(self._reload))),
             web.post("/reset_prefix_cache", self._guarded(self._reset_prefix_cache)),
         ]
 
     # For everybody
-
-    async def _live(self, request: web.Request) -> web.Response:
-        """This process answers, whatever the engines do."""
-        return _json({"status": "ok"})
-
-    async def _ready(self, request: web.Request) -> web.Response:
-        if self._is_draining():
-            raise GatewayError("the gateway is shutting down", code="draining", status=503)
-        for role, pool in self._pools.items():
-            if not pool.is_ready():
-                raise NoBackendAvailable(role)
-        return _json({"status": "ok"})
-
-    async def _healthcheck(self, request: web.Request) -> web.Response:
-        """The answer of vLLM-Ascend's example proxy."""
-        # Every unit of a generation request has a lease on one decoder.
-        decoders = self._pools[Role.DECODE]
-        return _json(
-            {
-                "status": "ok",
-                "prefill_instances": len(self._backends(Role.PREFILL)),
-                "decode_instances": len(self._backends(Role.DECODE)),
-                "request_num": sum(decoders.in_flight(backend) for backend in decoders.backends()),
-            }
-        )
-
-    async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": __version__})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         body, content_type = self._metrics.render(request.headers.get("Accept", ""))
@@ -116,36 +98,55 @@ class AdminApi:
     # For administrators
 
     async def _add(self, request: web.Request) -> web.Response:
-        change = _parse(await request.read(), self._pools.keys())
+        change = _parse(await read_body(request, _BODY), self._pools.keys())
         role, endpoints = change.role, change.endpoints
+        for endpoint in endpoints:
+            await self._check_address(endpoint)
         try:
             joining = [e for e in endpoints if self._prober.join(role, e.host, e.port, trusted=change.send_key)]
         except ValueError as error:
             raise BadRequest(str(error)) from None
         if joining:
-            return self._members(f"Instances {_names(joining)} are waiting to be added.")
-        return self._members(f"add {role} instances: {_names(endpoints)}.")
+            return self._members(request, f"Instances {_names(joining)} are waiting to be added.")
+        return self._members(request, f"add {role} instances: {_names(endpoints)}.")
+
+    async def _check_address(self, endpoint: Endpoint) -> None:
+        """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
+        try:
+            await self._names.find(endpoint.host)
+        except OSError as problem:
+            message = f"{endpoint} cannot be an instance: {problem}"
+            raise BadRequest(message, code="address_not_allowed", param="instances") from None
 
     async def _remove(self, request: web.Request) -> web.Response:
-        change = _parse(await request.read(), self._pools.keys())
+        change = _parse(await read_body(request, _BODY), self._pools.keys())
         role, endpoints = change.role, change.endpoints
         for endpoint in endpoints:
             self._prober.remove(role, endpoint.host, endpoint.port)
         self._prober.drop_drained()
         left = {backend.name for backend in self._backends(role)}
         if any(str(endpoint) in left for endpoint in endpoints):
-            return self._members(f"Instances {_names(endpoints)} are isolated and waiting to be removed.")
-        return self._members(f"remove {role} instances: {_names(endpoints)}.")
+            return self._members(request, f"Instances {_names(endpoints)} are isolated and waiting to be removed.")
+        return self._members(request, f"remove {role} instances: {_names(endpoints)}.")
 
-    def _members(self, message: str) -> web.Response:
-        logger.info("%s", message)
+    def _members(self, request: web.Request, message: str) -> web.Response:
+        _log(request, message)
         answer: dict[str, Any] = {"message": message}
         for role in Role:
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
             answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
         return _json(answer)
 
+    async def _reload(self, request: web.Request) -> web.Response:
+        """The change, or in one sentence why there is none."""
+        try:
+            change = await self._reload_configuration(_author(request))
+        except SettingsError as error:
+            raise BadRequest(str(error), code="invalid_configuration") from None
+        return _json({"changed": change.options, "instances": {"added": change.added, "removed": change.removed}})
+
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        _log(request, "reset the prefix cache of all instances")
         backends = [backend for role in Role for backend in self._backends(role)]
         query = list(request.query.items())
         done = await asyncio.gather(*(self._reset(backend, query) for backend in backends))
@@ -171,6 +172,21 @@ class AdminApi:
 
     def _backends(self, role: Role) -> Sequence[Backend]:
         return self._pools[role].backends() if role in self._pools else ()
+
+    def _limited(self, handler: Handler) -> Handler:
+        """Only so many at a time, as each waits: for a name, a file, or the caller's body."""
+
+        async def limited(request: web.Request) -> web.StreamResponse:
+            if self._changes >= _MAX_CHANGES_AT_ONCE:
+                message = f"{_MAX_CHANGES_AT_ONCE} changes are being made already"
+                raise LimitExceeded(message, code="too_many_changes", retry_after_seconds=1.0)
+            self._changes += 1
+            try:
+                return await handler(request)
+            finally:
+                self._changes -= 1
+
+        return limited
 
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:
@@ -249,9 +265,14 @@ def _endpoint(text: str) -> Endpoint:
     return found[0]
 
 
+def _author(request: web.Request) -> str:
+    """Who makes a change, for the log. Of the key there is nothing to tell: there is only one."""
+    return f"an administrator at {request.remote}"
+
+
+def _log(request: web.Request, what: str) -> None:
+    logger.info("%s", what, extra={"fields": {"by": _author(request)}})
+
+
 def _names(endpoints: Sequence[Endpoint]) -> list[str]:
     return [str(endpoint) for endpoint in endpoints]
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)

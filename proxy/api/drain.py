@@ -1,45 +1,91 @@
-"""Drain: what is being answered right now, and whether this worker is on its way out."""
+"""Drain: what is being answered right now, whether this worker is on its way out, and the end of what takes too long.
+
+Work that is cut off ends in an error that its client can read. The cancellation that ends it is turned into that error
+by whoever holds `with drain:` around the work, and only where it is the drain's own and nobody else's: a client that
+left stays a cancellation.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from proxy.errors import GatewayError
+
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from aiohttp.typedefs import Handler
 
 
+class ShuttingDown(GatewayError):
+    """This process is about to end; another one may serve the request."""
+
+    status = 503
+    code = "draining"
+    retry_after_seconds = 1.0
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is shutting down")
+
+
 class Drain:
-    """One worker's requests in flight. The worker begins the drain; the readiness route and a middleware read it."""
+    """One worker's requests in flight. The worker begins the drain; the readiness route and a middleware read it.
+
+    `with` it around the work on a request, in the request's own task: work that is cut off raises ShuttingDown there.
+    It keeps nothing between entering and leaving, so it may be entered again inside itself.
+    """
 
     def __init__(self) -> None:
         self.is_draining = False
-        self._in_flight = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def in_flight(self) -> int:
         """Client requests being answered by this worker."""
-        return self._in_flight
+        return len(self._tasks)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request as long as it is being answered; while draining, tell its client to connect anew."""
-        self._in_flight += 1
+        """Count a request as long as it is being answered."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         self._idle.clear()
         try:
-            response = await handler(request)
-            if self.is_draining and not response.prepared:
-                response.force_close()
-            return response
+            with self:
+                return await handler(request)
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self._tasks.discard(task)
+            self._cut_off.discard(task)
+            if not self._tasks:
                 self._idle.set()
 
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
         await self._idle.wait()
+
+    def cut_off(self) -> int:
+        """End what is in flight, each with an error; how much that is."""
+        for task in self._tasks - self._cut_off:
+            self._cut_off.add(task)
+            task.cancel()
+        return len(self._cut_off)
+
+    def __enter__(self) -> None:
+        """Nothing to do before there is something to end."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError) and self._cut_off:
+            task = asyncio.current_task()
+            # More than one cancellation: the client has left, too.
+            if task in self._cut_off and not task.uncancel():
+                self._cut_off.discard(task)
+                raise ShuttingDown from None

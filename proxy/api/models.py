@@ -11,10 +11,12 @@ import orjson
 from aiohttp import web
 
 from proxy.errors import Failure, GatewayError, UpstreamError
+from proxy.upstream import read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from proxy.api.keys import ClientKeys
     from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _PATH: Final = "/v1/models"
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3.0)
+_MAX_LIST_BYTES: Final = 4 * 1024 * 1024
 _FRESH_SECONDS: Final = 2.0
 
 
@@ -32,11 +35,17 @@ class ModelsApi:
     """
 
     def __init__(
-        self, pools: Sequence[Pool], session: aiohttp.ClientSession, keys: EngineKeys, metrics: Metrics
+        self,
+        pools: Sequence[Pool],
+        session: aiohttp.ClientSession,
+        engine_keys: EngineKeys,
+        client_keys: ClientKeys,
+        metrics: Metrics,
     ) -> None:
         self._pools = pools
         self._session = session
-        self._keys = keys
+        self._engine_keys = engine_keys
+        self._client_keys = client_keys
         self._metrics = metrics
         self._kept_for: str | None = None
         self._kept_until = 0.0
@@ -49,7 +58,8 @@ class ModelsApi:
     async def _models(self, request: web.Request) -> web.Response:
         status = 499
         try:
-            body = await self._merged(request.headers.get("Authorization"))
+            self._client_keys.identify(request)
+            body = await self._merged(self._client_keys.credential(request))
             status = 200
         except GatewayError as error:
             status = error.status
@@ -75,11 +85,11 @@ class ModelsApi:
 
     async def _ask(self, backend: Backend, credential: str | None) -> list[dict[str, Any]] | UpstreamError:
         """One engine's models, or why there are none."""
-        headers = self._keys.headers(backend, credential)
+        headers = self._engine_keys.headers(backend, credential)
         request = self._session.get(backend.url + _PATH, headers=headers, timeout=_TIMEOUT, allow_redirects=False)
         try:
             async with request as answer:
-                body = await answer.read()
+                body = await read_bounded(answer, _MAX_LIST_BYTES)
         except TimeoutError:
             return UpstreamError(Failure.TIMEOUT, backend, f"{backend.role} instance did not list its models in time")
         except (aiohttp.ClientError, ValueError):  # ValueError: a name that can be no host's
@@ -89,9 +99,11 @@ class ModelsApi:
             kind = {"content-type": answer.headers.get("Content-Type", "application/json")}
             return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=kind)
         try:
-            return [model for model in orjson.loads(body)["data"] if isinstance(model["id"], str)]
+            if answer.status == 200:
+                return [model for model in orjson.loads(body)["data"] if isinstance(model["id"], str)]
         except (ValueError, TypeError, KeyError):
-            return UpstreamError(Failure.BAD_ANSWER, backend, f"{backend.role} instance sent no list of models")
+            pass
+        return UpstreamError(Failure.BAD_ANSWER, backend, f"{backend.role} instance sent no list of models")
 
 
 def _nobody(errors: Sequence[UpstreamError]) -> GatewayError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy import call as calls
+from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.client import ClientStalled, ClientStream
@@ -20,20 +21,23 @@ from proxy.wire.openai import Api, error_event
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from proxy.api.keys import ClientKeys
     from proxy.flow.gateway import Gateway
     from proxy.metrics import Metrics
     from proxy.settings import Settings
 
-# Request headers that mean the same to the engines. Everything else is rebuilt or dropped: hop-by-hop headers, and
-# those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank answers with 400.
-_PASSED_ON: Final = ("authorization", "traceparent", "tracestate")
+# Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
+# dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
+# answers with 400.
+_PASSED_ON: Final = ("traceparent", "tracestate")
 
 
 class GenerationApi:
     """The two routes that go through the connector."""
 
-    def __init__(self, gateway: Gateway, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, gateway: Gateway, keys: ClientKeys, settings: Settings, metrics: Metrics) -> None:
         self._gateway = gateway
+        self._keys = keys
         self._settings = settings
         self._metrics = metrics
         # Finding a series by its labels costs more than counting with it, and there are few.
@@ -44,6 +48,10 @@ class GenerationApi:
         self._stages = cache(metrics.stage_duration_seconds.labels)
         self._tokens = cache(metrics.tokens_total.labels)
         self._inflight = cache(metrics.inflight_requests.labels)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -58,13 +66,25 @@ class GenerationApi:
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         record = Record(api, request[REQUEST_ID])
         with self._account(record):
-            headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-            call = calls.parse(api, await request.read(), self._settings.cost, headers)
-            record.stream = call.stream
-            if call.stream:
-                return await self._stream(call, request, record)
-            body = await self._gateway.complete(call, record)
-            return web.Response(body=body, content_type="application/json")
+            caller = self._keys.identify(request)
+            record.caller = caller.name
+            admission = self._gateway.admission
+            admission.check(caller.name)  # what will be refused anyhow is not read first
+            with self._keys.enter(caller):
+                with admission.hold(0) as held:
+                    raw = await read_body(request, self._settings.listen, held.resize)
+                    call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
+                    record.stream = call.stream
+                    if call.stream:
+                        return await self._stream(call, request, record)
+                    body = await self._gateway.complete(call, record)
+                    return web.Response(body=body, content_type="application/json")
+
+    def _passed_on(self, request: web.Request) -> dict[str, str]:
+        """The headers that reach the engines."""
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        credential = self._keys.credential(request)
+        return headers if credential is None else {"authorization": credential, **headers}
 
     async def _stream(self, call: calls.Call, request: web.Request, record: Record) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)

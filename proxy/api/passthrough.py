@@ -1,7 +1,8 @@
 """Routes that one engine answers alone: an allow-list, because engines also serve routes no client should reach.
 
 One lease, one exchange; the body goes out and the answer comes back byte for byte. The client's body is read before a
-backend is leased, so that a slow sender occupies no engine, the cost is known, and a second try costs nothing.
+backend is leased, so that a slow sender occupies no engine, the cost is known, and a second try costs nothing. What is
+tried again elsewhere, and how often, is what holds for generation, too.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
+from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.logs import access_line
-from proxy.upstream import connect_problem, upstream_error
+from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
+    from proxy.api.keys import ClientKeys
     from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.flow.admission import Admission
+    from proxy.flow.budget import Repeat, RetryBudget
     from proxy.metrics import Metrics
-    from proxy.settings import Cost, Timeouts
+    from proxy.settings import Settings
 
 ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "tokenizer": (
@@ -52,7 +58,7 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 }
 """Method and path by group, as vLLM serves them. The group is the metric label `api`."""
 
-_PASSED_ON: Final = ("Content-Type", "Content-Encoding", "Accept", "traceparent", "tracestate")
+_PASSED_ON: Final = ("Content-Type", "Accept", "traceparent", "tracestate")
 # About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
 _NOT_PASSED_BACK: Final = frozenset(
     {
@@ -60,12 +66,16 @@ _NOT_PASSED_BACK: Final = frozenset(
         *("transfer-encoding", "upgrade", "content-length", "server", "date", "x-request-id"),
     }
 )
+# Nobody waits for more: not for an answer, and not for an engine to say why there is none.
+_MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+_MAX_REFUSAL_BYTES: Final = 1024 * 1024
 
 
 @dataclass(slots=True)
 class _Record:
     """What becomes of one request, for the access line and the metrics."""
 
+    key: str = "-"
     status: int = 499  # until there is an answer, only the client's leaving can end the request
     instance: str = "-"
     bytes_sent: int = 0
@@ -90,24 +100,33 @@ class PassthroughApi:
     def __init__(
         self,
         pool: Pool,
-        groups: Iterable[str],
         session: aiohttp.ClientSession,
-        keys: EngineKeys,
-        cost: Cost,
-        timeouts: Timeouts,
-        write_timeout_seconds: float,
+        engine_keys: EngineKeys,
+        client_keys: ClientKeys,
+        admission: Admission,
+        budget: RetryBudget,
+        settings: Settings,
         metrics: Metrics,
     ) -> None:
         self._pool = pool
-        self._groups = tuple(groups)
         self._session = session
-        self._keys = keys
-        self._bytes_per_token = cost.bytes_per_token
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=timeouts.connect_seconds, sock_read=timeouts.prefill_seconds
-        )
-        self._write_timeout_seconds = write_timeout_seconds
+        self._engine_keys = engine_keys
+        self._client_keys = client_keys
+        self._admission = admission
+        self._budget = budget
+        self._groups = settings.passthrough
         self._metrics = metrics
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on. The routes stay what they were."""
+        self._settings = settings
+        timeouts = settings.timeouts
+        self._timeout = aiohttp.ClientTimeout(
+            total=None,
+            connect=timeouts.connect_seconds,  # with the look-up of a name, unlike sock_connect
+            sock_read=timeouts.prefill_seconds,
+        )
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -138,27 +157,46 @@ class PassthroughApi:
                 self._observe(group, path, request, record, time.monotonic() - started)
 
     async def _answer(self, path: str, request: web.Request, record: _Record) -> web.StreamResponse:
-        """On one backend, and on another if there is no connection to the first."""
-        body = await request.read()
-        with self._pool.lease(Load(compute=len(body) // self._bytes_per_token + 1)) as lease:
-            try:
-                return await self._exchange(path, request, body, lease.backend, record)
-            except UpstreamError as error:
-                if error.failure is not Failure.CONNECT:
-                    raise
+        caller = self._client_keys.identify(request)
+        record.key = caller.name
+        with self._client_keys.enter(caller), self._admission.hold(0) as held:
+            body = await read_body(request, self._settings.listen, held.resize)
+            return await self._try(path, request, body, record)
+
+    async def _try(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
+        """On one backend after the other, as long as that can help."""
+        load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
+        failed: list[Backend] = []
+        with self._budget.request() as turn, self._pool.lease(load) as lease:
+            while True:
                 try:
-                    other = lease.move((), because=error)
-                except NoBackendAvailable:
-                    raise error from None
-            self._metrics.retries_total.labels(self._pool.role, Failure.CONNECT).inc()
-            return await self._exchange(path, request, body, other, record)
+                    return await self._exchange(path, request, body, lease.backend, record)
+                except UpstreamError as error:
+                    failed.append(error.backend)
+                    self._check_retry(error, len(failed), turn, record)
+                    try:
+                        lease.move(failed, because=error)
+                    except NoBackendAvailable as nobody:
+                        # What the engine said is more to the point, except that it could not be reached.
+                        raise nobody if error.failure is Failure.CONNECT else error from None
+                    self._metrics.retries_total.labels(self._pool.role, error.failure).inc()
+                await asyncio.sleep(backoff_seconds(self._settings.retry, len(failed)))
+
+    def _check_retry(self, error: UpstreamError, attempts: int, turn: Repeat, record: _Record) -> None:
+        """Raise the error if the request must not be tried again."""
+        most = self._settings.retry.max_attempts
+        if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=most):
+            raise error
+        if not turn.try_begin():
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise error
 
     async def _exchange(
         self, path: str, request: web.Request, body: bytes, backend: Backend, record: _Record
     ) -> web.StreamResponse:
         record.instance = backend.name
         passed_on = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        key = self._keys.headers(backend, request.headers.get("Authorization"))
+        key = self._engine_keys.headers(backend, self._client_keys.credential(request))
         asked = self._session.request(
             request.method,
             backend.url + path,
@@ -172,11 +210,15 @@ class PassthroughApi:
             async with asked as answer:
                 if not 200 <= answer.status < 300:
                     raise await _refusal(backend, answer)
-                return await self._relay(request, answer, record)
+                if (answer.content_length or 0) > _MAX_ANSWER_BYTES:
+                    raise _too_large(backend)
+                return await self._relay(request, answer, backend, record)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             raise _in_our_words(backend, problem) from None
 
-    async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, record: _Record) -> web.StreamResponse:
+    async def _relay(
+        self, request: web.Request, answer: aiohttp.ClientResponse, backend: Backend, record: _Record
+    ) -> web.StreamResponse:
         """Copy the answer as it comes; a slow client holds the engine back."""
         response = web.StreamResponse(status=answer.status, headers=_passed_back(answer))
         response.content_length = answer.content_length
@@ -185,13 +227,15 @@ class PassthroughApi:
         async for chunk in answer.content.iter_any():
             await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
+            if record.bytes_sent > _MAX_ANSWER_BYTES:
+                raise _too_large(backend)
         await self._to_client(response.write_eof())
         record.broken = None
         return response
 
     async def _to_client(self, sending: Awaitable[object]) -> None:
         try:
-            async with asyncio.timeout(self._write_timeout_seconds):
+            async with asyncio.timeout(self._settings.listen.write_timeout_seconds):
                 await sending
         except TimeoutError:
             raise _ClientLost("write_timeout") from None
@@ -205,6 +249,7 @@ class PassthroughApi:
         access_line(
             {
                 "id": request[REQUEST_ID],
+                "key": record.key,
                 "api": group,
                 "path": path,
                 "code": record.status,
@@ -217,7 +262,7 @@ class PassthroughApi:
 
 def _passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
     """The engine's headers without those that are about its connection to us."""
-    named = {name.strip().lower() for name in answer.headers.get("Connection", "").split(",")}
+    named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
     left_out = _NOT_PASSED_BACK | named
     return CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in left_out)
 
@@ -228,9 +273,12 @@ async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> Upstream
     if answer.status < 400:
         return UpstreamError(Failure.BAD_ANSWER, backend, message)
     headers = {name.lower(): value for name, value in answer.headers.items()}
-    return UpstreamError(
-        Failure.STATUS, backend, message, engine_status=answer.status, body=await answer.read(), headers=headers
-    )
+    body = await read_bounded(answer, _MAX_REFUSAL_BYTES)
+    return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=headers)
+
+
+def _too_large(backend: Backend) -> UpstreamError:
+    return upstream_error(Failure.BAD_ANSWER, backend, "the engine's answer is too large")
 
 
 def _in_our_words(backend: Backend, problem: Exception) -> UpstreamError:

@@ -2,6 +2,7 @@
 
 A GatewayError becomes its status and JSON body, an engine's own error passes byte for byte, aiohttp's 404, 405, 413 …
 look like ours, and what nobody expected is a 500 with one traceback in the log. Cancellation is never caught here.
+An answer that is given before the request's body has arrived closes the connection.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import logging
 import math
 import re
 import secrets
+from email.utils import formatdate
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from proxy import logs
-from proxy.errors import BadRequest, GatewayError, NoBackendAvailable, UpstreamError
+from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
+from proxy.metrics import REJECTIONS
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
@@ -25,17 +29,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SERVER: Final = "pdproxy"
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """Where a `web.Request` keeps its id."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Anything else could break a log line or a header further on.
-_ACCEPTABLE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_is_acceptable_id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}").fullmatch
 
 _HTTP_ERRORS: Final = {
+    400: ("bad_request", "the request is not one this gateway understands"),
     404: ("not_found", "there is no such route on this gateway"),
     405: ("method_not_allowed", "this route does not take that method"),
+    408: ("request_timeout", "the request did not arrive in time"),
+    411: ("length_required", "the request does not tell the length of its body"),
     413: ("request_too_large", "the request body is larger than this gateway accepts"),
+    415: ("unsupported_media_type", "this gateway does not take a body of that kind"),
+    417: ("expectation_failed", "this gateway meets no expectation but 100-continue"),
+    431: ("headers_too_large", "the headers of the request are larger than this gateway accepts"),
+    500: ("internal_error", "the gateway failed; its log has the details"),
+    501: ("not_implemented", "this gateway does not do that"),
+    505: ("http_version_not_supported", "this gateway speaks HTTP/1.1"),
+}
+
+# Reasons of `rejected_total` that are called otherwise in the code of the error; most are called the same.
+_REJECTIONS_BY_CODE: Final = {"request_too_large": "too_large", "too_many_connections": "connections"} | {
+    reason: reason for reason in REJECTIONS
 }
 
 # What the OpenAI SDK repeats by itself, twice, unless it is told not to.
@@ -55,8 +74,60 @@ def error_response(error: GatewayError) -> web.Response:
             name: value for name, value in error.headers.items() if name.lower() in ("content-type", "retry-after")
         }
         return web.Response(status=error.status, body=error.body, headers={**headers, **retry_headers(error)})
-    headers = {"Content-Type": "application/json", **retry_headers(error)}
+    headers = {"Content-Type": "application/json", "X-PDProxy-Error-Code": error.code, **retry_headers(error)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error_body(error), headers=headers)
+
+
+def last_words(error: GatewayError, request_id: str) -> bytes:
+    """The answer for an error of our own, as it is written to a connection that is closed after it."""
+    response = error_response(error)
+    assert isinstance(response.body, bytes)
+    if error.status == 405:
+        response.headers["Allow"] = ""  # it has to be there (RFC 9110 15.5.6), and empty means nothing is allowed
+    headers = {
+        **response.headers,
+        "Content-Length": str(len(response.body)),
+        "Connection": "close",
+        "Date": formatdate(usegmt=True),
+        "Server": SERVER,
+        "X-Request-Id": request_id,
+    }
+    lines = (f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items()))
+    return "\r\n".join((*lines, "", "")).encode() + response.body
+
+
+def request_id(request: web.BaseRequest) -> str:
+    """The client's own id if it is a sane one, otherwise a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _is_acceptable_id(given) else new_request_id()
+
+
+def new_request_id() -> str:
+    """For a request whose client gave none."""
+    return secrets.token_hex(16)
+
+
+def rejection(error: GatewayError) -> str | None:
+    """The `reason` under which a refused request is counted; None for errors that are no refusals."""
+    if isinstance(error, Unauthorized):
+        return "unauthorized"
+    if isinstance(error, BadRequest):
+        return "invalid_request"
+    return _REJECTIONS_BY_CODE.get(error.code)
+
+
+def unexpected(request: web.BaseRequest, error: BaseException | None) -> GatewayError:
+    """Log what nobody expected, once and with its traceback; the error for the client.
+
+    The text of the exception is left out: it may quote the prompt, as `int("…")` does.
+    """
+    kind = type(error).__name__
+    trace = error.__traceback__ if error is not None else None
+    logger.error("unexpected %s in %s %s", kind, request.method, request.path, exc_info=(_Untold, _Untold(kind), trace))
+    code, message = _HTTP_ERRORS[500]
+    return GatewayError(message, code=code)
 
 
 def retry_headers(error: GatewayError) -> dict[str, str]:
@@ -70,17 +141,18 @@ def retry_headers(error: GatewayError) -> dict[str, str]:
     return {}
 
 
+class _Untold(Exception):
+    """Stands in the log for an exception whose text may quote the request."""
+
+
 class _Replies:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = request.headers.get("X-Request-Id", "")
-        if not _ACCEPTABLE_ID.fullmatch(request_id):
-            request_id = secrets.token_hex(16)
-        request[REQUEST_ID] = request_id
-        token = logs.request_id.set(request_id)
+        request[REQUEST_ID] = given_or_new = request_id(request)
+        token = logs.request_id.set(given_or_new)
         try:
             return await handler(request)
         except GatewayError as error:
@@ -92,8 +164,7 @@ class _Replies:
         except Exception as error:
             if isinstance(error, ConnectionError) and _has_left(request):
                 return web.Response(status=499)  # written to nobody
-            logger.exception("unexpected error in %s %s", request.method, request.path)
-            return self._refuse(request, GatewayError("the gateway failed; its log has the details"))
+            return self._refuse(request, unexpected(request, error))
         finally:
             logs.request_id.reset(token)
 
@@ -101,8 +172,10 @@ class _Replies:
         response = error_response(error)
         if allow:
             response.headers["Allow"] = allow
+        if not request.content.is_eof() or request.content.exception() is not None:
+            response.force_close()
         if _COMMITTED not in request:
-            reason = _rejection(error)
+            reason = rejection(error)
             if reason:
                 self._metrics.rejected_total.labels(reason).inc()
         elif request.transport is not None:
@@ -120,16 +193,7 @@ def _in_our_words(answer: web.HTTPException) -> GatewayError:
     return GatewayError(message, code=code, status=answer.status)
 
 
-def _rejection(error: GatewayError) -> str | None:
-    """The `reason` under which a refused request is counted; None for errors that are no refusals."""
-    if isinstance(error, NoBackendAvailable):
-        return error.code
-    if isinstance(error, BadRequest):
-        return "invalid_request"
-    return "too_large" if error.status == 413 else None
-
-
 async def _on_prepare(request: web.Request, response: web.StreamResponse) -> None:
     request[_COMMITTED] = True
-    response.headers["Server"] = "pdproxy"
+    response.headers["Server"] = SERVER
     response.headers["X-Request-Id"] = request[REQUEST_ID]

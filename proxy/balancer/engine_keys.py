@@ -1,9 +1,8 @@
 """Which engine is given which credential.
 
 The gateway's engine key goes only to trusted backends: those of the configuration, and those an administrator added
-with
-`"send_key": true`. Any other added instance gets traffic without it, so that a mistyped address cannot collect the key.
-Without an engine key the client's own credential is passed on.
+with `"send_key": true`. Any other added instance gets traffic without it, so that a mistyped address cannot collect the
+key. Without an engine key the client's own credential is passed on.
 """
 
 from __future__ import annotations
@@ -18,6 +17,10 @@ class EngineKeys:
     """`key` None or empty: the engines ask for none."""
 
     def __init__(self, key: str | None) -> None:
+        self.configure(key)
+
+    def configure(self, key: str | None) -> None:
+        """Send this key from now on."""
         self._authorization = f"Bearer {key}" if key else ""
 
     def headers(self, backend: Backend, clients_own: str | None = None) -> dict[str, str]:

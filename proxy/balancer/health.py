@@ -1,84 +1,52 @@
 """What probes and traffic say about each backend, as pure state transitions.
 
-A backend is unknown until something confirms it, then up or down. Unknown and up backends get traffic; a down one comes
-back only through probes. Whether the operator wants a backend is another fact, and the roster's. One Health per worker.
+These are two facts. Probes say whether a backend is up: it is unknown until something confirms it, then up or down, and
+a down one comes back only through probes. Requests say whether it is of use: one that fails them is ejected for a
+while, whatever its probes say, because a wedged engine still answers /health; see the breaker. Whether the operator
+wants a backend is a third fact, and the roster's.
+
+Ejection never takes more than a share of a role's backends, nor the last one: when all fail, it is not they who are
+broken, and somebody has to be asked. Probes may take all of them down. One Health per worker.
 """
 
 from __future__ import annotations
 
-import re
+import math
+import random
+import time
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.breaker import Phase
+from proxy.balancer.condition import Condition, HealthState
 from proxy.errors import Failure
+from proxy.settings import HealthChecks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
     from proxy.balancer.backend import Backend
+    from proxy.balancer.breaker import Cause
+    from proxy.balancer.engine_facts import EngineFacts
     from proxy.errors import UpstreamError
 
-# A refused connection is as good as a failed probe, but one alone may be an engine that is just being restarted.
-_CONNECT_FAILURES_TO_FALL = 2
-
-
-EngineVersion = tuple[int, int]
-"""Major and minor, for example (0, 23)."""
-UNKNOWN_VERSION: Final[EngineVersion] = (0, 0)
-
-
-def parse_engine_version(answer: Any) -> EngineVersion:
-    """What an engine's `/version` tells; UNKNOWN_VERSION when that is not a version."""
-    told = answer.get("version") if isinstance(answer, dict) else None
-    numbers = re.match(r"v?(\d{1,4})\.(\d{1,4})", told) if isinstance(told, str) else None
-    return (int(numbers[1]), int(numbers[2])) if numbers else UNKNOWN_VERSION
-
-
-def parse_max_model_len(answer: Any) -> int | None:
-    """What an engine's `/v1/models` tells of the first model it tells it of, in tokens; None when of none. Adapters,
-    which are listed, too, have no length of their own.
-    """
-    models = answer.get("data") if isinstance(answer, dict) else None
-    for model in models if isinstance(models, list) else ():
-        length = model.get("max_model_len") if isinstance(model, dict) else None
-        if isinstance(length, int) and not isinstance(length, bool) and length > 0:
-            return length
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What an engine says of itself when it comes up."""
-
-    version: EngineVersion = UNKNOWN_VERSION
-    max_model_len: int | None = None
-    """Tokens that fit into a sequence, prompt and answer together; None when it does not tell."""
-
-
-class HealthState(StrEnum):
-    """UNKNOWN is eligible, so that a gateway serves from its first second, but does not make it ready."""
-
-    UNKNOWN = "unknown"
-    UP = "up"
-    DOWN = "down"
+_JITTER: Final = (0.8, 1.2)
+_STRANGER: Final = Condition()
+_CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A change of state: returned exactly once, so that whoever gets it can log it and count it."""
+    """A change of state: returned exactly once, so that whoever gets it can log it and count it.
+
+    `cause`: why it was ejected, if this is an ejection.
+    """
 
     backend: Backend
     old: HealthState
     new: HealthState
     reason: str
-
-
-@dataclass(slots=True)
-class _Record:
-    state: HealthState = HealthState.UNKNOWN
-    probe_streak: int = 0  # probes in a row that contradict the state
-    connect_failures: int = 0  # from traffic, in a row
-    failures: int = 0  # from traffic, in a row, of any kind the backend is to blame for
-    facts: EngineFacts | None = None  # None: not asked since it came up
+    cause: Cause | None = None
 
 
 def is_to_blame(error: UpstreamError) -> bool:
@@ -92,108 +60,253 @@ def is_to_blame(error: UpstreamError) -> bool:
 
 
 class Health:
-    """The state of every backend this worker has heard of. `version` moves with every change of any state."""
+    """The condition of every backend this worker has heard of. `version` moves with every change of who may be chosen.
 
-    def __init__(self, fall: int = 3, rise: int = 2) -> None:
+    `peers` are the enabled backends of a role, the one in question among them.
+    """
+
+    def __init__(
+        self,
+        checks: HealthChecks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
         self.version = 0
-        self._fall = fall
-        self._rise = rise
-        self._records: dict[Backend, _Record] = {}
+        self._checks = checks or HealthChecks()
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._conditions: dict[Backend, Condition] = {}
+        self._events = 0  # outcomes so far: their order, without asking the clock
+        self._trials = 0
+        self._due = math.inf  # clock time of the next change that time alone makes
+
+    def configure(self, checks: HealthChecks) -> None:
+        """Take changed settings. An ejection lasts as long as was said when it began."""
+        self._checks = checks
+
+    # What is observed
+
+    def on_added(self, backend: Backend) -> None:
+        """It exists from now on, and not from the beginning: nobody is sent there before it has answered."""
+        condition = self._condition(backend)
+        if condition.verdict is HealthState.UNKNOWN:
+            condition.must_prove_itself = True
+            self.version += 1
 
     def on_probe(self, backend: Backend, ok: bool, reason: str) -> Transition | None:
-        """Take in the answer of one probe. An unknown backend believes the first, others `fall` or `rise` in a row."""
-        record = self._record(backend)
-        if ok:
-            record.connect_failures = 0
-        target = HealthState.UP if ok else HealthState.DOWN
-        if record.state is target:
-            record.probe_streak = 0
-            return None
-        record.probe_streak += 1
-        if record.state is not HealthState.UNKNOWN and record.probe_streak < (self._rise if ok else self._fall):
-            return None
-        return self._change(backend, record, target, reason)
+        """Take in the answer of one probe."""
+        condition = self._condition(backend)
+        old = condition.state
+        condition.probed(ok, self._clock(), self._checks)
+        return self._changed(backend, condition, old, reason)
 
-    def on_outcome(self, backend: Backend, error: UpstreamError | None) -> Transition | None:
-        """Take in how a request went; None means that the backend served it."""
-        record = self._record(backend)
+    def on_outcome(
+        self,
+        backend: Backend,
+        error: UpstreamError | None,
+        peers: Collection[Backend] = (),
+        *,
+        trial: int = 0,
+        is_proof: bool = True,
+    ) -> Transition | None:
+        """Take in how a request went; error None means that the backend served it.
+
+        `trial`: its number from `begin_trial`, if it was one. `is_proof` False: it could not show whether the backend
+        generates, so that all it tells is whether there was a connection.
+        """
+        condition = self._condition(backend)
+        old = condition.state
+        is_trial = self._end_trial(condition, trial)
+        self._events += 1
+        if error is not None and is_to_blame(error) and (is_proof or error.failure is Failure.CONNECT):
+            condition.breaker.blame(error.failure, self._events)
+            return self._blamed(backend, condition, error, peers, is_trial)
+        if is_proof:
+            condition.breaker.forgive()
+            if error is None:
+                condition.served_at = self._events
+        else:
+            condition.breaker.connected()
+        if old is HealthState.UP:
+            return None
+        condition.connected(self._clock())
         if error is None:
-            record.failures = record.connect_failures = 0
-            if record.state is HealthState.UNKNOWN:
-                return self._change(backend, record, HealthState.UP, "served a request")
+            if is_trial and is_proof:
+                condition.breaker.close(self._clock())
+            if condition.verdict is HealthState.UNKNOWN:
+                condition.judge(HealthState.UP, self._clock(), self._checks)
+        return self._changed(backend, condition, old, "served a request")
+
+    def on_stall(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+        """It sends nothing on any of its streams while others of its role do."""
+        condition = self._condition(backend)
+        is_out = condition.state in (HealthState.DOWN, HealthState.EJECTED)
+        if is_out or not self._may_eject(backend, peers):
             return None
-        if not is_to_blame(error):
-            record.failures = record.connect_failures = 0
-            return None
-        record.failures += 1
-        if error.failure is not Failure.CONNECT:
-            record.connect_failures = 0
-            return None
-        record.connect_failures += 1
-        if record.connect_failures < _CONNECT_FAILURES_TO_FALL or record.state is HealthState.DOWN:
-            return None
-        return self._change(backend, record, HealthState.DOWN, error.message)
+        return self._eject(backend, condition, "stall", "sends nothing while others do")
+
+    def begin_trial(self, backend: Backend) -> int:
+        """A request tries a backend that awaits one; the number of this trial."""
+        self._trials += 1
+        self._condition(backend).breaker.trial = self._trials
+        self.version += 1
+        return self._trials
+
+    def abandon_trial(self, backend: Backend, trial: int) -> None:
+        """That request ended and told nothing: the next one may try."""
+        self._end_trial(self._condition(backend), trial)
+
+    def advance(self) -> Sequence[Transition]:
+        """Let happen what is due by now. Nearly free while nothing is."""
+        if self._due == math.inf or (now := self._clock()) < self._due:
+            return ()
+        self._due = math.inf
+        released = []
+        for backend, condition in self._conditions.items():
+            if condition.breaker.phase is Phase.EJECTED:
+                if condition.breaker.until <= now:
+                    released.append(self._release(backend, condition, "the next request decides"))
+                else:
+                    self._due = min(self._due, condition.breaker.until)
+            if condition.back_since is not None:
+                full_at = condition.back_since + self._checks.slow_start_seconds
+                if full_at <= now:
+                    condition.back_since = None
+                    self.version += 1
+                else:
+                    self._due = min(self._due, full_at)
+        return [transition for transition in released if transition is not None]
+
+    def relieve(self, peers: Collection[Backend]) -> Sequence[Transition]:
+        """Put those that are ejected on probation before their time, if they are all that is left: the others have gone
+        down since, or were removed.
+        """
+        conditions = {peer: self._condition(peer) for peer in peers}
+        if any(c.is_eligible or c.state is HealthState.PROBATION for c in conditions.values()):
+            return ()
+        released = [
+            self._release(peer, condition, "nobody else is left")
+            for peer, condition in conditions.items()
+            if condition.state is HealthState.EJECTED
+        ]
+        return [transition for transition in released if transition is not None]
+
+    def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
+        """Keep what an engine that is up said, until it goes down: it may come back as another version."""
+        if self.is_confirmed(backend):
+            self._condition(backend).facts = facts
+            self.version += 1
+
+    def forget(self, backend: Backend) -> None:
+        """Drop what is known about a backend that has left; should it come back, it is unknown."""
+        if self._conditions.pop(backend, None) is not None:
+            self.version += 1
+
+    # What follows from it
 
     def state(self, backend: Backend) -> HealthState:
-        record = self._records.get(backend)
-        return HealthState.UNKNOWN if record is None else record.state
+        return self._known(backend).state
 
     def is_healthy(self, backend: Backend) -> bool:
-        return self.state(backend) is not HealthState.DOWN
+        """Whether it is not known to be of no use."""
+        return self.state(backend) not in (HealthState.DOWN, HealthState.EJECTED)
 
     def is_confirmed(self, backend: Backend) -> bool:
         """Whether it is up because a probe or a request succeeded, and not merely not known to be down."""
         return self.state(backend) is HealthState.UP
 
+    def is_eligible(self, backend: Backend) -> bool:
+        """Whether it may get requests, as many as there are."""
+        return self._known(backend).is_eligible
+
+    def awaits_trial(self, backend: Backend) -> bool:
+        """Whether it may get one request."""
+        return self._known(backend).awaits_trial
+
     def is_changing(self, backend: Backend) -> bool:
         """Whether the next probe may decide something, so that it should come soon."""
-        record = self._records.get(backend)
-        if record is None or record.state is HealthState.UNKNOWN or record.probe_streak > 0:
-            return True
-        return record.state is HealthState.UP and record.connect_failures > 0
+        return self._known(backend).is_changing
+
+    def share_percent(self, backend: Backend) -> int:
+        """Of the work that falls to it, how much it is to get now: less than all after it came back."""
+        return self._known(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
 
     def consecutive_failures(self, backend: Backend) -> int:
         """Failed requests in a row that the backend is to blame for."""
-        record = self._records.get(backend)
-        return 0 if record is None else record.failures
+        return self._known(backend).breaker.failures
 
     def facts(self, backend: Backend) -> EngineFacts | None:
         """What the engine says of itself; None while nobody has asked it."""
-        record = self._records.get(backend)
-        return None if record is None else record.facts
+        return self._known(backend).facts
 
-    def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
-        """Keep what an engine that is up said, until it goes down: it may come back as another version."""
-        if self.is_confirmed(backend):
-            self._record(backend).facts = facts
+    # How
 
-    def engine_version(self, backend: Backend) -> EngineVersion | None:
-        """Its version, UNKNOWN_VERSION if it does not tell; None while nobody has asked it."""
-        facts = self.facts(backend)
-        return None if facts is None else facts.version
+    def _known(self, backend: Backend) -> Condition:
+        return self._conditions.get(backend, _STRANGER)
 
-    def max_model_len(self, backend: Backend) -> int | None:
-        """Tokens that fit into a sequence; None while that is not known."""
-        facts = self.facts(backend)
-        return None if facts is None else facts.max_model_len
+    def _condition(self, backend: Backend) -> Condition:
+        condition = self._conditions.get(backend)
+        if condition is None:
+            condition = self._conditions[backend] = Condition()
+        return condition
 
-    def forget(self, backend: Backend) -> None:
-        """Drop what is known about a backend that has left; should it come back, it is unknown."""
-        if self._records.pop(backend, None) is not None:
-            self.version += 1
-
-    def _record(self, backend: Backend) -> _Record:
-        record = self._records.get(backend)
-        if record is None:
-            record = self._records[backend] = _Record()
-        return record
-
-    def _change(self, backend: Backend, record: _Record, new: HealthState, reason: str) -> Transition:
-        transition = Transition(backend, record.state, new, reason)
-        record.state = new
-        record.probe_streak = 0
-        record.facts = None
-        if new is HealthState.UP:
-            record.failures = record.connect_failures = 0
+    def _end_trial(self, condition: Condition, trial: int) -> bool:
+        """Whether this was the trial that is under way, and not one from before another ejection."""
+        if not trial or trial != condition.breaker.trial:
+            return False
+        condition.breaker.trial = 0
         self.version += 1
-        return transition
+        return True
+
+    def _blamed(
+        self, backend: Backend, condition: Condition, error: UpstreamError, peers: Collection[Backend], is_trial: bool
+    ) -> Transition | None:
+        """Eject it if that was one failure too many. What fails on a backend that is out already was sent before."""
+        breaker = condition.breaker
+        cause: Cause | None = None
+        if breaker.phase is Phase.CLOSED:
+            others_served_at = max((self._known(peer).served_at for peer in peers), default=0)
+            cause = breaker.cause(self._checks.eject_after, others_served_at)
+        elif is_trial:
+            cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
+        if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+            return None
+        return self._eject(backend, condition, cause, f"{error.message}, {breaker.failures} failures in a row")
+
+    def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
+        others = [self._known(peer) for peer in peers if peer != backend]
+        is_enabled = len(others) < len(peers)
+        if not is_enabled or not any(other.is_eligible for other in others):
+            return False
+        share = self._checks.max_ejected_share
+        most = max(1, int(len(peers) * share + 1e-9)) if share else 0
+        return sum(other.breaker.phase is not Phase.CLOSED for other in others) < most
+
+    def _eject(self, backend: Backend, condition: Condition, cause: Cause, reason: str) -> Transition | None:
+        old = condition.state
+        seconds = condition.breaker.eject(cause, self._clock(), self._checks, self._rng.uniform(*_JITTER))
+        self._due = min(self._due, condition.breaker.until)
+        if condition.breaker.ends_with_connection:
+            condition.facts = None  # it may come back as another version
+        return self._changed(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
+
+    def _release(self, backend: Backend, condition: Condition, reason: str) -> Transition | None:
+        old = condition.state
+        condition.breaker.release()
+        return self._changed(backend, condition, old, reason)
+
+    def _changed(
+        self, backend: Backend, condition: Condition, old: HealthState, reason: str, cause: Cause | None = None
+    ) -> Transition | None:
+        """The transition from `old`, if there was one, and what any transition brings with it."""
+        new = condition.state
+        if new is old:
+            return None
+        self.version += 1
+        condition.back_since = None
+        if new is HealthState.UP:
+            if old is not HealthState.UNKNOWN or condition.must_prove_itself:
+                condition.back_since = self._clock()
+                self._due = min(self._due, condition.back_since + self._checks.slow_start_seconds)
+            condition.must_prove_itself = False
+        return Transition(backend, old, new, reason, cause)

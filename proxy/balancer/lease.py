@@ -21,13 +21,21 @@ if TYPE_CHECKING:
 class Lease:
     """Get one from `Pool.lease` and enter it, once. `with`, not `async with`: there is nothing to wait for."""
 
-    __slots__ = ("_avoid", "_backend", "_compute", "_has_served", "_kv", "_pool", "_prefer", "_reported", "_requests")
+    __slots__ = (
+        *("_pool", "_load", "_avoid", "_prefer", "_is_proof", "_backend", "_trial"),
+        *("_requests", "_compute", "_kv", "_has_served", "_reported"),
+    )
 
-    def __init__(self, pool: Pool, load: Load, avoid: Collection[Backend], prefer: Backend | None) -> None:
+    def __init__(
+        self, pool: Pool, load: Load, avoid: Collection[Backend], prefer: Backend | None, is_proof: bool
+    ) -> None:
         self._pool = pool
+        self._load = load
         self._avoid = avoid
         self._prefer = prefer
+        self._is_proof = is_proof
         self._backend: Backend | None = None
+        self._trial = 0
         # What the backend is charged with once entered, and so what is still to be given back.
         self._requests = 1
         self._compute = load.compute
@@ -45,7 +53,7 @@ class Lease:
         """Pick and charge. Raises NoBackendAvailable."""
         if self._backend is not None:
             raise RuntimeError("a lease is entered once; ask the pool for a new one")
-        self._charge(self._pool.pick(self._avoid, self._prefer))
+        self._charge(*self._pool.take(self._load, self._avoid, self._prefer, self._is_proof))
         return self
 
     def __exit__(
@@ -54,16 +62,28 @@ class Lease:
         backend = self.backend
         self._uncharge(backend)
         self._requests = self._compute = self._kv = 0
+        self._pool.released()
         if isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
         elif error is None or self._has_served:
-            self._pool.report(backend, None)
+            self._pool.report(backend, None, self._trial, self._is_proof)
         else:
-            self._pool.abandon(backend)  # the client left, or another part failed: that says nothing about this backend
+            # The client left, or another part failed: that says nothing about this backend.
+            self._pool.abandon(backend, self._trial)
+
+    def confirm(self) -> None:
+        """The backend has shown that it works: a trial has succeeded, though the request goes on. May be called again.
+
+        A decoder's answer may take many minutes, for which it would get no other request.
+        """
+        if self._trial and self._is_proof:
+            self._pool.confirm(self.backend, self._trial)
+            self._trial = 0
 
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
         self._has_served = True
+        self.confirm()
         self._pool.row.add(self.backend.slot, compute=-self._compute)
         self._compute = 0
 
@@ -82,13 +102,15 @@ class Lease:
             raise RuntimeError("a lease cannot move after it was left")
         # Before the pick: the failure counts also when there is nowhere to go.
         self._report(old, because)
-        new = self._pool.pick({*avoid, old})
+        new, trial = self._pool.take(self._load, {*avoid, old}, None, self._is_proof)
         self._uncharge(old)
-        self._charge(new)
+        self._charge(new, trial)
+        self._pool.released()
         return new
 
-    def _charge(self, backend: Backend) -> None:
+    def _charge(self, backend: Backend, trial: int) -> None:
         self._backend = backend
+        self._trial = trial
         self._pool.row.add(backend.slot, requests=self._requests, compute=self._compute, kv=self._kv)
 
     def _uncharge(self, backend: Backend) -> None:
@@ -98,4 +120,5 @@ class Lease:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.
         if error is not self._reported:
             self._reported = error
-            self._pool.report(backend, error)
+            trial, self._trial = self._trial, 0
+            self._pool.report(backend, error, trial, self._is_proof)

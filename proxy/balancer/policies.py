@@ -1,7 +1,8 @@
 """Ways to choose one backend among eligible ones.
 
 A policy gets the candidates in slot order, never none, and the weight of each: its load as one integer, lower is freer.
-It keeps at most a memory of its own last choice. To add one: a class with `__call__` and a line in POLICIES.
+It keeps at most a memory of its own last choice. To add one: a class with `weighs_load` and `__call__`, and a line in
+POLICIES.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (
 class Policy(Protocol):
     """Choose one of `candidates`; `weights[i]` belongs to `candidates[i]`."""
 
+    weighs_load: bool
+    """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
+
     def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend: ...
 
 
 class LeastLoad:
     """The least loaded; equal ones take turns, so that an idle pool does not send everything to its first member."""
+
+    weighs_load = True
 
     def __init__(self) -> None:
         self._last_slot = -1
@@ -45,6 +51,8 @@ class LeastLoad:
 class RoundRobin:
     """One after the other, whatever their load."""
 
+    weighs_load = False
+
     def __init__(self) -> None:
         self._last_slot = -1
 
@@ -56,6 +64,8 @@ class RoundRobin:
 
 class PowerOfTwo:
     """The less loaded of two drawn at random: does not herd when several gateways see the same stale loads."""
+
+    weighs_load = True
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -71,6 +81,8 @@ class PowerOfTwo:
 
 class Random:
     """Any, each with the same probability."""
+
+    weighs_load = False
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()

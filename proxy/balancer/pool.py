@@ -1,30 +1,41 @@
 """The backends of one role: who is eligible now, and leases on them.
 
 Eligible means enabled, which the operator says through the roster, and healthy, which probes and traffic say. When
-nobody is eligible there is no lease: a down backend is not tried for want of a better one. One that is short of KV
-memory is passed over for a while, as long as there is another.
+nobody is eligible there is no lease: a down backend is not tried for want of a better one. A backend on probation gets
+the next lease there is, and no other until that one has told something.
+
+Of the eligible ones, those short of KV memory are passed over for a while, and those that work on as many requests as
+they can, as long as there are others.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health import UNKNOWN_VERSION
+from proxy.balancer import slow_start
+from proxy.balancer.backend import Load
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
 from proxy.balancer.policies import WEIGHTS
 from proxy.errors import Failure, NoBackendAvailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
-    from proxy.balancer.backend import Backend, Load, Role
-    from proxy.balancer.health import EngineVersion, Health, Transition
+    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.engine_facts import EngineVersion
+    from proxy.balancer.health import Health, Transition
     from proxy.balancer.ledger import Ledger
+    from proxy.balancer.pairs import Pairs
     from proxy.balancer.policies import Policy
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Row, Scoreboard
     from proxy.errors import UpstreamError
+
+_NO_LOAD: Final = Load()
 
 
 class Pool:
@@ -42,15 +53,23 @@ class Pool:
         on_end: Callable[[Backend, str], None] | None = None,
         *,
         ledger: Ledger | None = None,
+        pairs: Pairs | None = None,
+        max_running: int | None = None,
         pressure_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
         `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
-        `pressure_seconds`: how long a backend that ran out of KV memory is passed over.
+        `pairs` and it forget the backends that leave. `max_running`: requests a backend works on at a time; None is
+        what its engine says, or any number. `pressure_seconds`: how long a backend that ran out of KV memory is passed
+        over.
         """
         self.role = role
         self.row = row
+        self.on_release: Callable[[], None] | None = None
+        """Called when there may be room where there was none: a lease has given its request back, or backends have
+        come, come back or gone."""
         self._policy = policy
         self._scoreboard = scoreboard
         self._roster = roster
@@ -58,49 +77,96 @@ class Pool:
         self._on_transition = on_transition
         self._on_end = on_end
         self._ledger = ledger
+        self._pairs = pairs
+        self._max_running = max_running
         self._pressure_seconds = pressure_seconds
         self._clock = clock
+        self._rng = rng or random.Random()
         self._pressed: dict[Backend, float] = {}  # short of KV memory, until when
-        self._versions: tuple[int, int] | None = None  # of roster and health, when the two below were computed
+        self._has_looked = False
+        self._versions: tuple[int, int] | None = None  # of roster and health, when all below was computed
         self._backends: tuple[Backend, ...] = ()
+        self._enabled: tuple[Backend, ...] = ()
         self._eligible: tuple[Backend, ...] = ()
+        self._awaiting_trial: tuple[Backend, ...] = ()
+        self._limits: dict[Backend, int] = {}  # of the eligible ones that have any
+        self._is_any_slow = False
 
-    def lease(self, load: Load, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> Lease:
+    def configure(self, policy: Policy, max_running: int | None, pressure_seconds: float) -> None:
+        """Take changed settings for the leases from now on."""
+        self._policy = policy
+        self._max_running = max_running
+        self._pressure_seconds = pressure_seconds
+        self._versions = None
+
+    # Choosing
+
+    def lease(
+        self, load: Load, avoid: Collection[Backend] = (), prefer: Backend | None = None, *, is_proof: bool = True
+    ) -> Lease:
         """A claim of `load` on some eligible backend not in `avoid`: on `prefer` if it may be, otherwise on what the
-        policy chooses. It costs nothing until entered.
+        policy chooses. It costs nothing until entered. `is_proof` False: what it is for does not show whether the
+        backend generates, so how it ends tells only whether there was a connection.
         """
-        return Lease(self, load, avoid, prefer)
+        return Lease(self, load, avoid, prefer, is_proof)
+
+    def take(
+        self, load: Load, avoid: Collection[Backend] = (), prefer: Backend | None = None, is_proof: bool = True
+    ) -> tuple[Backend, int]:
+        """The backend for a lease, and the number of the trial that the lease is, 0 if it is none: see Lease. Raises
+        NoBackendAvailable.
+        """
+        self._refresh()
+        if self._awaiting_trial:
+            is_wanted_elsewhere = not is_proof or (prefer is not None and prefer in self._eligible)
+            if not is_wanted_elsewhere or all(backend in avoid for backend in self._eligible):
+                for backend in self._awaiting_trial:
+                    if backend not in avoid:
+                        return backend, self._health.begin_trial(backend)
+        return self._pick(load, avoid, prefer), 0
 
     def pick(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> Backend:
-        """The backend for a lease with these. Raises NoBackendAvailable."""
-        candidates = self.eligible()
-        if avoid:
-            candidates = tuple(backend for backend in candidates if backend not in avoid)
-        if self._pressed:
-            candidates = self._without_pressed(candidates)
-        if not candidates:
-            raise NoBackendAvailable(self.role)
-        if prefer is not None:
-            for backend in candidates:
-                if backend == prefer:
-                    return backend
-        weights = self._scoreboard.weigh([backend.slot for backend in candidates], *WEIGHTS[self.role])
-        return self._policy(candidates, weights)
+        """An eligible backend for what needs no lease, because it holds nothing and tells nothing. Raises
+        NoBackendAvailable.
+        """
+        self._refresh()
+        return self._pick(_NO_LOAD, avoid, prefer)
 
-    def report(self, backend: Backend, error: UpstreamError | None) -> None:
+    def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
         """How a request on a backend ended; None means well."""
-        if error is not None and error.failure is Failure.RECOMPUTED:
-            self._pressed[backend] = self._clock() + self._pressure_seconds
-        transition = self._health.on_outcome(backend, error)
-        if transition is not None and self._on_transition is not None:
-            self._on_transition(transition)
+        if error is not None:
+            if error.failure is Failure.RECOMPUTED:
+                self._pressed[backend] = self._clock() + self._pressure_seconds
+            self._refresh()
+        self._tell(self._health.on_outcome(backend, error, self._enabled, trial=trial, is_proof=is_proof))
         if self._on_end is not None:
             self._on_end(backend, "ok" if error is None else error.failure.value)
 
-    def abandon(self, backend: Backend) -> None:
+    def report_stall(self, backend: Backend) -> bool:
+        """A backend sends nothing on any of its streams while others do; whether it is out now, for this or for another
+        reason, so that nothing more is to be expected of it.
+        """
+        self._refresh()
+        self._tell(self._health.on_stall(backend, self._enabled))
+        return backend not in self._enabled or not self._health.is_healthy(backend)
+
+    def confirm(self, backend: Backend, trial: int) -> None:
+        """A trial has succeeded before its request ended."""
+        self._tell(self._health.on_outcome(backend, None, trial=trial))
+
+    def abandon(self, backend: Backend, trial: int = 0) -> None:
         """A request on a backend was broken off, and the backend is not to blame."""
+        if trial:
+            self._health.abandon_trial(backend, trial)
         if self._on_end is not None:
             self._on_end(backend, "abandoned")
+
+    def released(self) -> None:
+        """A lease has given its request back."""
+        if self.on_release is not None:
+            self.on_release()
+
+    # What is known
 
     def eligible(self) -> tuple[Backend, ...]:
         """Those that may get new requests, in slot order."""
@@ -113,25 +179,82 @@ class Pool:
         return self._backends
 
     def is_healthy(self, backend: Backend) -> bool:
-        """Whether it is not known to be down; a draining one may well be healthy."""
+        """Whether it is not known to be down or of no use; a draining one may well be healthy."""
         return self._health.is_healthy(backend)
 
     def engine_version(self, backend: Backend) -> EngineVersion | None:
         """What an engine says it is; None when that is not known."""
-        version = self._health.engine_version(backend)
-        return None if version == UNKNOWN_VERSION else version
+        facts = self._health.facts(backend)
+        return None if facts is None or facts.version == UNKNOWN_VERSION else facts.version
 
     def max_model_len(self, backend: Backend) -> int | None:
         """Tokens that fit into a sequence of an engine; None when that is not known."""
-        return self._health.max_model_len(backend)
+        facts = self._health.facts(backend)
+        return None if facts is None else facts.max_model_len
+
+    def limit(self, backend: Backend) -> int | None:
+        """Requests it works on at a time: more only where all others have as many as they can. None: any number."""
+        if self._max_running is not None:
+            return self._max_running
+        facts = self._health.facts(backend)
+        return None if facts is None else facts.max_num_seqs
+
+    def has_room(self) -> bool:
+        """Whether some eligible backend is below its limit. True also where nobody is eligible: a lease that fails at
+        once is nothing to wait for.
+        """
+        self._refresh()
+        if self._awaiting_trial or len(self._limits) < len(self._eligible) or not self._limits:
+            return True
+        return any(self.in_flight(backend) < limit for backend, limit in self._limits.items())
 
     def is_ready(self) -> bool:
-        """Whether a request that came now could be expected to be served."""
-        return any(self._health.is_confirmed(backend) for backend in self.eligible())
+        """Whether a request that came now could be expected to be served, if only as a trial."""
+        self._refresh()
+        serving = (HealthState.UP, HealthState.PROBATION)
+        return any(self._health.state(backend) in serving for backend in self._enabled)
 
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
         return self._scoreboard.requests(backend.slot)
+
+    # How
+
+    def _pick(self, load: Load, avoid: Collection[Backend], prefer: Backend | None) -> Backend:
+        candidates = self._eligible
+        if avoid:
+            candidates = tuple(backend for backend in candidates if backend not in avoid)
+        if self._pressed:
+            candidates = self._without_pressed(candidates)
+        if not candidates:
+            raise NoBackendAvailable(self.role)
+        if prefer is not None:
+            for backend in candidates:
+                if backend == prefer and self._has_room_on(backend):
+                    return backend
+        chosen = self._choose(candidates, load)
+        if not self._has_room_on(chosen):
+            roomy = tuple(backend for backend in candidates if self._has_room_on(backend))
+            if roomy:
+                return self._choose(roomy, load)
+        return chosen
+
+    def _choose(self, candidates: Sequence[Backend], load: Load) -> Backend:
+        """What the policy says, with those that came back spared."""
+        per_compute, per_kv = WEIGHTS[self.role]
+        if self._is_any_slow:
+            percents = [self._health.share_percent(backend) for backend in candidates]
+            if not self._policy.weighs_load:
+                candidates = slow_start.taking_part(candidates, percents, self._rng)
+        weights = self._scoreboard.weigh([backend.slot for backend in candidates], per_compute, per_kv)
+        if self._is_any_slow and self._policy.weighs_load:
+            cost = per_compute * load.compute + per_kv * load.kv
+            weights = slow_start.slowed(weights, percents, max(1, cost))
+        return self._policy(candidates, weights)
+
+    def _has_room_on(self, backend: Backend) -> bool:
+        limit = self._limits.get(backend) if self._limits else None
+        return limit is None or self.in_flight(backend) < limit
 
     def _without_pressed(self, candidates: tuple[Backend, ...]) -> tuple[Backend, ...]:
         """Those with KV memory to spare, or all of them if none has."""
@@ -139,24 +262,45 @@ class Pool:
         self._pressed = {backend: until for backend, until in self._pressed.items() if until > now}
         return tuple(backend for backend in candidates if backend not in self._pressed) or candidates
 
+    def _tell(self, transition: Transition | None) -> None:
+        if transition is not None and self._on_transition is not None:
+            self._on_transition(transition)
+
     def _refresh(self) -> None:
         """Recompute who there is, only when roster or health have changed: every pick and every scrape comes by here,
         and in each worker at least the prober.
         """
         if self._ledger is not None:
             self._ledger.expire()
+        for transition in self._health.advance():
+            self._tell(transition)
         roster_version = self._roster.version  # read before the members: another worker may change them meanwhile
         if self._versions == (roster_version, self._health.version):
             return
+        before = (self._eligible, self._awaiting_trial, self._limits)
         members = self._roster.members(self.role)
-        backends = tuple(member.backend for member in members)
-        # Whichever worker finalised the removal, every worker forgets here what it knew.
+        self._meet(tuple(member.backend for member in members))
+        self._enabled = tuple(member.backend for member in members if not member.draining)
+        for transition in self._health.relieve(self._enabled):
+            self._tell(transition)
+        self._eligible = tuple(backend for backend in self._enabled if self._health.is_eligible(backend))
+        self._awaiting_trial = tuple(backend for backend in self._enabled if self._health.awaits_trial(backend))
+        limits = ((backend, self.limit(backend)) for backend in self._eligible)
+        self._limits = {backend: limit for backend, limit in limits if limit is not None}
+        self._is_any_slow = any(self._health.share_percent(backend) < slow_start.FULL for backend in self._eligible)
+        self._versions = (roster_version, self._health.version)
+        if before != (self._eligible, self._awaiting_trial, self._limits):
+            self.released()
+
+    def _meet(self, backends: tuple[Backend, ...]) -> None:
+        """Forget who has left, whichever worker finalised that, and note who came later than the first look."""
         for gone in set(self._backends).difference(backends):
             self._health.forget(gone)
-            if self._ledger is not None:
-                self._ledger.forget(gone)
+            for books in (self._ledger, self._pairs):
+                if books is not None:
+                    books.forget(gone)
+        if self._has_looked:
+            for added in set(backends).difference(self._backends):
+                self._health.on_added(added)
+        self._has_looked = True
         self._backends = backends
-        self._eligible = tuple(
-            member.backend for member in members if not member.draining and self._health.is_healthy(member.backend)
-        )
-        self._versions = (roster_version, self._health.version)

@@ -6,21 +6,14 @@ last request has ended, and is then dropped by `finalize`. Build it before forki
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import weakref
-import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import orjson
+from typing import TYPE_CHECKING
 
 from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.shared import SharedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterable
 
     from proxy.balancer.scoreboard import Scoreboard
 
@@ -39,14 +32,14 @@ class Roster:
     """Membership of both roles. Reading it is cheap; changing it takes a lock that all workers share."""
 
     def __init__(
-        self, prefill: Sequence[tuple[str, int]], decode: Sequence[tuple[str, int]], scoreboard: Scoreboard
+        self, prefill: Iterable[tuple[str, int]], decode: Iterable[tuple[str, int]], scoreboard: Scoreboard
     ) -> None:
         """The configured endpoints, which are trusted with the engine key.
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
         """
         self._scoreboard = scoreboard
-        self._shared = _SharedValue(capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
+        self._shared = SharedValue("list of instances", capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
         self._read_version = -1
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
@@ -78,9 +71,7 @@ class Roster:
                 backend = Backend(role, host, port, self._free_slot(members), trusted)
                 self._write((*members, Member(backend)))
                 return True
-            if known.backend.role is not role:
-                how = "still draining as" if known.draining else "already"
-                raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")
+            _check_role(known, role)
             if known.draining:
                 self._write(replace(member, draining=False) if member is known else member for member in members)
             return known.draining
@@ -96,6 +87,31 @@ class Roster:
                 self._write(replace(member, draining=True) if member is known else member for member in members)
             return True
 
+    def replace(self, before: Collection[Backend], after: Collection[Backend]) -> tuple[list[Backend], list[Backend]]:
+        """Let the configured backends become `after` where they were `before`, in one step: those added, those that
+        drain now.
+
+        What is in `after` exists then, enabled and trusted, whatever an administrator did to it. What is in neither,
+        because an administrator added it, stays as it is. Raises ValueError, and changes nothing, when a backend has
+        the other role or there is no room.
+        """
+        with self._shared.exclusive():
+            members = {member.backend: member for member in self._read()}
+            gone = set(before).difference(after)
+            removed = [member for member in members.values() if member.backend in gone and not member.draining]
+            added = []
+            for backend in after:
+                known = members.get(backend)
+                if known is None:
+                    _check_role(_find(members.values(), backend.host, backend.port), backend.role)
+                    known = Member(replace(backend, slot=self._free_slot(members.values())), draining=True)
+                if known.draining:
+                    added.append(known.backend)
+                members[backend] = Member(replace(known.backend, trusted=True))
+            members |= {member.backend: replace(member, draining=True) for member in removed}
+            self._write(members.values())
+            return added, [member.backend for member in removed]
+
     def finalize(self) -> list[Backend]:
         """Drop the draining backends whose last request has ended, in whichever worker, and return them."""
         if not any(member.draining for member in self._read()):
@@ -110,7 +126,7 @@ class Roster:
     def _has_drained(self, member: Member) -> bool:
         return member.draining and self._scoreboard.requests(member.backend.slot) == 0
 
-    def _free_slot(self, members: Sequence[Member]) -> int:
+    def _free_slot(self, members: Iterable[Member]) -> int:
         """The lowest slot of nobody whose column is zero.
 
         The column matters: another worker may have picked a backend just before it was removed and charge it just after
@@ -134,7 +150,7 @@ class Roster:
             }
         return self._members
 
-    def _write(self, members: Iterator[Member] | Sequence[Member]) -> None:
+    def _write(self, members: Iterable[Member]) -> None:
         ordered = sorted(members, key=lambda member: member.backend.slot)
         self._shared.write(
             [
@@ -144,69 +160,13 @@ class Roster:
         )
 
 
-class _SharedValue:
-    """A versioned JSON value in memory that forked processes share.
-
-    There are two places and the version's parity says which one counts. A writer fills the other place and then moves
-    the version, so a writer that dies half-way harms nobody and readers never wait. Each place carries its version and
-    a checksum: a reader that was overtaken, or sees the stores out of order as aarch64 allows, notices and looks again.
-
-    Writers exclude each other with a POSIX record lock, because the kernel releases it when its holder dies; the lock
-    belongs to the process, so forked ones may use the inherited descriptor. It guards an anonymous memory file: nothing
-    to name, to clean up or to be refused by a read-only disk.
-    """
-
-    _HEAD_CELLS = 5  # version, then length and checksum of each place
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity = capacity_bytes
-        self._memory = mmap.mmap(-1, 8 * self._HEAD_CELLS + 2 * capacity_bytes)
-        self._head = memoryview(self._memory)[: 8 * self._HEAD_CELLS].cast("q")
-        self._lock = os.memfd_create("roster-lock")
-        weakref.finalize(self, os.close, self._lock)
-
-    @property
-    def version(self) -> int:
-        return self._head[0]
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the writers' lock, for as long as it takes to read, decide and write."""
-        fcntl.lockf(self._lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN)
-
-    def read(self) -> tuple[int, Any]:
-        """The version and the value that belongs to it."""
-        while True:
-            version = self.version
-            place = version % 2
-            start = self._start(place)
-            text = self._memory[start : start + self._head[1 + 2 * place]]
-            if zlib.crc32(text) == self._head[2 + 2 * place]:
-                written_version, value = orjson.loads(text)
-                if written_version == version:
-                    return version, value
-
-    def write(self, value: Any) -> None:
-        """Replace the value; the caller holds the lock. Raises ValueError when it does not fit."""
-        version = self.version + 1
-        place = version % 2
-        start = self._start(place)
-        text = orjson.dumps((version, value))
-        if len(text) > self._capacity:
-            raise ValueError("the list of instances is too long")
-        self._memory[start : start + len(text)] = text
-        self._head[1 + 2 * place] = len(text)
-        self._head[2 + 2 * place] = zlib.crc32(text)
-        self._head[0] = version
-
-    def _start(self, place: int) -> int:
-        return 8 * self._HEAD_CELLS + place * self._capacity
-
-
-def _find(members: Sequence[Member], host: str, port: int) -> Member | None:
+def _find(members: Iterable[Member], host: str, port: int) -> Member | None:
     """The member with this endpoint, of either role: one engine cannot be both."""
     return next((m for m in members if m.backend.host == host and m.backend.port == port), None)
+
+
+def _check_role(known: Member | None, role: Role) -> None:
+    """Raise ValueError when what is known at an endpoint has the other role."""
+    if known is not None and known.backend.role is not role:
+        how = "still draining as" if known.draining else "already"
+        raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")

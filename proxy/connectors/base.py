@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
 from proxy.record import Journey, Stage
 from proxy.wire.document import Document, InvalidDocument
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.errors import UpstreamError
-    from proxy.settings import Timeouts
+    from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response
 
 
@@ -28,10 +29,21 @@ class Pools:
 
     prefill: Pool
     decode: Pool
+    pairs: Pairs = field(default_factory=Pairs)
+    """Which prefillers and decoders had better not be brought together."""
 
     def of(self, role: Role) -> Pool:
         """The pool of one role."""
         return self.prefill if role == self.prefill.role else self.decode
+
+    def unpaired(self, backend: Backend, avoid: Collection[Backend]) -> Collection[Backend]:
+        """`avoid`, and the partners that are kept apart from `backend`, unless no other would be left."""
+        apart = self.pairs.partners_to_avoid(backend)
+        if not apart:
+            return avoid
+        partners = self.prefill if backend.role == self.decode.role else self.decode
+        both = apart.union(avoid)
+        return both if any(partner not in both for partner in partners.eligible()) else avoid
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +56,8 @@ class Attempt:
     """None: the connector has no prefill leg."""
     kv_handed_over: bool
     """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
-    free_prefiller: Callable[[], None]
-    """The prefiller holds nothing for this attempt any more; for `kv_arrived`. May be called again."""
+    on_arrival: Callable[[], None]
+    """Settles with both backends that the KV has arrived; for `kv_arrived`. May be called again."""
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
@@ -55,7 +67,7 @@ class Attempt:
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
-        self.free_prefiller()
+        self.on_arrival()
         self.journey.enter(Stage.STREAM)
 
 
@@ -69,6 +81,9 @@ class Connector(Protocol):
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for what this protocol cannot serve."""
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
 
     def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
@@ -89,8 +104,15 @@ def new_attempt_id() -> str:
     return secrets.token_hex(16)
 
 
+def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
+    """How long a prefiller may take to answer."""
+    return timeouts.prefill_seconds + timeouts.prefill_seconds_per_1k_tokens * call.prompt_tokens / 1000
+
+
 def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
-    """How long a decoder may take to begin its answer: an unstreamed answer begins when it is complete."""
+    """How long an engine that does it all may take to begin its answer: one that is not streamed begins when it is
+    complete.
+    """
     return timeouts.first_token_seconds if call.stream else timeouts.answer_seconds
 
 

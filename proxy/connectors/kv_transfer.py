@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.balancer.health import EngineVersion
+    from proxy.balancer.engine_facts import EngineVersion
 
 
 class KvTransfer(StrEnum):

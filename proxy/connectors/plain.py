@@ -40,6 +40,10 @@ class Plain:
     def check(self, call: Call) -> None:
         """Everything an engine can do alone is served."""
 
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._timeouts = settings.timeouts
+
     @asynccontextmanager
     async def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
@@ -64,9 +68,5 @@ class Plain:
                     journey,
                     prefiller=None,
                     kv_handed_over=False,
-                    free_prefiller=_nothing_to_free,
+                    on_arrival=lease.confirm,
                 )
-
-
-def _nothing_to_free() -> None:
-    """There is no prefiller."""

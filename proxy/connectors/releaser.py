@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
+from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import new_attempt_id
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -68,8 +69,10 @@ class Custody:
         self._releaser = releaser
         self._kv = kv
 
-    def end(self) -> None:
+    def end(self, decoder: Backend) -> None:
         """The decoder has the KV. May be called again."""
+        if self._kv is not None:
+            self._releaser.pairs.succeeded(self._kv.prefiller, decoder)
         self._kv = None
 
     def __enter__(self) -> Self:
@@ -81,6 +84,7 @@ class Custody:
         if self._kv is not None:
             if isinstance(error, UpstreamError):
                 self.failed.add(error.backend)
+                self._releaser.not_handed_over(self._kv, error)
             self._releaser.orphaned(self._kv, self.failed)
 
 
@@ -91,6 +95,7 @@ class Releaser:
     """
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Kv, ledger: Ledger, metrics: Metrics) -> None:
+        self.pairs = pools.pairs
         self._pools = pools
         self._upstream = upstream
         self._settings = settings
@@ -100,6 +105,10 @@ class Releaser:
         self._last_transfer = KvTransfer.OTHER
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    def configure(self, settings: Kv) -> None:
+        """Take changed settings for KV that is left behind from now on."""
+        self._settings = settings
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,7 +136,7 @@ class Releaser:
     def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """No decoder is known to have fetched it. `failed` are asked to release it only where there is no other."""
         self._metrics.kv_orphans_total.inc()
-        pin = self._ledger.pin(kv.prefiller, kv.tokens, self._pin_seconds(kv.prefiller, kv.transfer))
+        pin = self._ledger.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._settings.release == "never":
             return
         if not self._is_supported(kv.transfer):
@@ -139,10 +148,22 @@ class Releaser:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def not_handed_over(self, kv: PrefilledKv, error: UpstreamError) -> None:
+        """A decoder failed before it had the KV: with which of the two there is something wrong, nobody knows."""
+        is_about_the_pair = error.failure is Failure.RECOMPUTED or (
+            is_to_blame(error) and error.failure is not Failure.CONNECT
+        )
+        if is_about_the_pair and self.pairs.failed(kv.prefiller, error.backend):
+            self._metrics.pair_quarantines_total.inc()
+            logger.warning(
+                "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
+                *(kv.prefiller.name, error.backend.name),
+            )
+
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """A prefiller's answer was lost: if that can have left KV behind, account for it. Nothing can release it."""
         if may_have_pinned(error):
-            seconds = self._pin_seconds(prefiller, self._last_transfer)
+            seconds = self.pin_seconds(prefiller, self._last_transfer)
             self._ledger.pin(prefiller, tokens, seconds, suspected=True)
 
     async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
@@ -196,7 +217,8 @@ class Releaser:
         versions = [decoders.engine_version(backend) for backend in decoders.eligible()]
         return not versions or any(releases_rejected(transfer, version) for version in versions)
 
-    def _pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
+    def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
+        """How long a prefiller keeps KV that nobody fetches."""
         configured = self._settings.pin_seconds
         if configured is not None:
             return configured

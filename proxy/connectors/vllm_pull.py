@@ -18,9 +18,9 @@ from proxy.connectors.base import (
     Attempt,
     Pools,
     check_status,
-    first_byte_seconds,
     new_attempt_id,
     parse_answer,
+    prefill_seconds,
     refusal,
 )
 from proxy.connectors.kv_transfer import kv_transfer
@@ -100,6 +100,11 @@ class VllmPull:
         if values.get("echo") and values.get("logprobs") is not None:
             raise BadRequest("echo with logprobs is not supported with prefill/decode disaggregation", param="echo")
 
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._timeouts = settings.timeouts
+        self._kv = settings.kv
+
     @asynccontextmanager
     async def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
@@ -107,16 +112,19 @@ class VllmPull:
         """Both legs. See Connector.open."""
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefill.lease(call.prefill_load, avoid, prefer) as prefiller,
+            self._pools.prefill.lease(
+                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
+            ) as prefiller,
         ):
             journey.begin_attempt()
             handover = await self._prefill(call, prefiller, avoid, journey)
             prefiller.free_compute()
             with self._releaser.custody(handover.kv, avoid) as custody:
 
-                def free_prefiller() -> None:
+                def on_arrival() -> None:
                     prefiller.free_kv()
-                    custody.end()
+                    custody.end(decoder.backend)
+                    decoder.confirm()
 
                 async with AsyncExitStack() as stack:
                     response = await self._decode(stack, call, handover, decoder, custody.failed, journey)
@@ -127,7 +135,7 @@ class VllmPull:
                         journey,
                         prefiller=prefiller.backend,
                         kv_handed_over=handover.kv is not None,
-                        free_prefiller=free_prefiller,
+                        on_arrival=on_arrival,
                     )
 
     async def _prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> _Handover:
@@ -160,7 +168,7 @@ class VllmPull:
             call.api.path,
             call.body(self._prefill_changes(call, prefiller)),
             {**call.headers, "x-request-id": attempt_id},
-            silence_seconds=self._timeouts.prefill_seconds,
+            silence_seconds=prefill_seconds(self._timeouts, call),
         )
         if response.status != 200:
             raise refusal(response, body)
@@ -214,7 +222,7 @@ class VllmPull:
                         call.api.path,
                         body,
                         {**call.headers, "x-request-id": handover.attempt_id},
-                        silence_seconds=first_byte_seconds(self._timeouts, call),
+                        silence_seconds=self._handoff_seconds(handover.kv, call),
                     )
                 )
                 await check_status(response)
@@ -227,6 +235,17 @@ class VllmPull:
                     # Nobody is left to ask: another prefill would only pin more KV cache that nobody pulls.
                     raise NoBackendAvailable(Role.DECODE) from error
                 raise
+
+    def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
+        """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
+        has given to others meanwhile. An answer that is not streamed says nothing before its end.
+        """
+        if not call.stream:
+            return self._timeouts.answer_seconds
+        if kv is None:
+            return self._timeouts.handoff_seconds
+        lease_seconds = self._releaser.pin_seconds(kv.prefiller, kv.transfer)
+        return min(self._timeouts.handoff_seconds, lease_seconds / 2)
 
     @staticmethod
     def _moved(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:

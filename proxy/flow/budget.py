@@ -25,6 +25,12 @@ class RetryBudget:
         self._least = least
         self._waiting: dict[Repeat, asyncio.Future[None]] = {}  # the longest first
 
+    def configure(self, share: float, least: int) -> None:
+        """Change how many may be repeated."""
+        self._share = share
+        self._least = least
+        self._admit()
+
     @property
     def capacity(self) -> int:
         """How many may be repeated now. When requests end it may fall below those that are: they go on."""

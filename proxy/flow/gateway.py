@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -12,6 +13,7 @@ import orjson
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.flow import answer as answers
 from proxy.flow import fanout
+from proxy.flow.admission import Admission
 from proxy.flow.answer import WholeAnswer
 from proxy.flow.budget import Repeat, RetryBudget
 from proxy.flow.delivery import Delivery, observed
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from proxy.balancer.backend import Backend, Role
-    from proxy.balancer.health import EngineVersion
+    from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Connector, Pools
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.flow.fanout import Unit
     from proxy.flow.vocabulary import Vocabulary
     from proxy.metrics import Metrics
-    from proxy.record import Journey, Record
+    from proxy.record import Record
     from proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,16 @@ class Gateway:
         self.settings = settings
         self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
+        self.admission = Admission(settings.admission, self._has_room, metrics)
+        for role in connector.roles:
+            pools.of(role).on_release = self.admission.notify
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is decided from now on."""
+        self.settings = settings
+        self.budget.configure(settings.retry.budget_share, settings.retry.budget_least)
+        self.admission.configure(settings.admission)
+        self.connector.configure(settings)
 
     async def complete(self, call: Call, record: Record) -> bytes:
         """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
@@ -90,6 +102,10 @@ class Gateway:
         known = [pool.max_model_len(backend) for pool, backend in self._engines()]
         return min((length for length in known if length is not None), default=None)
 
+    def _has_room(self) -> bool:
+        """Whether one more unit would find room in every role, or would fail at once."""
+        return all(self.pools.of(role).has_room() for role in self.connector.roles)
+
     def _engines(self) -> list[tuple[Pool, Backend]]:
         pools = [self.pools.of(role) for role in self.connector.roles]
         return [(pool, backend) for pool in pools for backend in pool.eligible()]
@@ -104,14 +120,13 @@ class Gateway:
             attempt.saw_usage(answer.values.get("usage"))
             body = answers.client_body(attempt, answer)
 
-        await _Work(self, call, record.journey(), Delivery(call, is_observed=False), None).run(read)
+        await _Work(self, call, record, Delivery(call, is_observed=False), None).run(read)
         return body
 
     async def _assemble(self, call: Call, record: Record) -> dict[str, Any]:
         """An answer as parsed JSON: streamed by the engine if it is observed, so that it can be continued."""
         values: dict[str, Any] = {}
         whole = WholeAnswer()
-        journey = record.journey()
         delivery = Delivery(call, is_observed=self._observes(call), whole=whole)
 
         async def read(attempt: Attempt, on_begin: Callable[[], None]) -> None:
@@ -123,7 +138,7 @@ class Gateway:
                 attempt.saw_usage(answer.values.get("usage"))
                 values = answers.client_values(attempt, answer)
 
-        await _Work(self, call, journey, delivery, None).run(read)
+        await _Work(self, call, record, delivery, None).run(read)
         return whole.values(delivery) if delivery.is_observed else values
 
     async def _stream_merged(self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record) -> None:
@@ -146,7 +161,7 @@ class Gateway:
             if merger is not None:
                 await client.attend()  # the other units may take long
 
-        await _Work(self, call, record.journey(), delivery, client).run(copy)
+        await _Work(self, call, record, delivery, client).run(copy)
         return delivery
 
     async def _copy(
@@ -158,7 +173,11 @@ class Gateway:
         on_output: Callable[[], None],
     ) -> None:
         relay = Relay(attempt, delivery, client, on_begin, on_output)
-        await relay.run(self.settings.timeouts.idle_seconds)
+        try:
+            await relay.run(self.settings.timeouts)
+        finally:
+            if relay.malformed_events:
+                self.metrics.sse_bad_events_total.inc(relay.malformed_events)
         if delivery.is_stopped:
             delivery.close(attempt.journey.prompt_details, client)
         attempt.saw_usage(delivery.usage)
@@ -202,13 +221,15 @@ class _Work:
     """
 
     def __init__(
-        self, gateway: Gateway, call: Call, journey: Journey, delivery: Delivery, client: ClientStream | None
+        self, gateway: Gateway, call: Call, record: Record, delivery: Delivery, client: ClientStream | None
     ) -> None:
         self._gateway = gateway
         self._settings = gateway.settings
         self._metrics = gateway.metrics
         self._whole_call = observed(call) if delivery.is_observed else call
-        self._journey = journey
+        self._caller = record.caller
+        self._is_first = not record.journeys
+        self._journey = record.journey()
         self._delivery = delivery
         self._client = client
         # Of the next attempt.
@@ -219,6 +240,7 @@ class _Work:
         """How the answer is being resumed; None before the first incident."""
         # Of the attempts so far.
         self._failures: dict[Role, int] = {}
+        self._soonest = math.inf
         self._last: UpstreamError | None = None
         self._resumes = 0
         self._resume_until = 0.0
@@ -227,27 +249,33 @@ class _Work:
     async def run(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]]) -> None:
         """Open attempts until `use` succeeds with one; it calls its second argument when the decoder begins to answer.
 
-        Raises NoBackendAvailable, UpstreamError.
+        Raises Overloaded, NoBackendAvailable, UpstreamError.
         """
-        open_attempt = self._gateway.connector.open
-        with self._gateway.budget.request() as turn:
-            while True:
-                try:
-                    async with open_attempt(self._call, self._avoid, self._journey, self._prefer) as attempt:
-                        self._prefer = attempt.prefiller
-                        await use(attempt, turn.end)
-                        return
-                except NoBackendAvailable as nobody:
-                    await self._look_again(nobody)
-                except UpstreamError as error:
-                    self._last = error
-                    self._avoid.add(error.backend)
-                    if not self._is_incident(error):
-                        await self._repeat(error, turn)
-                    elif await self._resume(error, turn):
-                        return
-                finally:
-                    self._journey.leave()
+        # A request that was let in is let in whole: its further units wait as long as it takes.
+        async with self._gateway.admission.admit(self._caller, patient=not self._is_first):
+            # No await before the first lease: the room that was seen is still there.
+            with self._gateway.budget.request() as turn:
+                while not await self._try(use, turn):
+                    pass
+
+    async def _try(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]], turn: Repeat) -> bool:
+        """One attempt: whether the answer is complete, or else what to do next is decided."""
+        try:
+            async with self._gateway.connector.open(self._call, self._avoid, self._journey, self._prefer) as attempt:
+                self._prefer = attempt.prefiller
+                await use(attempt, turn.end)
+                return True
+        except NoBackendAvailable as nobody:
+            await self._look_again(nobody)
+        except UpstreamError as error:
+            self._last = error
+            self._avoid.add(error.backend)
+            if self._is_incident(error):
+                return await self._resume(error, turn)
+            await self._repeat(error, turn)
+        finally:
+            self._journey.leave()
+        return False
 
     async def _look_again(self, nobody: NoBackendAvailable) -> None:
         """There was no backend: decide whether there may be one soon, or raise."""
@@ -270,6 +298,8 @@ class _Work:
         role, retry = error.backend.role, self._settings.retry
         self._failures[role] = self._failures.get(role, 0) + 1
         attempts = self._failures[role]
+        if error.retry_after_seconds is not None:  # where all are busy, the client may come when the first one is not
+            self._soonest = error.retry_after_seconds = min(error.retry_after_seconds, self._soonest)
         if not may_retry(
             error, sent_to_client=self._is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
         ):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.flow.client import ClientStream
     from proxy.flow.delivery import Delivery
+    from proxy.settings import Timeouts
     from proxy.wire.sse import Event
 
 
@@ -50,18 +51,22 @@ class Relay:
         self._on_begin = on_begin
         self._on_output = on_output
         self._splitter = EventSplitter()
+        self.malformed_events = 0
+        """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
         self._ended = False
+        self._idle_seconds = 0.0
         self._error: UpstreamError | None = None
         self._wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def run(self, idle_seconds: float) -> None:
+    async def run(self, timeouts: Timeouts) -> None:
         """Copy until the answer is complete, up to `[DONE]`, which whoever finishes the client's stream adds.
 
         Raises UpstreamError when it ends before that, ClientStalled.
         """
         response = self._attempt.response
-        response.limit_silence(idle_seconds)
+        self._idle_seconds = timeouts.idle_seconds
+        response.limit_silence(timeouts.first_token_seconds)
         response.attach(self)
         while True:
             await self._wakeup
@@ -145,6 +150,7 @@ class Relay:
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave the request up for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
         else:
+            self.malformed_events += meaning is Meaning.MALFORMED
             part = delivery.other(event)
         if part:
             output.append(part)
@@ -162,6 +168,7 @@ class Relay:
     def _open(self) -> None:
         self._opened = True
         self._attempt.kv_arrived()
+        self._attempt.response.limit_silence(self._idle_seconds)
         self._on_begin()
 
     def _end(self, error: UpstreamError | None) -> None:

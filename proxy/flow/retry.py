@@ -20,7 +20,8 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_
 
     Nothing is repeated once the client has bytes. A refused connection, a busy engine (429, 503) and a decoder that
     gave up for lack of memory cost nothing to repeat, so they may use all attempts. A lost or broken answer and a 5xx
-    may have pinned KV cache on a prefiller: those are repeated once. A deadline that passed is not repeated, since a
+    may have pinned KV cache on a prefiller: those are repeated once, and so is what a stalled backend held. A deadline
+    that passed is not repeated, since a
     second wait of that length helps nobody; what is the client's fault fails everywhere.
     """
     return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)

@@ -3,11 +3,14 @@
 `load` is what a program calls; the models are what its parts are given.
 """
 
+from proxy.settings.client_keys import ClientKey, load_client_keys
 from proxy.settings.endpoints import Endpoint, parse_endpoints
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
     MAX_BACKENDS,
+    Admin,
+    Admission,
     Auth,
     Balance,
     Cost,
@@ -23,13 +26,17 @@ from proxy.settings.model import (
     Timeouts,
 )
 from proxy.settings.show import to_yaml
-from proxy.settings.sources import OPTIONS
+from proxy.settings.sources import OPTIONS, SECRETS
 
 __all__ = [
     "MAX_BACKENDS",
     "OPTIONS",
+    "SECRETS",
+    "Admin",
+    "Admission",
     "Auth",
     "Balance",
+    "ClientKey",
     "Cost",
     "Drain",
     "Endpoint",
@@ -45,6 +52,7 @@ __all__ = [
     "SettingsError",
     "Timeouts",
     "load",
+    "load_client_keys",
     "parse_endpoints",
     "to_yaml",
 ]

@@ -1,6 +1,7 @@
 """Settings from everything that may hold them: command line > environment > YAML file > default.
 
-Remembers where each value came from. A mistake raises SettingsError, whose text is one sentence.
+Remembers where each value came from. The keys of clients are read with them, so that both are in order or neither. A
+mistake raises SettingsError, whose text is one sentence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from pydantic import ValidationError
 
 from proxy.settings import cli
+from proxy.settings.client_keys import load_client_keys
 from proxy.settings.mistakes import SettingsError, explain
 from proxy.settings.model import Settings
 from proxy.settings.sources import OPTIONS, SECRETS, Sourced, from_environment, from_yaml, variable
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from proxy.settings.client_keys import ClientKey
+
 DEFAULT: Final = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings and the origin of each option: a flag, a variable, a file or `default`."""
+    """Settings, the origin of each option (a flag, a variable, a file or `default`), and the keys of clients."""
 
     settings: Settings
     origins: Mapping[str, str]
+    client_keys: tuple[ClientKey, ...] = ()
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True) -> Loaded:
-    """Load and check everything. `needs_backends` False accepts settings without engines, to look at them."""
+    """Load and check everything. `needs_backends` False accepts settings without engines, to look at them, and leaves
+    the keys of clients alone.
+    """
     flags, config = cli.parse(argv)
     variables = from_environment(environ)
     path = config or environ.get("PROXY_CONFIG", "").strip()
@@ -41,9 +48,12 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: boo
     if keys:
         values |= keys
         settings = _validated(values)
-    if needs_backends:
-        _require_backends(settings)
-    return Loaded(settings, {option: values[option].origin if option in values else DEFAULT for option in OPTIONS})
+    origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
+    if not needs_backends:
+        return Loaded(settings, origins)
+    _require_backends(settings)
+    keys_file = settings.auth.client_keys_file
+    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else ())
 
 
 def _validated(values: Mapping[str, Sourced]) -> Settings:

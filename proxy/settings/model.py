@@ -61,8 +61,8 @@ class Listen(Section):
     body_bytes_per_second: Natural = 1024
     """A body that arrives more slowly than this, after its first 5 seconds, is given up; 0: however slowly."""
     max_connections: Positive | None = None
-    """Client connections a worker holds open, beyond which new ones are answered 503; null: 45 % of the file descriptors
-    the process may have open."""
+    """Client connections a worker holds open, beyond which new ones are answered 503; null: 45 % of the file
+    descriptors the process may have open."""
     keepalive_seconds: Seconds = 75.0
     """An idle client connection is closed after this long."""
     write_timeout_seconds: Seconds = 60.0
@@ -93,9 +93,9 @@ class Admission(Section):
     """How much work is let in. What no instance has room for waits here for a while, and then is refused."""
 
     max_running_prefill: Positive | None = None
-    """Requests a prefiller works on at a time; null: as many as the engine says it can (max_num_seqs), or any number."""
+    """Requests a prefiller works on at a time; null: as many as it says it can (max_num_seqs), otherwise any number."""
     max_running_decode: Positive | None = None
-    """Requests a decoder works on at a time; null: as many as the engine says it can (max_num_seqs), or any number."""
+    """Requests a decoder works on at a time; null: as many as it says it can (max_num_seqs), otherwise any number."""
     max_waiting: Natural = 1024
     """Requests that wait for room in a worker; more are refused with status 503."""
     wait_seconds: Seconds = 60.0
@@ -160,8 +160,8 @@ class Timeouts(Section):
     prefill_seconds_per_1k_tokens: Delay = 1.0
     """… and so much more for every thousand of them."""
     handoff_seconds: Seconds = 60.0
-    """From the prefiller's answer to the first bytes of a decoder's; at most half the time for which the prefiller keeps
-    the KV cache."""
+    """From the prefiller's answer to the first bytes of a decoder's; at most half the time for which the prefiller
+    keeps the KV cache."""
     first_token_seconds: Seconds = 300.0
     """Until a decoder's streamed answer begins, which includes fetching the KV cache."""
     answer_seconds: Seconds = 3600.0
@@ -231,8 +231,8 @@ class HealthChecks(Section):
     max_ejected_share: Ratio = 0.5
     """Share of a role's backends that failed requests may eject; the last one is never ejected."""
     stall_seconds: Seconds = 30.0
-    """A backend that sends nothing for this long, on any of its streams, while others of its role do, is ejected, and its
-    answers are taken up elsewhere; longer for one that has been silent for long before and went on."""
+    """A backend that sends nothing for this long, on any of its streams, while others of its role do, is ejected, and
+    its answers are taken up elsewhere; longer for one that has been silent for long before and went on."""
     slow_start_seconds: Delay = 30.0
     """A backend that came back, or was added, gets its full share only after this long; it begins with a tenth."""
     quarantine_after: Positive = 2

@@ -73,7 +73,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
 def from_yaml(path: str) -> dict[str, Sourced]:
     """The options of a YAML file. Raises SettingsError."""
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
@@ -101,7 +101,7 @@ def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[t
             raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML lets the last of two equal keys win without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, Final, cast
 
 import httptools
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
     from proxy.balancer.backend import Backend
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
+
+# A cable that was pulled, or a host that lost its power, says nothing: after this long it counts as lost.
+_LOST_AFTER_SECONDS: Final = 30
+SOCKET_OPTIONS: Final = [
+    (level, getattr(socket, name), value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", _LOST_AFTER_SECONDS // 2),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", _LOST_AFTER_SECONDS // 6),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", _LOST_AFTER_SECONDS * 1000),
+    )
+    if hasattr(socket, name)
+]
 
 
 class Connection(asyncio.Protocol):
@@ -40,6 +54,7 @@ class Connection(asyncio.Protocol):
         self._silence_seconds = 0.0
         self._active = False
         self._paused = False
+        self._is_stream = False
 
     # What Upstream does with it
 
@@ -48,11 +63,26 @@ class Connection(asyncio.Protocol):
         """Has its exchange ended well, and is it still open? A transport that has seen EOF reports the loss later."""
         return self.complete and not self.closed and self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def is_stream(self) -> bool:
+        """Is a streamed answer under way, that is, one with a bound on its gaps?"""
+        return self._is_stream and not self.complete and not self.closed
+
+    @property
+    def is_paused(self) -> bool:
+        """Do we hold the engine back?"""
+        return self._paused
+
+    @property
+    def is_active(self) -> bool:
+        """Have bytes arrived since silence was last checked?"""
+        return self._active
+
     def send(self, head: bytes, body: bytes, *, silence_seconds: float, now: float) -> asyncio.Future[Response]:
         """Begin an exchange; the future is done when the answer's headers have arrived."""
         assert self._transport is not None
         self.exchanges += 1
-        self.complete = self._message_complete = self._answered = self._active = False
+        self.complete = self._message_complete = self._answered = self._active = self._is_stream = False
         self._response = None
         self._head_bytes = 0
         self._head = asyncio.get_running_loop().create_future()
@@ -62,11 +92,16 @@ class Connection(asyncio.Protocol):
 
     def limit_silence(self, seconds: float) -> None:
         self._silence_seconds = seconds
-        self._active = True
+        self._active = self._is_stream = True
 
-    def check_silence(self, now: float) -> None:
-        """Fail the exchange if the engine has been silent for too long. Time spent paused by us does not count."""
-        if self._active or self._paused:
+    def check_silence(self, now: float, lost_seconds: float) -> None:
+        """Fail the exchange if the engine has been silent for too long.
+
+        Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Pieces of a
+        head are no answer.
+        """
+        self._quiet_since = min(self._quiet_since + lost_seconds, now)
+        if (self._active and self._response is not None) or self._paused:
             self._active, self._quiet_since = False, now
         elif now - self._quiet_since > self._silence_seconds:
             stage = "an answer" if self._response is None else "more of the answer"
@@ -93,6 +128,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        sock = transport.get_extra_info("socket")
+        for option in SOCKET_OPTIONS:  # without TCP_NODELAY: both event loops set it
+            sock.setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
         if self._head is None or self.complete:
@@ -142,10 +180,13 @@ class Connection(asyncio.Protocol):
         self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if self._response is None:  # what follows the body is no news to anybody, and has no bound
+            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if not 100 <= status < 600 or self._parser.get_http_version()[0] != "1":
+            raise ValueError("not an answer of HTTP/1")  # feed_data raises HttpParserError for it
         if status >= 200:
             self._response = Response(self, status, self._headers)
             if self._head is not None and not self._head.done():

@@ -66,7 +66,9 @@ class Response:
         self._connection.pause(False)
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on, fail with TIMEOUT when the engine sends nothing for so long."""
+        """From now on this is a stream: it fails with TIMEOUT when the engine sends nothing for so long, with STALLED
+        when the engine sends nothing at all while others of its role do.
+        """
         self._connection.limit_silence(seconds)
 
     def fail(self, failure: Failure, message: str) -> UpstreamError:

@@ -3,43 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.progress import Progress
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection
+from proxy.upstream.names import connect_problem
 from proxy.upstream.response import upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
+    from proxy.upstream.names import Names
     from proxy.upstream.response import Response
 
-# Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE).
-_KEEP_ALIVE_SECONDS: Final = 3.5
+# Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE), and
+# one whose event loop is late does so without a look at what has arrived meanwhile. The distance is such that a reused
+# connection which closes without an answer tells of a sick engine, and a new connection costs little.
+_KEEP_ALIVE_SECONDS: Final = 2.0
 
 
 class Upstream:
     """One worker's connections to all backends. `async with` it; leaving closes every connection."""
 
-    def __init__(self, timeouts: Timeouts, keys: EngineKeys, *, sweep_seconds: float | None = None) -> None:
-        """`sweep_seconds`: how often silences are looked at; by default often enough for the shortest of them."""
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        keys: EngineKeys,
+        names: Names | None = None,
+        *,
+        stall_seconds: float = 30.0,
+        on_stall: Callable[[Backend], bool] | None = None,
+        sweep_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names` None: the system is asked at every connect, and any address is good.
+
+        `on_stall` is called with a backend that has sent nothing for `stall_seconds` while others of its role did, and
+        says whether it is taken out; then its streams fail. `sweep_seconds`: how often silences are looked at; by
+        default often enough for the shortest of them.
+        """
         self._timeouts = timeouts
         self._keys = keys
-        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts)
+        self._names = names
+        self._progress = Progress(stall_seconds)
+        self._on_stall = on_stall
+        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds)
+        self._clock = clock
         self._idle: dict[Backend, list[Connection]] = {}
         self._busy: set[Connection] = set()
+        self._swept_at = clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        self._sweep()
+        self._swept_at = self._clock()
+        self._plan_sweep()
         return self
 
     async def __aexit__(
@@ -50,6 +75,12 @@ class Upstream:
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
+
+    def configure(self, timeouts: Timeouts, stall_seconds: float) -> None:
+        """Change how long to wait, for connections and looks from now on."""
+        self._timeouts = timeouts
+        self._progress.configure(stall_seconds)
+        self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds)
 
     @property
     def busy_connections(self) -> int:
@@ -71,8 +102,9 @@ class Upstream:
 
         `headers` have lower-case names; an `authorization` among them is the client's own.
         `silence_seconds` bounds the wait for the headers and then, until `limit_silence`, every gap in the body.
-        `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine most likely closed it
-        while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice.
+        `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine may have closed it
+        while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice: a
+        prefill may have pinned KV by then.
         Raises UpstreamError.
         """
         head = self._head(backend, path, len(body), headers)
@@ -83,11 +115,18 @@ class Upstream:
             self._put_back(connection)
 
     async def fetch(
-        self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], *, silence_seconds: float
+        self,
+        backend: Backend,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        silence_seconds: float,
+        resend_if_stale: bool = False,
     ) -> tuple[Response, bytes]:
-        """POST a JSON body and return the answer with its whole body. Raises UpstreamError."""
+        """POST a JSON body and return the answer with its whole body. See `open`. Raises UpstreamError."""
         head = self._head(backend, path, len(body), headers)
-        connection, response = await self._exchange(backend, head, body, silence_seconds, resend_if_stale=True)
+        connection, response = await self._exchange(backend, head, body, silence_seconds, resend_if_stale)
         try:
             return response, await response.read()
         finally:
@@ -99,9 +138,9 @@ class Upstream:
         connection = self._take_idle(backend) or await self._connect(backend)
         while True:
             self._busy.add(connection)
-            now = asyncio.get_running_loop().time()
             try:
-                return connection, await connection.send(head, body, silence_seconds=silence_seconds, now=now)
+                sent = connection.send(head, body, silence_seconds=silence_seconds, now=self._clock())
+                return connection, await sent
             except BaseException as error:
                 self._put_back(connection)
                 stale = isinstance(error, UpstreamError) and error.failure is Failure.RESET and connection.exchanges > 1
@@ -110,13 +149,19 @@ class Upstream:
             connection = await self._connect(backend)
 
     async def _connect(self, backend: Backend) -> Connection:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeouts.connect_seconds):
-                _, connection = await loop.create_connection(lambda: Connection(backend), backend.host, backend.port)
+                return await _connect_to_any(backend, await self._addresses(backend.host))
         except OSError as error:  # TimeoutError is one
-            raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({connect_problem(error)})") from None
-        return connection
+            problem = connect_problem(error)
+        except ValueError:  # a name that can be no host's
+            problem = "not a host name"
+        raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
+
+    async def _addresses(self, host: str) -> Sequence[str]:
+        if self._names is None:
+            return (host,)
+        return self._names.known(host) or await self._names.find(host)
 
     def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
         lines = [
@@ -134,7 +179,7 @@ class Upstream:
 
     def _take_idle(self, backend: Backend) -> Connection | None:
         idle = self._idle.get(backend, [])
-        oldest = asyncio.get_running_loop().time() - _KEEP_ALIVE_SECONDS
+        oldest = self._clock() - _KEEP_ALIVE_SECONDS
         while idle:
             connection = idle.pop()
             if connection.is_reusable and connection.idle_since > oldest:
@@ -146,18 +191,43 @@ class Upstream:
         self._busy.discard(connection)
         if connection.is_reusable:
             connection.pause(False)
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = self._clock()
             self._idle.setdefault(connection.backend, []).append(connection)
         else:
             connection.abort()
 
-    def _sweep(self) -> None:
-        """One timer for all exchanges: a timer per token would cost as much as the token."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._sweeper = loop.call_later(self._sweep_seconds, self._sweep)
+    # Sweeping: one timer for all exchanges, as a timer per token would cost as much as the token
+
+    def _plan_sweep(self) -> None:
+        self._sweeper = asyncio.get_running_loop().call_later(self._sweep_seconds, self._sweep_again)
+
+    def _sweep_again(self) -> None:
+        self._plan_sweep()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Look at all connections: end the silent exchanges, and close what was idle for too long. A timer does it."""
+        now = self._clock()
+        late_seconds = now - self._swept_at - self._sweep_seconds
+        self._swept_at = now
+        # This process was stopped or blocked. What the engines sent meanwhile may not have been read yet.
+        lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
+        moving: dict[Backend, bool] = {}
         for connection in list(self._busy):
-            connection.check_silence(now)
+            if connection.is_stream and not connection.is_paused:
+                moving[connection.backend] = connection.is_active or moving.get(connection.backend, False)
+            connection.check_silence(now, lost_seconds)
+        for backend in self._progress.observe(now, moving, lost_seconds=lost_seconds):
+            if self._on_stall is not None and self._on_stall(backend):
+                self._end_streams(backend)
+        self._close_idle(now)
+
+    def _end_streams(self, backend: Backend) -> None:
+        for connection in list(self._busy):
+            if connection.backend == backend and connection.is_stream:
+                connection.abort(upstream_error(Failure.STALLED, backend, "sends nothing while others do"))
+
+    def _close_idle(self, now: float) -> None:
         for backend, idle in list(self._idle.items()):
             kept = [c for c in idle if c.is_reusable and now - c.idle_since < _KEEP_ALIVE_SECONDS]
             for connection in set(idle).difference(kept):
@@ -168,18 +238,19 @@ class Upstream:
                 del self._idle[backend]
 
 
-def connect_problem(error: OSError) -> str:
-    """Why there is no connection, in the system's words: `connection refused`, `name or service not known` …"""
-    if isinstance(error, TimeoutError):
-        return "timed out"
-    if isinstance(error, socket.gaierror):  # has numbers of its own
-        return (error.strerror or "name not found").lower()
-    # Not the error's own text, which holds the address.
-    return (os.strerror(error.errno) if error.errno else type(error).__name__).lower()
+async def _connect_to_any(backend: Backend, addresses: Sequence[str]) -> Connection:
+    """A connection to the first of the addresses that takes one. Raises the last one's OSError."""
+    loop = asyncio.get_running_loop()
+    *others, last = addresses
+    for address in others:
+        with suppress(OSError):
+            return (await loop.create_connection(lambda: Connection(backend), address, backend.port))[1]
+    return (await loop.create_connection(lambda: Connection(backend), last, backend.port))[1]
 
 
-def _sweep_seconds(timeouts: Timeouts) -> float:
+def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:
     shortest: float = min(
-        timeouts.prefill_seconds, timeouts.first_token_seconds, timeouts.answer_seconds, timeouts.idle_seconds
+        *(timeouts.prefill_seconds, timeouts.handoff_seconds, timeouts.first_token_seconds),
+        *(timeouts.answer_seconds, timeouts.idle_seconds, stall_seconds),
     )
     return max(0.01, min(1.0, shortest / 4))

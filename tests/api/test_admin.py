@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,17 @@ from aiohttp.test_utils import make_mocked_request, unused_port
 
 from proxy import __version__
 from proxy.api.admin import AdminApi
+from proxy.api.drain import Drain
+from proxy.api.probes import ProbeApi
 from proxy.balancer.backend import Load, Role
+from proxy.configuration import Change
+from proxy.settings import Admin, SettingsError
+from proxy.upstream.addresses import AddressRules
+from proxy.upstream.names import Names
+from tests.asking import until
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 
     from aiohttp.test_utils import TestClient
 
@@ -24,7 +32,12 @@ if TYPE_CHECKING:
     Client = TestClient[web.Request, web.Application]
 
 HOST = "127.0.0.1"
+RULES = AddressRules(Admin().networks)
 READY_ROUTES = ["/readyz", "/health", "/healthz", "/ping"]
+
+
+async def nothing_to_reload(by: str) -> Change:
+    return Change()
 
 
 async def client_of(
@@ -34,17 +47,23 @@ async def client_of(
     roles: Collection[Role] = tuple(Role),
     is_draining: bool = False,
     keys: EngineKeys | None = None,
+    names: Names | None = None,
+    reload: Callable[[str], Awaitable[Change]] = nothing_to_reload,
 ) -> Client:
+    pools = {role: gateway.pools[role] for role in roles}
+    drain = Drain()
+    drain.is_draining = is_draining
     api = AdminApi(
-        {role: gateway.pools[role] for role in roles},
+        pools,
         gateway.prober,
         gateway.session,
         keys or gateway.keys(),
+        names or Names(RULES, (), gateway.metrics),
         gateway.metrics,
+        reload,
         admin_key,
-        lambda: is_draining,
     )
-    return await gateway.serve(api.routes())
+    return await gateway.serve([*ProbeApi(pools, drain).routes(), *api.routes()])
 
 
 async def change(client: Client, what: str, **body: object) -> tuple[int, Any]:
@@ -293,7 +312,7 @@ async def test_engines_that_did_not_reset_are_named(gateway: Gateway) -> None:
         assert await answer.json() == {"failed": [f"http://{old.name}", f"http://{HOST}:{port}"]}
 
 
-CHANGES = ["/instances/add", "/instances/remove", "/reset_prefix_cache"]
+CHANGES = ["/instances/add", "/instances/remove", "/reset_prefix_cache", "/admin/reload"]
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -365,7 +384,7 @@ async def test_with_a_key_everybody_needs_it(
     client = await client_of(gateway, admin_key="k-1")
     async with client.post(path, json={"type": "prefill", "instances": ["h:1", "[bad"]}, headers=headers) as answer:
         if let_in:
-            assert answer.status == (200 if path == "/reset_prefix_cache" else 400)
+            assert answer.status == (400 if path.startswith("/instances/") else 200)
         else:
             assert answer.status == 401
             assert (await answer.json())["error"]["code"] == "admin_key_required"
@@ -402,3 +421,139 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
     assert [backend.trusted for backend in gateway.prober.joining(Role.DECODE)] == [True]
     status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
     assert (status, told["error"]["param"]) == (400, "send_key")
+
+
+# Where instances may be
+
+
+@pytest.fixture
+async def names(gateway: Gateway) -> AsyncIterator[Names]:
+    """A name server that knows a few."""
+    known = {"inside": ("10.0.0.7",), "metadata": ("169.254.169.254",), "world": ("93.184.216.34",)}
+
+    def look_up(host: str) -> tuple[str, ...]:
+        if host not in known:
+            raise OSError(errno.ENOENT, "")
+        return known[host]
+
+    async with Names(RULES, (), gateway.metrics, look_up=look_up) as names:
+        yield names
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("169.254.169.254", "224.0.0.1", "0.0.0.0", "255.255.255.255", "93.184.216.34"),
+        *("[fe80::1]", "[::]", "[ff02::1]", "[2001:db8::1]", "[::ffff:169.254.169.254]"),
+        *("2130706433", "0x7f.1", "127.1", "0177.0.0.1", "0x7f000001"),
+        *("metadata", "world", "nowhere"),
+    ],
+)
+async def test_an_instance_may_not_be_just_anywhere(gateway: Gateway, names: Names, host: str) -> None:
+    client = await client_of(gateway, names=names)
+    status, told = await change(client, "add", type="decode", instances=[f"{HOST}:1", f"{host}:80"])
+    assert (status, told["error"]["code"], told["error"]["param"]) == (400, "address_not_allowed", "instances")
+    assert "169.254" not in told["error"]["message"].replace(host, "")
+    assert "93.184" not in told["error"]["message"].replace(host, "")
+    assert gateway.prober.joining(Role.DECODE) == []
+
+
+@pytest.mark.parametrize("host", ["inside", "10.1.2.3", "[fd00::1]", "100.64.0.1"])
+async def test_an_instance_may_be_in_the_networks_that_are_named(gateway: Gateway, names: Names, host: str) -> None:
+    client = await client_of(gateway, names=names)
+    status, told = await change(client, "add", type="decode", instances=f"{host}:80")
+    assert (status, told["joining_decode_instances"]) == (200, [f"{host}:80"])
+
+
+# Limits
+
+
+@pytest.mark.parametrize("path", ["/instances/add", "/instances/remove"])
+async def test_a_long_body_is_refused(gateway: Gateway, path: str) -> None:
+    client = await client_of(gateway)
+    async with client.post(path, data=b" " * (64 * 1024 + 1)) as answer:
+        assert answer.status == 413
+
+
+async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None:
+    begun, go_on = 0, asyncio.Event()
+
+    async def reload(by: str) -> Change:
+        nonlocal begun
+        begun += 1
+        await go_on.wait()
+        return Change()
+
+    client = await client_of(gateway, reload=reload)
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(client.post("/admin/reload")) for _ in range(10)]
+        await until(lambda: begun == 10, "ten of them")
+        for path in ("/admin/reload", "/instances/add", "/instances/remove"):
+            async with client.post(path) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+                assert (await answer.json())["error"]["code"] == "too_many_changes"
+        go_on.set()
+    assert [task.result().status for task in waiting] == [200] * 10
+    async with client.post("/admin/reload") as answer:
+        assert answer.status == 200
+
+
+# Reloading
+
+
+async def test_a_reload_tells_what_it_has_changed(gateway: Gateway) -> None:
+    async def reload(by: str) -> Change:
+        return Change(("decode", "timeouts.idle_seconds"), ("10.0.0.2:1",), ("10.0.0.1:1",))
+
+    client = await client_of(gateway, reload=reload)
+    async with client.post("/admin/reload") as answer:
+        assert answer.status == 200
+        assert await answer.json() == {
+            "changed": ["decode", "timeouts.idle_seconds"],
+            "instances": {"added": ["10.0.0.2:1"], "removed": ["10.0.0.1:1"]},
+        }
+
+
+async def test_a_reload_that_is_refused_tells_why(gateway: Gateway) -> None:
+    async def reload(by: str) -> Change:
+        raise SettingsError("my.yaml: workers must be a number, not 'many'")
+
+    client = await client_of(gateway, reload=reload)
+    async with client.post("/admin/reload") as answer:
+        assert answer.status == 400
+        error = (await answer.json())["error"]
+    assert (error["code"], error["message"]) == (
+        "invalid_configuration",
+        "my.yaml: workers must be a number, not 'many'",
+    )
+
+
+# The log
+
+
+async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    authors = []
+
+    async def reload(by: str) -> Change:
+        authors.append(by)
+        return Change()
+
+    client = await client_of(gateway, reload=reload, admin_key="canary")
+    caplog.set_level("INFO", "proxy.api.admin")
+    for path, body in (
+        ("/instances/add", {"type": "decode", "instances": "10.0.0.1:1"}),
+        ("/instances/remove", {"type": "decode", "instances": "10.0.0.1:1"}),
+        ("/reset_prefix_cache", None),
+        ("/admin/reload", None),
+    ):
+        async with client.post(path, json=body, headers={"X-Admin-Key": "canary"}) as answer:
+            assert answer.status == 200
+    by = "an administrator at 127.0.0.1"
+    assert authors == [by]
+    lines = [record for record in caplog.records if record.name == "proxy.api.admin"]
+    assert [(line.getMessage(), vars(line)["fields"]) for line in lines] == [
+        ("Instances ['10.0.0.1:1'] are waiting to be added.", {"by": by}),
+        ("remove decode instances: ['10.0.0.1:1'].", {"by": by}),
+        ("reset the prefix cache of all instances", {"by": by}),
+    ]
+    assert "canary" not in caplog.text

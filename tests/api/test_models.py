@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from typing import TYPE_CHECKING
 
+import aiohttp
 import orjson
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
+from proxy.api import models
+from proxy.api.keys import ClientKeys
 from proxy.api.models import ModelsApi
 from proxy.balancer.backend import Role
+from proxy.callers import Callers, KeyUsage, assign_slots
+from proxy.settings import ClientKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,9 +44,10 @@ def saying(status: int, body: bytes = b"") -> Answer:
     return answer
 
 
-async def client_of(gateway: Gateway, key: str | None = None, *ports: int) -> Client:
+async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: Callers | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
-    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, gateway.metrics)
+    client_keys = ClientKeys(callers or Callers(KeyUsage()))
+    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, client_keys, gateway.metrics)
     return await gateway.serve(api.routes())
 
 
@@ -57,7 +65,11 @@ async def test_models_of_all_engines_are_merged_by_id(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [saying(500), saying(200, b"<html>"), saying(200, b"[]"), saying(200, b'{"data": [1]}'), saying(302)],
+    [
+        *(saying(500), saying(200, b"<html>"), saying(200, b"[]"), saying(200, b'{"data": [1]}'), saying(302)),
+        *(saying(302, b'{"data": [{"id": "elsewhere"}]}'), saying(200, b'{"data": {"id": "kimi"}}'), saying(204)),
+        saying(200, b'{"data": [{"id": "' + b"x" * 5_000_000 + b'"}]}'),
+    ],
 )
 async def test_one_broken_engine_does_not_matter(gateway: Gateway, broken: Answer) -> None:
     await gateway.engine(Role.PREFILL, broken)
@@ -112,3 +124,42 @@ async def test_the_engine_key_takes_the_place_of_the_clients(gateway: Gateway) -
         assert answer.status == 200
     assert ours.asked[0].headers["authorization"] == "Bearer s3cret"
     assert "authorization" not in added.asked[0].headers
+
+
+async def test_a_silent_engine_does_not_hold_up_the_others(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.models._TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+
+    async def wait(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"data": [')
+        return await wait(request)
+
+    await gateway.engine(Role.PREFILL, wait)
+    await gateway.engine(Role.PREFILL, drip)
+    await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    client = await client_of(gateway)
+    async with client.get("/v1/models") as answer:
+        assert (await answer.json())["data"] == [{"id": "kimi"}]
+
+
+def test_no_engine_is_waited_for_longer_than_a_client_waits() -> None:
+    assert models._TIMEOUT.total is not None
+    assert models._TIMEOUT.total < 5
+
+
+async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
+    callers = Callers(KeyUsage())
+    digest = hashlib.sha256(b"client").hexdigest()
+    callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
+    client = await client_of(gateway, callers=callers)
+    for credential, status in (("Bearer wrong", 401), ("Bearer client", 200)):
+        async with client.get("/v1/models", headers={"Authorization": credential}) as answer:
+            assert answer.status == status
+    (asked,) = engine.asked
+    assert "authorization" not in asked.headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,25 @@ import orjson
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
+from multidict import CIMultiDict
 
+from proxy.api.keys import ClientKeys
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.balancer.backend import Load, Role
-from proxy.settings import Cost, Timeouts
+from proxy.callers import Callers, KeyUsage, assign_slots
+from proxy.flow.admission import Admission
+from proxy.flow.budget import RetryBudget
+from proxy.settings import ClientKey, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from aiohttp.test_utils import TestClient
 
     from proxy.balancer.engine_keys import EngineKeys
     from tests.api.conftest import Gateway
 
+    Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Client = TestClient[web.Request, web.Application]
 
 ODD_BODY = b'{"prompt":"\xff \\ud800", "n":NaN,  "n": 1e999}\r\n'
@@ -36,21 +43,24 @@ async def client_of(
     *,
     role: Role = Role.PREFILL,
     keys: EngineKeys | None = None,
-    timeouts: Timeouts | None = None,
-    write_timeout_seconds: float = 60.0,
-    **options: Any,
+    callers: Callers | None = None,
+    **sections: Any,
 ) -> Client:
+    """A client of the single-hop routes; `sections` are settings."""
+    retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
+    settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
+    admission = Admission(settings.admission, lambda: True, gateway.metrics)
     api = PassthroughApi(
         gateway.pools[role],
-        groups,
         gateway.session,
         keys or gateway.keys(),
-        Cost(),
-        timeouts or Timeouts(),
-        write_timeout_seconds,
+        ClientKeys(callers or Callers(KeyUsage())),
+        admission,
+        RetryBudget(settings.retry.budget_share, settings.retry.budget_least),
+        settings,
         gateway.metrics,
     )
-    return await gateway.serve(api.routes(), **options)
+    return await gateway.serve(api.routes(), client_max_size=2**30)
 
 
 async def echo(request: web.Request) -> web.Response:
@@ -114,20 +124,21 @@ async def test_answer_headers_come_back_without_those_about_the_connection(gatew
         headers = {
             "Content-Type": "application/json",
             "X-Model": "kimi",
-            "Connection": "X-Hop",
             "X-Hop": "1",
+            "X-Other-Hop": "1",
             "Keep-Alive": "timeout=5",
             "Server": "uvicorn",
             "X-Request-Id": "engines",
         }
-        return web.Response(body=b"{}", headers=headers)
+        connection = [("Connection", "close, x-hop"), ("Connection", "X-Other-Hop")]
+        return web.Response(body=b"{}", headers=CIMultiDict([*headers.items(), *connection]))
 
     await gateway.engine(Role.PREFILL, answer)
     client = await client_of(gateway)
     async with client.post("/tokenize") as got:
         assert await got.read() == b"{}"
         assert (got.headers["Content-Type"], got.headers["X-Model"]) == ("application/json", "kimi")
-        assert not {"X-Hop", "Keep-Alive"} & set(got.headers)
+        assert not {"X-Hop", "X-Other-Hop", "Keep-Alive"} & set(got.headers)
         assert got.headers["Server"] == "pdproxy"
         assert got.headers["X-Request-Id"] != "engines"
 
@@ -198,17 +209,89 @@ async def test_no_connection_is_tried_once_more_elsewhere(gateway: Gateway) -> N
     assert 'pdproxy_retries_total{reason="connect",stage="prefill"} 2.0' in gateway.metric_lines()
 
 
-async def test_no_connection_to_anybody_is_a_502(gateway: Gateway) -> None:
+async def test_no_connection_to_anybody_is_a_503(gateway: Gateway) -> None:
     port = unused_port()
     gateway.add(Role.DECODE, "127.0.0.1", port)
     client = await client_of(gateway, role=Role.DECODE)
     async with client.post("/tokenize") as answer:
-        assert answer.status == 502
-        error = (await answer.json())["error"]
-    assert error["code"] == "decode_connect"
-    assert error["message"] == "decode instance: cannot connect (connection refused)"
+        assert answer.status == 503
+        assert answer.headers["Retry-After"] == "1"
+        assert (await answer.json())["error"]["code"] == "no_healthy_decode"
     (backend,) = gateway.pools[Role.DECODE].backends()
     assert gateway.health.consecutive_failures(backend) == 1
+
+
+def saying(status: int, body: bytes = ODD_BODY) -> Answer:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body, headers={"Content-Type": "application/json"})
+
+    return answer
+
+
+async def drop(request: web.Request) -> web.Response:
+    """The connection is lost before any of the answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+RETRIED = {
+    "429": (saying(429), "status"),
+    "503": (saying(503), "status"),
+    "500": (saying(500), "status"),
+    "a lost connection": (drop, "reset"),
+    "a redirect": (saying(307), "bad_answer"),
+}
+
+
+@pytest.mark.parametrize(("answer", "reason"), RETRIED.values(), ids=RETRIED)
+async def test_what_another_engine_may_do_is_tried_there(gateway: Gateway, answer: Answer, reason: str) -> None:
+    failing = await gateway.engine(Role.PREFILL, answer)
+    well = await gateway.engine(Role.PREFILL, echo)
+    client = await client_of(gateway)
+    async with client.post("/tokenize", data=b"{}") as got:
+        assert (got.status, await got.read()) == (200, b"{}")
+    assert (len(failing.asked), len(well.asked)) == (1, 1)
+    assert f'pdproxy_retries_total{{reason="{reason}",stage="prefill"}} 1.0' in gateway.metric_lines()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+async def test_what_every_engine_refuses_is_not_tried_elsewhere(gateway: Gateway, status: int) -> None:
+    engines = [await gateway.engine(Role.PREFILL, saying(status)) for _ in range(2)]
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as answer:
+        assert (answer.status, await answer.read()) == (status, ODD_BODY)
+    assert sum(len(engine.asked) for engine in engines) == 1
+
+
+@pytest.mark.parametrize(("status", "asked"), [(429, 3), (503, 3), (500, 2)])
+async def test_the_last_engines_words_are_passed_on(gateway: Gateway, status: int, asked: int) -> None:
+    engines = [await gateway.engine(Role.PREFILL, saying(status)) for _ in range(4)]
+    client = await client_of(gateway)
+    async with client.post("/tokenize") as answer:
+        assert (answer.status, await answer.read()) == (status, ODD_BODY)
+    assert sum(len(engine.asked) for engine in engines) == asked
+
+
+async def test_retries_have_a_budget(gateway: Gateway) -> None:
+    engines = [await gateway.engine(Role.PREFILL, saying(503)) for _ in range(2)]
+    client = await client_of(gateway, retry={"budget_share": 0.0, "budget_least": 1})
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.Response:
+        entered.set()
+        await go_on.wait()
+        return web.Response(status=503)
+
+    engines[1].answer = wait  # the first request is there, as its repetition, when the second would be repeated
+    first = asyncio.create_task(client.post("/tokenize"))
+    await entered.wait()
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 503
+    assert len(engines[0].asked) == 2
+    assert "pdproxy_retry_budget_exhausted_total 1.0" in gateway.metric_lines()
+    go_on.set()
+    (await first).release()
 
 
 async def test_nobody_healthy_is_a_503(gateway: Gateway) -> None:
@@ -224,9 +307,11 @@ async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) 
         raise AssertionError("unreachable")
 
     await gateway.engine(Role.PREFILL, wait)
-    client = await client_of(gateway, timeouts=Timeouts(prefill_seconds=0.05))
+    others = await gateway.engine(Role.PREFILL, echo)
+    client = await client_of(gateway, timeouts={"prefill_seconds": 0.05})
     async with client.post("/tokenize") as answer:
         assert answer.status == 504
+    assert others.asked == []
 
 
 async def test_an_answer_that_breaks_off_is_cut_and_not_ended(gateway: Gateway) -> None:
@@ -285,7 +370,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(gateway: Gateway) -> None:
         return response
 
     await gateway.engine(Role.PREFILL, pour)
-    client = await client_of(gateway, write_timeout_seconds=0.05)
+    client = await client_of(gateway, listen={"write_timeout_seconds": 0.05})
     async with client.post("/pooling") as answer:
         # The gateway's own patience ends this.
         while 'pdproxy_inflight_requests{api="pooling"} 1.0' in gateway.metric_lines():  # noqa: ASYNC110
@@ -297,11 +382,114 @@ async def test_a_client_that_takes_nothing_is_cut_off(gateway: Gateway) -> None:
 
 async def test_a_body_that_is_too_large_reaches_no_engine(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
-    client = await client_of(gateway, client_max_size=10)
+    client = await client_of(gateway, listen={"max_body_bytes": 10})
     async with client.post("/tokenize", data=b"x" * 11) as answer:
         assert answer.status == 413
     assert prefiller.asked == []
     assert 'pdproxy_rejected_total{reason="too_large"} 1.0' in gateway.metric_lines()
+
+
+async def test_a_body_that_is_compressed_is_refused(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    async with client.post("/tokenize", data=b"x", headers={"Content-Encoding": "gzip"}) as answer:
+        assert answer.status == 415
+    assert prefiller.asked == []
+
+
+async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+    """A body that does not tell its length."""
+    for part in parts:
+        yield part
+
+
+async def test_bodies_that_are_held_have_a_bound(gateway: Gateway) -> None:
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request) -> web.Response:
+        entered.set()
+        await go_on.wait()
+        return web.Response()
+
+    await gateway.engine(Role.PREFILL, wait)
+    client = await client_of(gateway, admission={"max_buffered_bytes": 10})
+    first = asyncio.create_task(client.post("/tokenize", data=b"x" * 10))
+    await entered.wait()
+    for body in (b"x", pieces(b"x")):
+        async with client.post("/tokenize", data=body) as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "buffers_full"
+    go_on.set()
+    (await first).release()
+    async with client.post("/tokenize", data=b"x") as answer:
+        assert answer.status == 200
+
+
+async def test_a_client_shows_its_key_and_engines_do_not_see_it(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prefiller = await gateway.engine(Role.PREFILL)
+    callers = Callers(KeyUsage())
+    digest = hashlib.sha256(b"client").hexdigest()
+    callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
+    client = await client_of(gateway, callers=callers)
+    for credential, status in (("Bearer wrong", 401), ("Bearer client", 200)):
+        async with client.post("/tokenize", headers={"Authorization": credential}) as answer:
+            assert answer.status == status
+    (asked,) = prefiller.asked
+    assert "authorization" not in asked.headers
+    lines = [record.fields for record in caplog.records if record.name == "proxy.access"]  # type: ignore[attr-defined]
+    assert [(line["key"], line["code"]) for line in lines] == [("-", 401), ("team", 200)]
+
+
+async def test_an_answer_has_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.passthrough._MAX_ANSWER_BYTES", 10)
+
+    async def pour(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(11):
+            await response.write(b"x")
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    prefiller = await gateway.engine(Role.PREFILL, saying(200, b"x" * 11))
+    client = await client_of(gateway)
+    async with client.post("/pooling") as answer:  # its length is told
+        assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_bad_answer")
+    prefiller.answer = pour
+    async with client.post("/pooling") as answer:
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+    prefiller.answer = saying(200, b"x" * 10)
+    async with client.post("/pooling") as answer:
+        assert (answer.status, await answer.read()) == (200, b"x" * 10)
+
+
+async def test_an_engines_reasons_have_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.passthrough._MAX_REFUSAL_BYTES", 10)
+    await gateway.engine(Role.PREFILL, saying(400, b"x" * 11))
+    client = await client_of(gateway)
+    async with client.post("/pooling") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_broken")
+
+
+async def test_settings_can_change(gateway: Gateway) -> None:
+    await gateway.engine(Role.PREFILL, echo)
+    settings = Settings()
+    admission = Admission(settings.admission, lambda: True, gateway.metrics)
+    keys = ClientKeys(Callers(KeyUsage()))
+    api = PassthroughApi(
+        *(gateway.pools[Role.PREFILL], gateway.session, gateway.keys(), keys),
+        *(admission, RetryBudget(), settings, gateway.metrics),
+    )
+    client = await gateway.serve(api.routes())
+    for max_body_bytes, status in ((10, 413), (11, 200)):
+        api.configure(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))
+        async with client.post("/tokenize", data=b"x" * 11) as answer:
+            assert answer.status == status
 
 
 async def test_each_request_is_one_access_line_without_content(

@@ -13,9 +13,20 @@ import pytest
 from aiohttp import web
 
 from proxy import logs
-from proxy.api.replies import REQUEST_ID, error_response, retry_headers
+from proxy.api.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
 from proxy.balancer.backend import Backend, Role
-from proxy.errors import BadRequest, Failure, GatewayError, NoBackendAvailable, UpstreamError
+from proxy.errors import (
+    BadRequest,
+    Failure,
+    GatewayError,
+    LimitExceeded,
+    NoBackendAvailable,
+    Overloaded,
+    Unauthorized,
+    UpstreamError,
+)
+from proxy.metrics import REJECTIONS
+from tests.api.fronts import HEAD, serving
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -71,6 +82,17 @@ def test_the_type_follows_from_the_status(error: GatewayError, kind: str, code: 
     assert (body_of(error)["type"], body_of(error)["code"]) == (kind, code)
 
 
+@pytest.mark.parametrize("error", [BadRequest("no"), overloaded(), UpstreamError(Failure.TIMEOUT, BACKEND, "late")])
+def test_an_error_of_our_own_can_be_told_by_a_header(error: GatewayError) -> None:
+    assert error_response(error).headers["X-PDProxy-Error-Code"] == error.code
+    assert "X-PDProxy-Error-Code" not in error_response(engine_error(500)).headers
+
+
+def test_a_client_without_a_key_is_told_how_to_show_one() -> None:
+    assert error_response(Unauthorized("no")).headers["WWW-Authenticate"] == "Bearer"
+    assert "WWW-Authenticate" not in error_response(BadRequest("no")).headers
+
+
 def test_an_engines_own_error_passes_byte_for_byte() -> None:
     headers = {"content-type": "application/problem+json", "x-engine": "secret", "retry-after": "7"}
     response = error_response(engine_error(429, **headers))
@@ -97,6 +119,61 @@ def test_an_engines_own_error_passes_byte_for_byte() -> None:
 )
 def test_clients_are_told_whether_to_try_again(error: GatewayError, expected: dict[str, str]) -> None:
     assert retry_headers(error) == expected
+
+
+def with_code(code: str, status: int) -> GatewayError:
+    return GatewayError("no", code=code, status=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BadRequest("no"), "invalid_request"),
+        (BadRequest("no", code="invalid_json"), "invalid_request"),
+        (Unauthorized("no"), "unauthorized"),
+        (LimitExceeded("no", code="key_concurrency", retry_after_seconds=1.0), "key_concurrency"),
+        (LimitExceeded("no", code="key_rate", retry_after_seconds=1.0), "key_rate"),
+        *((Overloaded("no", code=code), code) for code in ("queue_full", "queue_timeout", "buffers_full", "memory")),
+        (Overloaded("no", code="too_many_connections"), "connections"),
+        (NoBackendAvailable(Role.PREFILL), "no_healthy_prefill"),
+        (NoBackendAvailable(Role.DECODE), "no_healthy_decode"),
+        (with_code("draining", 503), "draining"),
+        (with_code("request_too_large", 413), "too_large"),
+        (with_code("malformed_http", 400), "malformed_http"),
+        (with_code("malformed_http", 431), "malformed_http"),
+        (with_code("slow_header", 408), "slow_header"),
+        (with_code("slow_body", 408), "slow_body"),
+        (with_code("content_encoding", 415), "content_encoding"),
+        (with_code("not_found", 404), None),
+        (GatewayError("oops"), None),
+        (engine_error(413), None),
+        (engine_error(429), None),
+        (UpstreamError(Failure.CONNECT, BACKEND, "down"), None),
+    ],
+)
+def test_a_refusal_is_counted_by_its_reason(error: GatewayError, reason: str | None) -> None:
+    assert rejection(error) == reason
+    assert reason is None or reason in REJECTIONS
+
+
+def test_last_words_are_the_same_answer_in_bytes() -> None:
+    words = last_words(NoBackendAvailable(Role.DECODE), "r-1")
+    head, _, body = words.partition(b"\r\n\r\n")
+    assert body == error_response(NoBackendAvailable(Role.DECODE)).body
+    first, *lines = head.decode().split("\r\n")
+    assert first == "HTTP/1.1 503 Service Unavailable"
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert headers.pop("Date").endswith(" GMT")
+    assert headers == {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Retry-After": "1",
+        "retry-after-ms": "1000",
+        "X-PDProxy-Error-Code": "no_healthy_decode",
+        "X-Request-Id": "r-1",
+        "Server": "pdproxy",
+        "Connection": "close",
+    }
 
 
 async def test_a_gateway_error_becomes_its_answer(gateway: Gateway) -> None:
@@ -129,6 +206,47 @@ async def test_aiohttps_errors_look_like_ours(gateway: Gateway, method: str, pat
         assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
     assert sorted(error) == ["code", "message", "param", "type"]
+
+
+HTTP_ERRORS = [
+    kind
+    for kind in vars(web).values()
+    if isinstance(kind, type)
+    and issubclass(kind, web.HTTPError)
+    and kind.status_code not in (-1, 405, 413, 451)  # abstract, tried elsewhere, or in need of more than a text
+]
+
+
+@pytest.mark.parametrize("raised", HTTP_ERRORS)
+async def test_every_error_of_aiohttp_is_in_our_words(gateway: Gateway, raised: type[web.HTTPError]) -> None:
+    client = await gateway.serve([web.get("/", raising(raised(text="<b>aiohttp</b>")))])
+    async with client.get("/") as answer:
+        assert answer.status == raised.status_code
+        text = await answer.text()
+    error = orjson.loads(text)["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert "aiohttp" not in text
+
+
+async def test_an_answer_that_comes_before_the_body_closes_the_connection() -> None:
+    """Otherwise the rest of the body would have to be waited for."""
+    async with serving() as site:
+        early = await site.ask(HEAD.replace(b"chat", b"chess") + b"Content-Length: 2\r\n\r\n{")
+        reply = await early.reply()
+        assert (reply.status, reply.closes) == (404, True)
+        late = await site.ask(HEAD.replace(b"chat", b"chess") + b"Content-Length: 2\r\n\r\n{}")
+        reply = await late.reply()
+        assert (reply.status, reply.closes) == (404, False)
+
+
+async def test_what_nobody_expected_does_not_bring_the_body_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as site:
+        client = await site.ask(b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
+        assert (await client.reply()).code == "internal_error"
+        (record,) = caplog.records
+        assert record.getMessage() == "unexpected ValueError in POST /fail"
+        assert 'raise ValueError(f"cannot read' in caplog.text
+        assert "secret" not in caplog.text
 
 
 async def test_what_nobody_expected_is_a_500_with_one_traceback(

@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.backend import Load, Role
 from proxy.balancer.health import Health, Transition
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Row, Scoreboard
+from proxy.settings import HealthChecks
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from proxy.balancer.backend import Backend
 
 
 @dataclass
 class Balancer:
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8))
-    health: Health = field(default_factory=Health)
+    clock: Clock = field(default_factory=Clock)
     transitions: list[Transition] = field(default_factory=list)
+    ends: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.checks = HealthChecks(eject_seconds=30.0, slow_start_seconds=30.0)
+        self.health = Health(self.checks, self.clock, random.Random(1))
         self.row: Row = self.scoreboard.row(0)
         self.roster = Roster([("p", 1), ("p", 2)], [("d", 1), ("d", 2)], self.scoreboard)
         self.prefillers = self.pool(Role.PREFILL)
         self.decoders = self.pool(Role.DECODE)
 
-    def pool(self, role: Role, policy: str = "least_load") -> Pool:
+    def pool(self, role: Role, policy: str = "least_load", max_running: int | None = None) -> Pool:
         return Pool(
-            role, POLICIES[policy](), self.scoreboard, self.row, self.roster, self.health, self.transitions.append
+            *(role, POLICIES[policy](), self.scoreboard, self.row, self.roster, self.health),
+            *(self.transitions.append, lambda backend, result: self.ends.append((backend.name, result))),
+            max_running=max_running,
+            clock=self.clock,
+            rng=random.Random(1),
         )
+
+    def eject(self, backend: Backend) -> None:
+        """For about eject_seconds."""
+        assert self.decoders.report_stall(backend)
+        assert self.transitions[-1].cause == "stall"
+
+    def put_on_probation(self, backend: Backend) -> None:
+        """By an ejection whose time has passed."""
+        self.eject(backend)
+        self.clock.now += 1.2 * self.checks.eject_seconds
+        self.decoders.backends()
+        assert self.health.awaits_trial(backend)
 
     def books(self, backend: Backend) -> tuple[int, Load]:
         """Open leases and load of one backend."""

@@ -1,9 +1,14 @@
-"""Whatever happens in whatever order: the books are right at every step and zero at the end."""
+"""Whatever happens in whatever order: the books are right at every step and zero at the end, nobody is chosen who is
+not eligible or due for a trial, and ejection leaves enough of a role to serve.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
@@ -11,14 +16,20 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.breaker import Phase
+from proxy.balancer.condition import HealthState
 from proxy.balancer.health import Health
+from proxy.balancer.pairs import Pairs
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.settings import HealthChecks
+from tests.clock import Clock
 
 if TYPE_CHECKING:
+    from proxy.balancer.health import Transition
     from proxy.balancer.lease import Lease
 
 SLOTS = 6
@@ -28,18 +39,43 @@ roles = st.sampled_from(Role)
 ports = st.integers(0, 3)
 loads = st.builds(Load, compute=st.integers(0, 1000), kv=st.integers(0, 1000))
 which = st.integers(0, 1000)
+workers = st.integers(0, 1)
 failures = st.sampled_from(Failure)
 avoided = st.sets(st.tuples(roles, ports), max_size=3)
+
+
+# Short, so that much happens in few steps.
+CHECKS = HealthChecks(
+    fall=2,
+    rise=1,
+    eject_after=2,
+    eject_seconds=10.0,
+    max_eject_seconds=25.0,
+    max_ejected_share=0.5,
+    slow_start_seconds=15.0,
+)
+
+
+@dataclass
+class Open:
+    """An open lease: where it is from, and what it must hold."""
+
+    pool: Pool
+    worker: int
+    load: Load
+    is_trial: bool
 
 
 class AnySequence(RuleBasedStateMachine):
     """Two workers' pools over one roster and one scoreboard; `open` says what each open lease must hold."""
 
-    @initialize(policy=st.sampled_from(list(POLICIES)))
-    def build(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(list(POLICIES)), max_running=st.sampled_from([None, 1, 2]))
+    def build(self, policy: str, max_running: int | None) -> None:
+        self.clock = Clock()
         self.scoreboard = Scoreboard(workers=2, slots=SLOTS)
-        self.roster = Roster(ENDPOINTS[Role.PREFILL][:2], ENDPOINTS[Role.DECODE][:2], self.scoreboard)
-        self.healths = [Health(), Health()]
+        self.roster = Roster(ENDPOINTS[Role.PREFILL][:3], ENDPOINTS[Role.DECODE][:2], self.scoreboard)
+        self.healths = [Health(CHECKS, self.clock, random.Random(worker)) for worker in range(2)]
+        self.pairs = [Pairs(2, 10.0, self.clock) for _ in range(2)]
         self.pools = {
             (role, worker): Pool(
                 role,
@@ -48,67 +84,125 @@ class AnySequence(RuleBasedStateMachine):
                 self.scoreboard.row(worker),
                 self.roster,
                 self.healths[worker],
+                partial(self.check_transition, worker),
+                pairs=self.pairs[worker],
+                max_running=max_running,
+                clock=self.clock,
+                rng=random.Random(worker),
             )
-            for role in Role
             for worker in range(2)
+            for role in Role
         }
-        self.open: dict[Lease, tuple[Pool, Load]] = {}
+        self.states: list[dict[Backend, HealthState]] = [{}, {}]
+        self.open: dict[Lease, Open] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Let every pool see what has changed."""
+        for pool in self.pools.values():
+            pool.backends()
+
+    def enabled(self, role: Role) -> set[Backend]:
+        return {member.backend for member in self.roster.members(role) if not member.draining}
+
+    def check_transition(self, worker: int, transition: Transition) -> None:
+        """Told once, and an ejection leaves enough."""
+        health, backend = self.healths[worker], transition.backend
+        assert transition.old is not transition.new is health.state(backend)
+        assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old
+        self.states[worker][backend] = transition.new
+        assert (transition.cause is not None) <= (transition.new is HealthState.EJECTED)
+        if transition.cause is not None:
+            peers = self.enabled(backend.role)
+            out = [peer for peer in peers if health._conditions[peer].breaker.phase is not Phase.CLOSED]
+            assert len(out) <= max(1, len(peers) // 2)
+            assert any(health.is_eligible(peer) for peer in peers)
 
     def backend(self, role: Role, port: int) -> Backend:
         return Backend(role, *ENDPOINTS[role][port])
 
-    def some_lease(self, number: int) -> tuple[Lease, Pool, Load]:
+    def some_lease(self, number: int) -> tuple[Lease, Open]:
         lease = list(self.open)[number % len(self.open)]
-        return lease, *self.open[lease]
+        return lease, self.open[lease]
 
-    def may_be_picked(self, pool: Pool, avoid: set[Backend]) -> set[Backend]:
-        """Who may be picked, worked out without the pool's own cache."""
-        enabled = {member.backend for member in self.roster.members(pool.role) if not member.draining}
-        return {backend for backend in enabled - avoid if pool._health.is_healthy(backend)}
+    def may_be_picked(self, pool: Pool, avoid: set[Backend]) -> dict[Backend, bool]:
+        """Who may be picked, and whether as a trial, worked out without the pool's own cache."""
+        self.look()
+        health = pool._health
+        candidates = self.enabled(pool.role) - avoid
+        free = {
+            backend: False for backend in candidates if health.state(backend) in (HealthState.UNKNOWN, HealthState.UP)
+        }
+        tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool._health is health}
+        trials = {backend: True for backend in candidates - tried if health.state(backend) is HealthState.PROBATION}
+        unproven = {backend for backend in free if health._conditions[backend].must_prove_itself}
+        return {backend: is_trial for backend, is_trial in (free | trials).items() if backend not in unproven}
 
-    @rule(role=roles, worker=st.integers(0, 1), load=loads, avoid=avoided)
-    def enter(self, role: Role, worker: int, load: Load, avoid: set[tuple[Role, int]]) -> None:
+    @rule(
+        role=roles,
+        worker=workers,
+        load=loads,
+        avoid=avoided,
+        prefer=st.none() | ports,
+        is_proof=st.sampled_from([True, True, False]),
+    )
+    def enter(
+        self, role: Role, worker: int, load: Load, avoid: set[tuple[Role, int]], prefer: int | None, is_proof: bool
+    ) -> None:
         pool = self.pools[role, worker]
         backends = {self.backend(*each) for each in avoid}
         allowed = self.may_be_picked(pool, backends)
-        lease = pool.lease(load, backends)
+        lease = pool.lease(load, backends, None if prefer is None else self.backend(role, prefer), is_proof=is_proof)
         try:
             lease.__enter__()
         except NoBackendAvailable:
             assert not allowed
         else:
             assert lease.backend in allowed
-            self.open[lease] = (pool, load)
+            self.open[lease] = Open(pool, worker, load, allowed[lease.backend])
 
     @precondition(lambda self: self.open)
     @rule(number=which)
     def free_compute(self, number: int) -> None:
-        lease, pool, load = self.some_lease(number)
+        lease, opened = self.some_lease(number)
         lease.free_compute()
-        self.open[lease] = (pool, Load(compute=0, kv=load.kv))
+        opened.load = Load(compute=0, kv=opened.load.kv)
+        opened.is_trial &= not lease._is_proof
 
     @precondition(lambda self: self.open)
     @rule(number=which)
     def free_kv(self, number: int) -> None:
-        lease, pool, load = self.some_lease(number)
+        lease, opened = self.some_lease(number)
         lease.free_kv()
-        self.open[lease] = (pool, Load(compute=load.compute, kv=0))
+        opened.load = Load(compute=opened.load.compute, kv=0)
+
+    @precondition(lambda self: self.open)
+    @rule(number=which)
+    def confirm(self, number: int) -> None:
+        lease, opened = self.some_lease(number)
+        lease.confirm()
+        opened.is_trial &= not lease._is_proof
 
     @precondition(lambda self: self.open)
     @rule(number=which, avoid=avoided, failure=failures)
     def move(self, number: int, avoid: set[tuple[Role, int]], failure: Failure) -> None:
-        lease, pool, _ = self.some_lease(number)
+        lease, opened = self.some_lease(number)
         old = lease.backend
         backends = {self.backend(*each) for each in avoid}
-        allowed = self.may_be_picked(pool, {*backends, old})
+        self.look()
         try:
             new = lease.move(backends, UpstreamError(failure, old, "failed"))
         except NoBackendAvailable:
-            assert not allowed
+            opened.is_trial = False
             assert lease.backend is old
+            assert not self.may_be_picked(opened.pool, {*backends, old})
         else:
             assert lease.backend == new
-            assert new in allowed
+            assert new not in {*backends, old}
+            assert new in self.enabled(opened.pool.role)
+            state = opened.pool._health.state(new)
+            assert state in (HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION)
+            opened.is_trial = state is HealthState.PROBATION
 
     @precondition(lambda self: self.open)
     @rule(number=which)
@@ -130,10 +224,30 @@ class AnySequence(RuleBasedStateMachine):
         lease.__exit__(None if error is None else type(error), error, None)
         del self.open[lease]
 
-    @rule(role=roles, port=ports, worker=st.integers(0, 1), answers=st.lists(st.booleans(), min_size=1, max_size=3))
+    @rule(role=roles, port=ports, worker=workers)
+    def stall(self, role: Role, port: int, worker: int) -> None:
+        self.pools[role, worker].report_stall(self.backend(role, port))
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 12.0, 30.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(prefiller=ports, decoder=ports, worker=workers, ok=st.booleans())
+    def hand_over(self, prefiller: int, decoder: int, worker: int, ok: bool) -> None:
+        pair = (self.backend(Role.PREFILL, prefiller), self.backend(Role.DECODE, decoder))
+        known = {member.backend for role in Role for member in self.roster.members(role)}
+        if known.issuperset(pair):
+            self.pairs[worker].succeeded(*pair) if ok else self.pairs[worker].failed(*pair)
+
+    @rule(role=roles, port=ports, worker=workers, answers=st.lists(st.booleans(), min_size=1, max_size=3))
     def probe(self, role: Role, port: int, worker: int, answers: list[bool]) -> None:
-        for ok in answers:
-            self.healths[worker].on_probe(self.backend(role, port), ok, "probe")
+        self.look()
+        backend = self.backend(role, port)
+        if backend in self.pools[role, worker].backends():
+            for ok in answers:
+                transition = self.healths[worker].on_probe(backend, ok, "probe")
+                if transition is not None:
+                    self.check_transition(worker, transition)
 
     @rule(role=roles, port=ports)
     def add(self, role: Role, port: int) -> None:
@@ -164,18 +278,23 @@ class AnySequence(RuleBasedStateMachine):
     def finalize(self) -> None:
         draining = {member.backend for role in Role for member in self.roster.members(role) if member.draining}
         busy = {lease.backend for lease in self.open}
-        assert set(self.roster.finalize()) == draining - busy
+        gone = set(self.roster.finalize())
+        assert gone == draining - busy
+        self.look()
+        for backend in gone:
+            for states in self.states:
+                states.pop(backend, None)
 
     @invariant()
     def every_open_lease_and_nothing_else_is_on_the_books(self) -> None:
         requests: Counter[int] = Counter()
         compute: Counter[int] = Counter()
         kv: Counter[int] = Counter()
-        for lease, (_, load) in self.open.items():
+        for lease, opened in self.open.items():
             slot = lease.backend.slot
             requests[slot] += 1
-            compute[slot] += load.compute
-            kv[slot] += load.kv
+            compute[slot] += opened.load.compute
+            kv[slot] += opened.load.kv
         for slot in range(SLOTS):
             assert self.scoreboard.requests(slot) == requests[slot]
             assert self.scoreboard.load(slot) == Load(compute[slot], kv[slot])
@@ -185,6 +304,33 @@ class AnySequence(RuleBasedStateMachine):
         slots = [member.backend.slot for role in Role for member in self.roster.members(role)]
         assert len(set(slots)) == len(slots)
 
+    @invariant()
+    def somebody_can_be_asked_as_long_as_one_is_not_down(self) -> None:
+        self.look()
+        for (role, _), pool in self.pools.items():
+            health = pool._health
+            if any(health.state(backend) is HealthState.UP for backend in self.enabled(role)):
+                assert pool.is_ready()
+            if any(health.state(backend) is HealthState.EJECTED for backend in self.enabled(role)):
+                states = {health.state(backend) for backend in self.enabled(role)}
+                assert states & {HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION}
+
+    @invariant()
+    def a_trial_is_under_way_only_in_an_open_lease_and_one_at_a_time(self) -> None:
+        for worker, health in enumerate(self.healths):
+            under_way = [backend for backend, each in health._conditions.items() if each.breaker.trial]
+            tried = [lease.backend for lease, each in self.open.items() if each.worker == worker and each.is_trial]
+            assert set(under_way) <= set(tried)
+
+    @invariant()
+    def pairs_are_apart_on_both_sides(self) -> None:
+        self.look()
+        known = {member.backend for role in Role for member in self.roster.members(role)}
+        for pairs in self.pairs:
+            assert {backend for pair in pairs._pairs for backend in pair} <= known
+            for backend in known:
+                assert all(backend in pairs.partners_to_avoid(partner) for partner in pairs.partners_to_avoid(backend))
+
     def teardown(self) -> None:
         for lease in list(getattr(self, "open", ())):
             self.leave(lease, None)
@@ -192,5 +338,5 @@ class AnySequence(RuleBasedStateMachine):
             assert not any(self.scoreboard._cells)
 
 
-AnySequence.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AnySequence.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 test_any_sequence_of_events_keeps_the_books_right = AnySequence.TestCase

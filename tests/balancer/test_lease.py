@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.backend import Load
-from proxy.balancer.health import HealthState
+from proxy.balancer.condition import HealthState
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.balancer.backend import Backend
     from proxy.balancer.lease import Lease
 
+UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
 COST = Load(compute=100, kv=40)
 NOTHING = (0, Load())
 
@@ -186,3 +188,158 @@ def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
     with pytest.raises(OSError, match="full"), pool.lease(COST):
         pass
     assert balancer.all_books() == {NOTHING}
+
+
+# On probation
+
+
+def failed(backend: Backend, failure: Failure = Failure.RESET) -> UpstreamError:
+    return UpstreamError(failure, backend, "it failed")
+
+
+def ended(lease: Lease, error: BaseException | None) -> None:
+    with lease:
+        if error is not None:
+            raise error
+
+
+def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one_has_ended(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    with balancer.decoders.lease(COST) as trial:
+        assert trial.backend == one
+        for _ in range(5):
+            with balancer.decoders.lease(COST) as other:
+                assert other.backend == two
+        assert balancer.health.state(one) is PROBATION
+    assert balancer.health.state(one) is UP
+    assert balancer.health.share_percent(one) == 10
+    assert balancer.all_books() == {NOTHING}
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"), [(Failure.RESET, "failures"), (Failure.TIMEOUT, "timeouts"), (Failure.CONNECT, "connect")]
+)
+def test_a_trial_that_fails_ejects_the_backend_again(balancer: Balancer, failure: Failure, cause: str) -> None:
+    one, _ = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    with pytest.raises(UpstreamError), balancer.decoders.lease(COST):
+        raise failed(one, failure)
+    assert balancer.health.state(one) is EJECTED
+    assert balancer.transitions[-1].cause == cause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError(), BadRequest("no"), "busy", "of another"],
+    ids=["left", "bad", "busy", "of another"],
+)
+def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, error: BaseException | str) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    if error == "busy":
+        error = UpstreamError(Failure.STATUS, one, "busy", engine_status=503)
+    elif error == "of another":
+        error = failed(balancer.prefillers.backends()[0])
+    assert isinstance(error, BaseException)
+    with pytest.raises(type(error)), balancer.decoders.lease(COST):
+        raise error
+    assert balancer.health.state(one) is PROBATION
+    with balancer.decoders.lease(COST) as next_trial:
+        assert next_trial.backend == one
+    assert balancer.health.state(one) is UP
+    assert balancer.decoders.in_flight(two) == 0
+
+
+def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: Balancer) -> None:
+    one, _ = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    lease = balancer.decoders.lease(COST)
+    lease.__enter__()
+    for _ in range(2):
+        lease.confirm()
+        assert balancer.health.state(one) is UP
+    balancer.eject(one)
+    lease.__exit__(asyncio.CancelledError, asyncio.CancelledError(), None)
+    assert balancer.health.state(one) is EJECTED
+    assert balancer.ends == [(one.name, "abandoned")]
+
+
+def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balancer) -> None:
+    one, _ = balancer.prefillers.backends()
+    assert balancer.prefillers.report_stall(one)
+    balancer.clock.now += 36.0
+    with balancer.prefillers.lease(COST) as trial:
+        assert trial.backend == one
+        trial.free_compute()
+        assert balancer.health.state(one) is UP
+
+
+def test_a_lease_that_is_no_trial_confirms_nothing(balancer: Balancer) -> None:
+    with balancer.decoders.lease(COST) as lease:
+        lease.confirm()
+        assert balancer.health.state(lease.backend) is UNKNOWN
+
+
+def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    with balancer.decoders.lease(COST, avoid=[one]) as lease:
+        balancer.put_on_probation(one)
+        assert lease.move((), refused(two)) == one
+        assert not balancer.health.awaits_trial(one)
+    assert balancer.health.state(one) is UP
+
+
+def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    with balancer.decoders.lease(COST) as trial:
+        assert trial.move((), failed(one)) == two
+        assert balancer.health.state(one) is EJECTED
+    assert balancer.health.state(one) is EJECTED
+    assert balancer.health.state(two) is UP
+
+
+def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
+    one, two = balancer.prefillers.backends()
+    assert balancer.prefillers.report_stall(one)
+    balancer.clock.now += 36.0
+    with balancer.prefillers.lease(COST, prefer=two) as lease:
+        assert lease.backend == two
+    with balancer.prefillers.lease(COST, prefer=one) as lease:
+        assert lease.backend == one
+    assert balancer.health.state(one) is UP
+
+
+# What proves little
+
+
+@pytest.mark.parametrize("error", [None, Failure.RESET, Failure.TIMEOUT], ids=["served", "reset", "timeout"])
+def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failure | None) -> None:
+    one, two = balancer.decoders.backends()
+    for _ in range(4):
+        balancer.decoders.report(one, failed(one))
+    for _ in range(5):
+        lease = balancer.decoders.lease(COST, avoid=[two], is_proof=False)
+        with contextlib.suppress(UpstreamError):
+            ended(lease, error and failed(one, error))
+    assert balancer.health.consecutive_failures(one) == 4
+    assert balancer.ends[-1] == (one.name, error.value if error else "ok")
+
+
+def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decides_nothing(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    with balancer.decoders.lease(COST, is_proof=False) as lease:
+        assert lease.backend == two
+    with balancer.decoders.lease(COST, avoid=[two], is_proof=False) as lease:
+        assert lease.backend == one
+        assert not balancer.health.awaits_trial(one)
+        lease.confirm()
+        lease.free_compute()
+    assert balancer.health.awaits_trial(one)
+    balancer.roster.add(balancer.decoders.role, "d", 3)
+    three = balancer.decoders.backends()[-1]
+    balancer.health.on_probe(three, True, "200")
+    with balancer.decoders.lease(COST, avoid=[three], is_proof=False) as lease:
+        assert lease.move((), failed(two)) == three

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.backend import Load, Role
-from proxy.balancer.health import Health, HealthState
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.health import Health
+from proxy.balancer.pairs import Pairs
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
@@ -37,6 +41,7 @@ def test_a_down_backend_gets_no_requests_until_it_is_up_again(balancer: Balancer
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
     for _ in range(2):
         balancer.health.on_probe(one, True, "200")
+    balancer.clock.now += balancer.checks.slow_start_seconds
     assert {balancer.decoders.pick() for _ in range(10)} == {one, two}
 
 
@@ -82,16 +87,20 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
     balancer.decoders.backends()
     assert balancer.health.state(one) is HealthState.UNKNOWN
     balancer.roster.add(Role.DECODE, "d", 1)
-    assert one in balancer.decoders.eligible()
+    assert one in balancer.decoders.backends()
+    assert balancer.health.state(one) is HealthState.UNKNOWN
 
 
 def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     for _ in range(4):
         balancer.decoders.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
-    assert [(t.backend, t.new, t.reason) for t in balancer.transitions] == [
-        (one, HealthState.DOWN, "connection refused")
-    ]
+    balancer.clock.now += 36.0
+    for _ in range(2):
+        balancer.prefillers.backends()
+        balancer.decoders.backends()
+    told = [(t.backend, t.new, t.cause) for t in balancer.transitions]
+    assert told == [(one, HealthState.EJECTED, "connect"), (one, HealthState.PROBATION, None)]
 
 
 @pytest.mark.parametrize("policy", ["least_load", "round_robin"])
@@ -215,7 +224,288 @@ def test_a_decoder_short_of_kv_memory_is_taken_where_there_is_no_other() -> None
 def test_other_failures_and_successes_are_no_shortage() -> None:
     pressed = Pressed()
     zero, one, _ = pressed.pool.backends()
-    for failure in set(Failure) - {Failure.RECOMPUTED, Failure.CONNECT}:
+    for failure in set(Failure) - {Failure.RECOMPUTED}:
         pressed.pool.report(zero, UpstreamError(failure, zero, "failed"))
+        pressed.pool.report(zero, None)
     pressed.pool.report(one, None)
+    assert pressed.picked() == {0, 1, 2}
+
+
+# Ejected, and on probation
+
+
+def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.eject(one)
+    assert {balancer.decoders.pick() for _ in range(10)} == {two}
+    assert balancer.decoders.backends() == (one, two)
+    assert not balancer.decoders.is_healthy(one)
+
+
+def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.eject(one)
+    assert not balancer.decoders.report_stall(two)
+    assert balancer.decoders.eligible() == (two,)
+    assert len(balancer.transitions) == 1
+
+
+def test_nothing_is_to_be_expected_of_a_stalled_backend_that_is_out_already(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.eject(one)
+    assert balancer.decoders.report_stall(one)
+    down(balancer, two)
+    assert balancer.decoders.report_stall(two)
+    for prefiller in balancer.prefillers.backends():
+        balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
+        assert balancer.prefillers.report_stall(prefiller)
+    assert [t.cause for t in balancer.transitions if t.cause] == ["stall"]
+
+
+def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peers(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.roster.remove(Role.DECODE, "d", 2)
+    for _ in range(10):
+        balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
+    assert balancer.decoders.eligible() == (one,)
+    balancer.roster.add(Role.DECODE, "d", 2)
+    balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
+    assert balancer.decoders.eligible() == (two,)
+
+
+def test_a_pick_without_a_lease_is_no_trial(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    assert {balancer.decoders.pick() for _ in range(10)} == {two}
+    with pytest.raises(NoBackendAvailable):
+        balancer.decoders.pick(avoid=[two])
+    assert balancer.health.awaits_trial(one)
+
+
+def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.health.on_probe(one, True, "200")
+    balancer.eject(one)
+    down(balancer, two)
+    assert balancer.decoders.eligible() == ()
+    assert balancer.transitions[-1].reason == "nobody else is left"
+    assert balancer.decoders.is_ready()
+    with balancer.decoders.lease(Load(1, 1)) as lease:
+        assert lease.backend == one
+        assert balancer.decoders.is_ready()
+        with pytest.raises(NoBackendAvailable):
+            balancer.decoders.pick()
+    assert balancer.decoders.eligible() == (one,)
+    down(balancer, one)
+    assert not balancer.decoders.is_ready()
+
+
+def test_an_ejected_backend_is_back_on_probation_when_the_only_other_one_is_removed(balancer: Balancer) -> None:
+    one, _ = balancer.decoders.backends()
+    balancer.eject(one)
+    balancer.roster.remove(Role.DECODE, "d", 2)
+    balancer.decoders.backends()
+    assert balancer.health.awaits_trial(one)
+
+
+# Added later
+
+
+def test_a_backend_that_was_added_later_gets_nothing_until_it_has_answered(balancer: Balancer) -> None:
+    balancer.decoders.backends()
+    balancer.roster.add(Role.DECODE, "d", 3)
+    three = balancer.decoders.backends()[-1]
+    assert three not in balancer.decoders.eligible()
+    balancer.health.on_probe(three, True, "200")
+    assert three in balancer.decoders.eligible()
+
+
+def test_those_that_are_there_at_the_first_look_need_not_prove_anything(balancer: Balancer) -> None:
+    balancer.roster.add(Role.DECODE, "d", 3)
+    assert len(balancer.decoders.eligible()) == 3
+
+
+def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Balancer) -> None:
+    with balancer.decoders.lease(Load(1, 1)) as lease:
+        balancer.roster.remove(Role.DECODE, lease.backend.host, lease.backend.port)
+        assert lease.backend not in balancer.decoders.eligible()
+        balancer.roster.add(Role.DECODE, lease.backend.host, lease.backend.port)
+        assert lease.backend in balancer.decoders.eligible()
+        assert balancer.decoders.in_flight(lease.backend) == 1
+
+
+def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
+    pairs = Pairs(after=1)
+    pool = Pool(
+        *(Role.PREFILL, POLICIES["random"](), balancer.scoreboard, balancer.row, balancer.roster, balancer.health),
+        pairs=pairs,
+    )
+    prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
+    pairs.failed(prefiller, decoder)
+    balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
+    balancer.roster.finalize()
+    assert pairs.partners_to_avoid(decoder) == {prefiller}
+    pool.backends()
+    assert pairs.partners_to_avoid(decoder) == frozenset()
+
+
+# Slow start
+
+
+def came_back(balancer: Balancer, backend: Backend) -> None:
+    """It was down, for a moment."""
+    down(balancer, backend)
+    for _ in range(2):
+        balancer.health.on_probe(backend, True, "200")
+
+
+def shares(balancer: Balancer, policy: str) -> dict[str, int]:
+    """Of 400 requests that stay, as the policy places them."""
+    pool = balancer.pool(Role.DECODE, policy)
+    leases = [pool.lease(Load(100, 100)) for _ in range(400)]
+    for lease in leases:
+        lease.__enter__()
+    count = Counter(lease.backend.name for lease in leases)
+    for lease in leases:
+        lease.__exit__(None, None, None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_once", "later"),
+    [
+        # Of what both have the one that came back has 10 % to 100 %, and 55 to 100.
+        ("least_load", (36, 37), (141, 143)),
+        ("power_of_two", (30, 45), (135, 150)),
+        # It is left out 9 times of 10, and otherwise chosen every second time; then 45 times of 100.
+        ("round_robin", (20, 60), (90, 155)),
+        ("random", (10, 30), (90, 130)),
+    ],
+)
+def test_a_backend_that_came_back_gets_a_growing_share(
+    balancer: Balancer, policy: str, at_once: tuple[int, int], later: tuple[int, int]
+) -> None:
+    one, two = balancer.decoders.backends()
+    came_back(balancer, one)
+    if balancer.pool(Role.DECODE, policy)._policy.weighs_load:
+        assert {balancer.pool(Role.DECODE, policy).pick() for _ in range(20)} == {two}
+    assert at_once[0] <= shares(balancer, policy)[one.name] <= at_once[1]
+    balancer.clock.now += 15.0
+    assert later[0] <= shares(balancer, policy)[one.name] <= later[1]
+    balancer.clock.now += 15.0
+    assert 160 <= shares(balancer, policy)[two.name] <= 240
+
+
+def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    came_back(balancer, one)
+    for policy in POLICIES:
+        assert balancer.pool(Role.DECODE, policy).pick(avoid=[two]) == one
+
+
+# Limits
+
+
+def test_without_limits_there_is_always_room(balancer: Balancer) -> None:
+    one, _ = balancer.decoders.backends()
+    assert balancer.decoders.limit(one) is None
+    leases = [balancer.decoders.lease(Load(1, 1)) for _ in range(100)]
+    for lease in leases:
+        lease.__enter__()
+    assert balancer.decoders.has_room()
+    for lease in leases:
+        lease.__exit__(None, None, None)
+
+
+def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, max_running=2)
+    one, two = pool.backends()
+    assert pool.limit(one) == 2
+    with pool.lease(Load(1, 1)), pool.lease(Load(1000, 1000), avoid=[one]), pool.lease(Load(1, 1)):
+        assert (pool.in_flight(one), pool.in_flight(two)) == (2, 1)
+        assert pool.pick() == pool.pick(prefer=one) == two
+        assert pool.pick(avoid=[two]) == one
+        assert pool.has_room()
+        with pool.lease(Load(1, 1)) as last:
+            assert last.backend == two
+            assert not pool.has_room()
+            assert pool.pick() == one
+        assert pool.has_room()
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
+def test_every_policy_prefers_who_has_room(balancer: Balancer, policy: str) -> None:
+    pool = balancer.pool(Role.DECODE, policy, max_running=1)
+    one, two = pool.backends()
+    with pool.lease(Load(), prefer=one):
+        assert {pool.pick() for _ in range(10)} == {two}
+
+
+def test_the_limit_is_what_the_engine_said_unless_it_is_configured(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.health.on_probe(one, True, "200")
+    assert balancer.decoders.eligible() == (one, two)
+    balancer.health.note_facts(one, EngineFacts(max_num_seqs=1))
+    assert (balancer.decoders.limit(one), balancer.decoders.limit(two)) == (1, None)
+    with balancer.decoders.lease(Load(), prefer=one):
+        assert {balancer.decoders.pick() for _ in range(10)} == {two}
+        assert balancer.decoders.has_room()
+        down(balancer, two)
+        assert not balancer.decoders.has_room()
+        balancer.decoders.configure(POLICIES["least_load"](), 5, 5.0)
+        assert balancer.decoders.limit(one) == 5
+        assert balancer.decoders.has_room()
+
+
+def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, max_running=1)
+    for backend in pool.backends():
+        assert pool.has_room()
+        balancer.scoreboard.row(1).add(backend.slot, requests=1)
+    assert not pool.has_room()
+
+
+def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, max_running=1)
+    one, two = pool.backends()
+    balancer.put_on_probation(one)
+    with pool.lease(Load(), prefer=two):
+        assert pool.has_room()
+        with pool.lease(Load()) as trial:
+            assert trial.backend == one
+            assert not pool.has_room()
+            down(balancer, two)
+            assert pool.has_room()
+            with pytest.raises(NoBackendAvailable):
+                pool.pick()
+
+
+def test_the_pool_tells_when_there_may_be_room_again(balancer: Balancer) -> None:
+    told: list[bool] = []
+    pool = balancer.pool(Role.DECODE, max_running=1)
+    one, two = pool.backends()
+    pool.on_release = lambda: told.append(pool.has_room())
+    with pool.lease(Load(), avoid=[two]):
+        assert told == []
+    assert told == [True]
+    with pool.lease(Load(), avoid=[two]) as lease:
+        lease.move([], UpstreamError(Failure.RESET, one, "gone"))
+    assert told == [True] * 3
+    down(balancer, one)
+    assert pool.backends()
+    assert len(told) == 4
+
+
+# Settings that change
+
+
+def test_a_changed_policy_and_pressure_hold_for_the_next_lease() -> None:
+    pressed = Pressed()
+    zero, one, two = pressed.pool.backends()
+    pressed.pool.configure(POLICIES["round_robin"](), None, 2.0)
+    pressed.recomputed(zero)
+    with pressed.pool.lease(Load(100, 100)) as lease:
+        assert lease.backend == one
+        assert [pressed.pool.pick() for _ in range(2)] == [two, one]
+    pressed.now = 2.0
     assert pressed.picked() == {0, 1, 2}

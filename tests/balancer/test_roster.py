@@ -194,18 +194,65 @@ def test_processes_that_add_at_the_same_time_lose_nothing() -> None:
     assert len(set(names(roster))) == workers * each
 
 
-def test_a_writer_that_dies_half_way_harms_nobody() -> None:
-    roster = roster_of(Scoreboard(slots=4), decoders=1)
+def backends(role: Role, *ports: int) -> list[Backend]:
+    return [Backend(role, "d", port) for port in ports]
 
-    def die() -> None:
-        with roster._shared.exclusive():
-            shared = roster._shared
-            start = shared._start((shared.version + 1) % 2)
-            shared._memory[start : start + 20] = b"x" * 20
-            os._exit(0)
 
-    in_child(die)
-    assert names(roster) == ["d:0"]
-    assert roster.add(D, "d", 1) is True
-    in_child(lambda: roster._read())
+def test_the_configured_backends_are_replaced_in_one_step() -> None:
+    roster = roster_of(Scoreboard(slots=8), decoders=3)
+    version = roster.version
+    added, removed = roster.replace(backends(D, 0, 1, 2), backends(D, 1, 5, 6))
+    assert (added, removed) == (backends(D, 5, 6), backends(D, 0, 2))
+    assert names(roster) == ["d:0 draining", "d:1", "d:2 draining", "d:5", "d:6"]
+    assert slots(roster) == [0, 1, 2, 3, 4]
+    assert roster.version == version + 1
+    assert [member.backend.trusted for member in roster.members(D)] == [True] * 5
+
+
+def test_replacing_leaves_alone_what_was_never_configured() -> None:
+    roster = roster_of(Scoreboard(slots=8), decoders=1)
+    roster.add(D, "d", 7)
+    roster.add(P, "d", 8)
+    assert roster.replace(backends(D, 0), backends(D, 1)) == (backends(D, 1), backends(D, 0))
+    assert names(roster) == ["d:0 draining", "d:7", "d:1"]
+    assert names(roster, P) == ["d:8"]
+    assert [member.backend.trusted for member in roster.members(P)] == [False]
+
+
+def test_replacing_brings_back_what_was_removed_and_trusts_what_was_added() -> None:
+    scoreboard = Scoreboard(slots=8)
+    roster = roster_of(scoreboard, decoders=2)
+    scoreboard.row(0).add(1, requests=1)
+    roster.remove(D, "d", 0)
+    roster.remove(D, "d", 1)
+    roster.finalize()
+    roster.add(D, "d", 2)
+    assert roster.replace(backends(D, 0, 1), backends(D, 0, 1, 2)) == (backends(D, 0, 1), [])
+    assert sorted(names(roster)) == ["d:0", "d:1", "d:2"]
+    assert {member.backend.port: member.backend.slot for member in roster.members(D)}[1] == 1
+    assert [member.backend.trusted for member in roster.members(D)] == [True] * 3
+
+
+def test_what_drains_already_is_not_removed_again() -> None:
+    scoreboard = Scoreboard(slots=8)
+    roster = roster_of(scoreboard, decoders=1)
+    scoreboard.row(0).add(0, requests=1)
+    roster.remove(D, "d", 0)
+    assert roster.replace(backends(D, 0), []) == ([], [])
+    assert names(roster) == ["d:0 draining"]
+
+
+@pytest.mark.parametrize(
+    ("after", "problem"),
+    [
+        (backends(D, 0, 1, 2, 3, 4), "all 4 slots are in use"),
+        ([*backends(D, 1), *backends(P, 0)], "^d:0 is already a decode instance$"),
+    ],
+)
+def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend], problem: str) -> None:
+    roster = roster_of(Scoreboard(slots=4), decoders=2)
+    version = roster.version
+    with pytest.raises(ValueError, match=problem):
+        roster.replace(backends(D, 0, 1), after)
+    assert roster.version == version
     assert names(roster) == ["d:0", "d:1"]

@@ -169,9 +169,9 @@ DECODE_FAILS = [
         Refused(4, 4, status=503, code="decode_recomputed"),
         tokens=0,
     ),
-    case(D, FIRST, "hang_before_headers", TIMED_OUT, short="first_token answer"),
-    case(D, FIRST, "hang_after_headers", TIMED_OUT, short="idle answer"),
-    case(D, FIRST, "stall_after_tokens", TIMED_OUT, short="idle answer", tokens=0),
+    case(D, FIRST, "hang_before_headers", TIMED_OUT, short="handoff first_token answer"),
+    case(D, FIRST, "hang_after_headers", TIMED_OUT, short="first_token answer"),
+    case(D, FIRST, "stall_after_tokens", TIMED_OUT, short="first_token idle answer", tokens=0),
     case(D, FIRST, "stall_after_tokens", Broken(1, 1, code="decode_timeout"), TIMED_OUT, short="idle answer", tokens=3),
 ]
 

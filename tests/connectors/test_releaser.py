@@ -183,8 +183,8 @@ async def test_a_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -
     prefillers = gateway.worker.pools.prefill
     (prefiller,) = prefillers.backends()
     await leave_during_the_hand_over(gateway)
-    for _ in range(2):
-        prefillers.report(prefiller, UpstreamError(Failure.CONNECT, prefiller, "gone"))
+    for _ in range(gateway.worker.settings.health.fall):
+        gateway.worker.health.on_probe(prefiller, False, "gone")
     assert await released(gateway) == {("failed",): 1.0}
     assert releases(*gateway.decoders) == []
     gateway.expects_pinned = 1

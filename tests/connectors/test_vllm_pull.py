@@ -168,6 +168,50 @@ async def test_the_clients_own_key_reaches_both_engines(gateway: Deployment) -> 
         assert (seen.headers["authorization"], seen.headers["traceparent"]) == ("Bearer mine", "00-1-2-01")
 
 
+# Hand-overs that fail
+
+
+async def test_a_decoder_that_does_not_answer_is_left_long_before_the_kv_goes(deploy: Deploy) -> None:
+    """The prefiller keeps the KV for 0.2 s, so the decoder gets half of that and not handoff_seconds."""
+    gateway = await deploy(kv={"pin_seconds": 0.2}, timeouts={"idle_seconds": 0.2})
+    gateway.decoders[0].faults.add("hang_before_headers", path="chat")  # a release is a completion
+    answer = await gateway.ask(request(Api.CHAT, stream=True))
+    assert (answer.status, answer.error["code"]) == (504, "decode_timeout")
+    assert "waited 0.1 s" in answer.error["message"]
+
+
+async def test_a_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_apart(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1, health={"quarantine_after": 2}, retry={"max_attempts": 1})
+    decoder, prefillers = gateway.decoders[0], gateway.prefillers
+    decoder.faults.add("refuse_status", path="chat", status=500, every=2)  # whatever the second prefiller hands over
+
+    statuses = [(await gateway.ask(request(Api.CHAT, stream=True))).status for _ in range(4)]
+    assert statuses == [200, 500, 200, 500]
+    assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1}
+    decoder.faults.clear()
+    asked = [len(generations(prefiller)) for prefiller in prefillers]
+    for _ in range(4):
+        assert (await gateway.ask(request(Api.CHAT, stream=True))).status == 200
+
+    assert [len(generations(prefiller)) for prefiller in prefillers] == [asked[0] + 4, asked[1]]
+
+
+async def test_a_pair_is_used_all_the_same_when_there_is_no_other(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, health={"quarantine_after": 1}, retry={"max_attempts": 1})
+    gateway.decoders[0].faults.add("refuse_status", path="chat", status=500, times=1)
+    assert (await gateway.ask(request(Api.CHAT, stream=True))).status == 500
+    assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1}
+    assert (await gateway.ask(request(Api.CHAT, stream=True))).status == 200
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_what_says_nothing_about_a_decoder_says_nothing_about_a_pair(deploy: Deploy, status: int) -> None:
+    gateway = await deploy(1, 1, health={"quarantine_after": 1}, retry={"max_attempts": 1})
+    gateway.decoders[0].faults.add("refuse_status", path="chat", status=status)
+    assert (await gateway.ask(request(Api.CHAT, stream=True))).status == status
+    assert gateway.metrics("pdproxy_pair_quarantines_total") == {}
+
+
 # Members of the call's own in kv_transfer_params
 
 

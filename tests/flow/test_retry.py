@@ -26,6 +26,7 @@ MATRIX = [
     # The engine may have begun: once.
     (Failure.RESET, None, ONCE),
     (Failure.BROKEN, None, ONCE),
+    (Failure.STALLED, None, ONCE),
     (Failure.BAD_ANSWER, None, ONCE),
     (Failure.STATUS, 500, ONCE),
     (Failure.STATUS, 501, ONCE),

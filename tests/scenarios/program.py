@@ -83,7 +83,8 @@ async def running(words: Sequence[str], says: str, **environment: str) -> AsyncI
 
 
 def gateway(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:
-    """The gateway on any free port."""
+    """The gateway on any free port. No load balancer has to notice that it stops."""
+    environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", **environment}
     return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", **environment)
 
 

@@ -83,6 +83,28 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.fault(32)
+async def test_only_a_killed_workers_own_answers_break_off(program: Program, decoder: SimulatedEngine) -> None:
+    body = request(Api.CHAT, stream=True, max_tokens=600)
+    async with AsyncExitStack() as stack:
+        answers = []
+        for _ in range(16):
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            response = await stack.enter_async_context(client.post(program.url + Api.CHAT.path, json=body))
+            answers.append(asyncio.create_task(read(response)))
+        killed, other = program.children()
+        os.kill(killed, signal.SIGKILL)
+        for answer in await asyncio.gather(*answers):
+            assert answer.is_done or not answer.is_whole
+            assert (await answer_alone(body)).startswith(answer.text)
+    await everywhere(program, "/healthcheck", request_num=0)
+    assert killed not in program.children()
+    assert other in program.children()
+    async with aiohttp.ClientSession() as client, client.get(program.url + "/metrics") as response:
+        assert 'pdproxy_inflight_requests{api="chat"} 0.0' in (await response.text()).splitlines()
+
+
+@pytest.mark.fault(32)
 async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Program, decoder: SimulatedEngine) -> None:
     workers = program.children()
     assert len(workers) == 2

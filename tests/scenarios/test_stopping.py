@@ -1,4 +1,6 @@
-"""The end of the program: running answers are finished, and a second signal ends it at once."""
+"""The end of the program: running answers are finished, and what takes too long, or until a second signal, gets an
+error.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,30 @@ import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import aiohttp
+import openai
+import orjson
 import pytest
 from yarl import URL
 
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, read, request
+from tests.asking import answer_alone, ask, read, request
 from tests.scenarios.program import Program, gateway
 
 if TYPE_CHECKING:
-    import aiohttp
-
     from proxy.sim.engine import SimulatedEngine
 
 BODY = request(Api.CHAT, stream=True, max_tokens=300)
+DRAINING = r'"message":"draining","left":1'
+
+
+async def is_ready(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until the gateway has found its engines well."""
+    async with asyncio.timeout(10.0):
+        while True:
+            async with session.get(url + "/readyz") as response:
+                if response.status == 200:
+                    return
 
 
 async def refuses_connections(program: Program) -> None:
@@ -31,6 +44,7 @@ async def refuses_connections(program: Program) -> None:
             writer.close()
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_running_stream_is_finished(
@@ -44,32 +58,63 @@ async def test_a_running_stream_is_finished(
         async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readline()
             program.signal(number)
-            await program.says("draining: 1 requests in flight")
+            await program.says(DRAINING)
             await refuses_connections(program)
+            program.signal(signal.SIGHUP)  # which is too late to be heard
             answer = await read(response)
         assert await program.ended() == 0
+        assert "reload" not in program.output
     assert answer.is_done
     assert (await answer_alone(BODY)).endswith(answer.text)
 
 
+@pytest.mark.fault(30)
+async def test_it_serves_on_until_others_have_noticed(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, PROXY_DRAIN__NOT_READY_SECONDS="3600") as program:
+        await is_ready(session, program.url)
+        program.signal(signal.SIGTERM)
+        await program.says('"message":"draining","left":0')
+        async with session.get(program.url + "/readyz") as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "draining"
+        async with aiohttp.ClientSession() as newcomer:
+            answer = await ask(newcomer, program.url, BODY)
+        assert answer.is_done
+        assert answer.headers["connection"] == "close"
+        program.signal(signal.SIGTERM)
+        assert await program.ended() == 128 + signal.SIGTERM
+
+
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_it_at_once(
-    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, workers: str
+    prefiller: SimulatedEngine,
+    decoder: SimulatedEngine,
+    session: aiohttp.ClientSession,
+    workers: str,
+    number: signal.Signals,
 ) -> None:
     decoder.faults.add("stall_after_tokens", tokens=3)
     async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
         async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readline()
             program.signal(signal.SIGTERM)
-            await program.says("draining: 1 requests in flight")
-            program.signal(signal.SIGTERM)
-            assert not (await read(response)).is_whole
-        assert await program.ended() == 0
+            await program.says(DRAINING)
+            program.signal(number)
+            answer = await read(response)
+        assert await program.ended() == 128 + number
         await program.says("cut off 1 requests")
+    assert not answer.is_whole
+    assert answer.error["code"] == "draining"
     await decoder.wait_until(lambda state: state.live == 0)
 
 
-async def test_what_does_not_end_in_time_is_cut_off(
+@pytest.mark.fault(30)
+async def test_what_does_not_end_in_time_gets_an_error(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     decoder.faults.add("stall_after_tokens", tokens=3)
@@ -77,9 +122,38 @@ async def test_what_does_not_end_in_time_is_cut_off(
     async with gateway(*engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program:
         async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readline()
+            prefiller.faults.add("hang_before_headers")
+            waiting = [
+                asyncio.create_task(ask(session, program.url, request(Api.CHAT, stream=stream)))
+                for stream in (True, False)
+            ]
+            await prefiller.wait_until(lambda state: state.live == 2)
             program.signal(signal.SIGTERM)
-            assert not (await read(response)).is_whole
+            answer = await read(response)
         assert await program.ended() == 0
+    assert not answer.is_whole
+    assert answer.error["code"] == "draining"
+    for refused in await asyncio.gather(*waiting):
+        assert (refused.status, refused.headers["retry-after"], refused.error["code"]) == (503, "1", "draining")
+    lines = [orjson.loads(line) for line in program.output.splitlines() if "proxy.access" in line]
+    assert sorted((line["term"], line["code"]) for line in lines) == [("KD", 200), ("PF", 503), ("PF", 503)]
+
+
+async def test_openais_client_hears_of_it(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
+    decoder.faults.add("stall_after_tokens", tokens=3)
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with (
+        gateway(*engines, PROXY_DRAIN__STREAMS_SECONDS="0.1") as program,
+        openai.AsyncOpenAI(base_url=program.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(
+            model="sim", messages=[{"role": "user", "content": "Hello"}], stream=True
+        )
+        await anext(stream)
+        program.signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            async for _ in stream:
+                pass
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -1,0 +1,98 @@
+"""The body of a client's request: all of it, in time, and no more than is allowed.
+
+`100 Continue` is only sent when a body is wanted, so whatever is refused before was refused without it. What is held of
+a body is never more than the limit and one piece; a body that came with its headers costs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from io import BytesIO
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import hdrs, web
+
+from proxy.errors import GatewayError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.settings import Listen
+
+AWAITS_CONTINUE: Final = web.RequestKey("awaits_continue", bool)
+"""Noted by the front where a client sends its body only after `100 Continue`."""
+
+# A slow start is no attack: TCP's windows open, and the event loop may be late itself.
+_GRACE_SECONDS: Final = 5.0
+# Twice this is buffered before the client is held back. uvloop reads so much at a time.
+_PIECE_BYTES: Final = 256 * 1024
+
+
+async def read_body(request: web.Request, listen: Listen, grow: Callable[[int], object] | None = None) -> bytes:
+    """The whole body, once. Raises GatewayError (413, 415, 408), and ConnectionError when the client has left.
+
+    `grow` is called with the bytes there are so far, of a body whose length was not told; what it raises is raised.
+    """
+    coding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if coding is not None and coding.lower() != "identity":
+        raise GatewayError("send the body without a content encoding", code="content_encoding", status=415)
+    content = request.content
+    try:
+        if not content.is_eof():
+            return await _read_on(request, listen, grow)
+        body = content.read_nowait()
+    except ConnectionError:
+        raise
+    except OSError as lost:  # a connection can end by other errors, too: no route, timed out
+        raise ConnectionResetError("the client has left") from lost
+    if len(body) > listen.max_body_bytes:
+        raise _too_large(listen)
+    if grow is not None and hdrs.CONTENT_LENGTH not in request.headers:
+        grow(len(body))
+    return body
+
+
+def deadline_seconds(received_bytes: int, listen: Listen) -> float:
+    """When, after the first look for the body, more of it than this must have arrived.
+
+    That is when the average falls below `body_bytes_per_second`, but not before the grace ends, and at the latest after
+    `body_seconds`.
+    """
+    if not listen.body_bytes_per_second:
+        return listen.body_seconds
+    return min(max(_GRACE_SECONDS, received_bytes / listen.body_bytes_per_second), listen.body_seconds)
+
+
+async def _read_on(request: web.Request, listen: Listen, grow: Callable[[int], object] | None) -> bytes:
+    told_bytes = request.content_length
+    if told_bytes is not None and told_bytes > listen.max_body_bytes:
+        raise _too_large(listen)
+    if request.transport is None:
+        raise ConnectionResetError("the client has left")
+    if AWAITS_CONTINUE in request:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    content = request.content
+    content.set_read_chunk_size(_PIECE_BYTES)
+    body = BytesIO()  # gives its bytes away without a copy
+    received_bytes = 0
+    started = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(started + deadline_seconds(0, listen)) as limit:
+            while piece := await content.readany():
+                received_bytes += len(piece)
+                if received_bytes > listen.max_body_bytes:
+                    raise _too_large(listen)
+                if told_bytes is None and grow is not None:
+                    grow(received_bytes)
+                body.write(piece)
+                limit.reschedule(started + deadline_seconds(received_bytes, listen))
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the connection's own
+        raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
+    return body.getvalue()
+
+
+def _too_large(listen: Listen) -> GatewayError:
+    message = f"the request body is larger than the {listen.max_body_bytes} bytes this gateway accepts"
+    return GatewayError(message, code="request_too_large", status=413)

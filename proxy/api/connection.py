@@ -1,0 +1,143 @@
+"""One client connection: aiohttp's, except that whatever is no request we serve is answered in our words, and closed.
+
+aiohttp would answer it in plain text that quotes it, and log it with a traceback. Of its private names these are used:
+`_waiter`, `_messages` and `_current_request` of its connection. A test tells when one of them is gone.
+
+A client that closes its side of the connection has left, as far as we can tell: nothing distinguishes it from one that
+only has nothing more to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, cast
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError, RawRequestMessage
+
+from proxy.api import replies
+from proxy.api.objections import malformed, unreadable
+from proxy.errors import GatewayError
+
+if TYPE_CHECKING:
+    from proxy.api.front import Front
+
+LINGERING_SECONDS: Final = 2.0
+"""After its last answer a connection is open for so long, or until the client closes it. Were it closed while the
+client is still sending, the reset could overtake the answer (RFC 9112 9.6)."""
+
+# aiohttp limits each header and their number, which comes to a megabyte for each connection.
+_MAX_HEAD_BYTES: Final = 64 * 1024
+
+
+class Connection(web.RequestHandler):
+    """What a Front makes for each connection that it accepts. `options` are those of aiohttp's."""
+
+    __slots__ = ("_front",)
+
+    def __init__(self, front: Front, server: web.Server, **options: object) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
+        self._front = front
+
+    @property
+    def awaits_request(self) -> bool:
+        """Nothing is being answered here, and nothing has arrived that could be."""
+        return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def client(self) -> str:
+        """The address of the other side."""
+        return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._front.let_in(self, cast("asyncio.Transport", transport)):
+            super().connection_made(transport)
+            self.leave_idle()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._front.forget(self)
+
+    def leave_idle(self) -> None:
+        """A request is expected now, or has begun: aiohttp's timer for idle connections is none for that."""
+        self.keep_alive(True)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.awaits_request:
+            if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
+                self.end(malformed("the headers are too long", status=431))
+        elif self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
+            self._on_unreadable(unreadable(self._messages[-1][0].exc))
+
+    def end(self, error: GatewayError | None = None) -> None:
+        """Close a connection that awaits a request; an error is told before."""
+        if error is not None and self.transport is not None:
+            self.transport.write(self._front.refuse(self, error, replies.new_request_id()))
+        self.force_close()
+
+    def end_after_answer(self) -> None:
+        """Close a connection as soon as nothing is being answered on it.
+
+        Once aiohttp was told, it looks at nothing that comes, not even the rest of a body: so it is not told before
+        that is there. The answer to such a request says `Connection: close`.
+        """
+        request = self._current_request
+        if self.awaits_request:
+            self.end()
+        elif request is not None and request.content.is_eof() and not self._messages:
+            self.close()
+
+    def _on_unreadable(self, error: GatewayError) -> None:
+        """What aiohttp could not read is in its queue, to be answered in its turn by `handle_error`.
+
+        Unless it belongs to a body, for whose rest aiohttp would let everybody wait: then those who read it are told.
+        """
+        current = self._current_request
+        body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
+        if body is None or body.is_eof():
+            return
+        self._messages.pop()
+        self._front.report(self, error, replies.new_request_id())
+        body.set_exception(error)
+        body.feed_eof()  # or aiohttp would read on after the answer
+        self.close()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """The answer to what aiohttp could not read, and to what was raised outside of the middlewares."""
+        if request.writer.output_size:
+            raise ConnectionResetError("a part of another answer is out")
+        request_id = replies.request_id(request)
+        if isinstance(exc, GatewayError):
+            words = self._front.refuse(self, exc, request_id)
+        elif isinstance(exc, HttpProcessingError):
+            words = self._front.refuse(self, unreadable(exc), request_id)
+        else:
+            words = replies.last_words(replies.unexpected(request, exc), request_id)
+        return _LastWords(words, self, has_body=not request.content.is_eof())
+
+
+class _LastWords(web.StreamResponse):
+    """Bytes that are written as they are, whatever the request was, before the connection is closed."""
+
+    def __init__(self, words: bytes, connection: Connection, *, has_body: bool) -> None:
+        super().__init__()
+        self.force_close()
+        self._words = words
+        self._connection = connection
+        self._has_body = has_body
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """There is nothing to prepare."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        transport = self._connection.transport
+        if transport is None:
+            return
+        transport.write(self._words)
+        transport.write_eof()
+        if not self._has_body:  # for the end of which aiohttp waits as long as we do here
+            self._connection.close()  # from now on what comes is not looked at
+            await asyncio.sleep(LINGERING_SECONDS)  # cancelled when the client closes

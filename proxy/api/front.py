@@ -1,0 +1,268 @@
+"""Where clients connect: the listening sockets, the connections on them, and how patient we are with each.
+
+A Front serves one application with aiohttp. It lets in so many connections and no more, gives the headers of a request
+their own deadline, answers what is no request in our words, and stops accepting without turning away who was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+import time
+from contextlib import suppress
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+from aiohttp import HttpVersion11, hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from proxy.api import replies
+from proxy.api.body import AWAITS_CONTINUE
+from proxy.api.connection import LINGERING_SECONDS, Connection
+from proxy.api.heads import Heads
+from proxy.api.objections import MALFORMED, objection
+from proxy.errors import GatewayError, Overloaded
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from aiohttp.http import RawRequestMessage
+
+    from proxy.metrics import Metrics
+    from proxy.settings import Listen
+
+logger = logging.getLogger(__name__)
+
+# Connections to engines need as many again: at least one for each client's request.
+_SHARE_OF_FDS: Final = 0.45
+# Of those that are too many, so many are told; more are dropped without a word.
+_TOLD_SHARE: Final = 0.1
+_FULL_LINE_SECONDS: Final = 10.0
+# A client sends its request as soon as it is connected. Who was accepted last gets this long for it.
+_LAST_HEADS_SECONDS: Final = 1.0
+
+
+class Front:
+    """The listeners of one application. Use it as an async context manager; leaving cuts what is still being answered.
+
+    `clock` is monotonic. A connection's patience ends at a tick, so up to `tick_seconds` late.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        listen: Listen,
+        metrics: Metrics,
+        *,
+        tick_seconds: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.close_after_each_answer = False
+        """As long as this is set, no connection is kept for a further request. Nor is one when listening has ended."""
+        app.on_response_prepare.append(self._on_prepare)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            # Without it a handler goes on working for a client that has left.
+            handler_cancellation=True,
+            shutdown_timeout=0.05,  # whoever leaves has waited already; 0 would be for ever
+        )
+        self._metrics = metrics
+        self._tick_seconds = tick_seconds
+        self._clock = clock
+        self._listening: list[tuple[asyncio.Server, socket.socket]] = []
+        self._open: set[Connection] = set()
+        self._heads = Heads[Connection](clock)
+        self._turned_away: dict[Connection, tuple[float, asyncio.Transport]] = {}
+        self._next_full_line = -_FULL_LINE_SECONDS
+        self.configure(listen)
+
+    def configure(self, listen: Listen) -> None:
+        """From now on these limits; `keepalive_seconds` for connections that are opened from now on."""
+        self._listen = listen
+        self._max_connections = listen.max_connections or _connections_for_fds()
+
+    @property
+    def connections(self) -> int:
+        """Client connections that are open."""
+        return len(self._open)
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._server = server
+        self._serve, server.request_handler = server.request_handler, self._handle
+        self._new_request, server.request_factory = server.request_factory, self._make_request
+        self._tick()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticking.cancel()
+        for listener, _ in self._listening:
+            listener.close()
+        for _, transport in self._turned_away.values():
+            transport.abort()
+        await self._runner.cleanup()
+
+    async def listen(self, sock: socket.socket) -> None:
+        """Accept connections on a listening socket."""
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(self._connect, sock=sock, backlog=self._listen.backlog)
+        self._listening.append((listener, sock))
+
+    async def stop_accepting(self) -> None:
+        """Stop listening, and close each connection when nothing is being answered on it.
+
+        Who is connected already, be it only to the kernel, still gets an answer: this returns when the requests of all
+        of them are being answered, or a second later.
+        """
+        loop = asyncio.get_running_loop()
+        queued: list[socket.socket] = []
+        for listener, sock in self._listening:
+            queued += _accept_all(sock)  # by closing, the kernel would reset them
+            listener.close()
+        self._listening.clear()
+        await asyncio.gather(*(loop.connect_accepted_socket(self._connect, sock) for sock in queued))
+        for _ in range(2):
+            await asyncio.sleep(0)  # a whole turn of the loop, which reads what has arrived
+        for connection in tuple(self._open):
+            if connection not in self._heads:
+                connection.end_after_answer()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_HEADS_SECONDS):
+                await self._heads.none_left()
+
+    def sweep(self) -> None:
+        """Close the connections on which time is up."""
+        for connection, has_begun in self._heads.late(self._listen.header_seconds):
+            connection.end(_slow_header() if has_begun else None)
+            self._heads.end(connection)
+        over = self._clock() - LINGERING_SECONDS
+        for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._turned_away.values())):
+            transport.abort()
+
+    # What a Connection tells
+
+    def let_in(self, connection: Connection, transport: asyncio.Transport) -> bool:
+        """Whether there is room for another connection. If not, it is told so, and closed."""
+        if len(self._open) >= self._max_connections:
+            self._turn_away(connection, transport)
+            return False
+        self._open.add(connection)
+        self._metrics.connections.inc()
+        self._heads.begin(connection)
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self._heads.end(connection)
+        self._turned_away.pop(connection, None)
+        if connection in self._open:
+            self._open.remove(connection)
+            self._metrics.connections.dec()
+
+    def on_head(self, connection: Connection, size_bytes: int) -> int:
+        """Part of a request's headers has arrived; how many bytes of them there are."""
+        if connection not in self._heads:
+            self._heads.begin(connection)
+            connection.leave_idle()
+        return self._heads.grow(connection, size_bytes)
+
+    def refuse(self, connection: Connection, error: GatewayError, request_id: str) -> bytes:
+        """Count and log an error that no middleware sees; what is to be written to the client."""
+        self._heads.end(connection)
+        reason = replies.rejection(error)
+        if reason is not None:
+            self._metrics.rejected_total.labels(reason).inc()
+        self.report(connection, error, request_id)
+        return replies.last_words(error, request_id)
+
+    def report(self, connection: Connection, error: GatewayError, request_id: str) -> None:
+        """Log what is wrong with a request."""
+        if error.code == MALFORMED:
+            self._metrics.http_parse_errors_total.inc()
+        fields = {"id": request_id, "client": connection.client, "code": error.status}
+        logger.info("refused a request: %s", error.message, extra={"fields": fields})
+
+    def _turn_away(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._metrics.rejected_total.labels("connections").inc()
+        now = self._clock()
+        if now >= self._next_full_line:
+            self._next_full_line = now + _FULL_LINE_SECONDS
+            logger.warning("no room for more than %d client connections", self._max_connections)
+        connection.close()  # what it sends is not looked at
+        if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
+            transport.abort()
+            return
+        error = Overloaded("this gateway has as many connections as it can hold", code="too_many_connections")
+        transport.write(replies.last_words(error, replies.new_request_id()))
+        transport.write_eof()
+        self._turned_away[connection] = (now, transport)
+
+    # What aiohttp asks for
+
+    def _connect(self) -> Connection:
+        return Connection(
+            self,
+            self._server,
+            keepalive_timeout=self._listen.keepalive_seconds,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=LINGERING_SECONDS,
+            read_bufsize=64 * 1024,
+        )
+
+    def _make_request(self, message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
+        """The request of a message, without an expectation that can be met."""
+        if message.upgrade:  # the parser drops what comes behind it
+            message = message._replace(should_close=True)
+        expectation = message.headers.get(hdrs.EXPECT)
+        if expectation is None or (message.version == HttpVersion11 and expectation.lower() != "100-continue"):
+            return self._new_request(message, *rest)
+        # aiohttp would send `100 Continue` before any handler could refuse. `read_body` sends it when a body is wanted.
+        headers = CIMultiDict(message.headers)
+        del headers[hdrs.EXPECT]
+        request = self._new_request(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+        if message.version == HttpVersion11:  # an older client does not know it (RFC 9110 10.1.1)
+            request[AWAITS_CONTINUE] = True
+        return request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._heads.end(cast("Connection", request.protocol))
+        problem = objection(request)
+        if problem is not None:
+            raise problem
+        return await self._serve(request)
+
+    async def _on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self.close_after_each_answer or not self._listening:
+            response.force_close()
+            response.headers[hdrs.CONNECTION] = "close"  # aiohttp has set its headers already
+
+    def _tick(self) -> None:
+        self._ticking = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
+        self.sweep()
+
+
+def _slow_header() -> GatewayError:
+    return GatewayError("the headers of the request did not arrive in time", code="slow_header", status=408)
+
+
+def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait in the kernel."""
+    with suppress(OSError):  # there are no more, or there is no file descriptor left for them
+        while True:
+            yield sock.accept()[0]
+
+
+def _connections_for_fds() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else int(soft * _SHARE_OF_FDS)

@@ -1,0 +1,75 @@
+"""What everybody may ask, and most ask every few seconds: is it alive, is it ready, how many engines, which version."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import orjson
+from aiohttp import web
+
+from proxy import __version__
+from proxy.api.drain import ShuttingDown
+from proxy.balancer.backend import Role
+from proxy.errors import NoBackendAvailable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.api.drain import Drain
+    from proxy.balancer.pool import Pool
+
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
+
+
+class ProbeApi:
+    """The routes for probes.
+
+    `pools` are those of the roles that the connector uses: each needs a healthy backend before the gateway is ready.
+    """
+
+    def __init__(self, pools: Mapping[Role, Pool], drain: Drain) -> None:
+        self._pools = pools
+        self._drain = drain
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        return [
+            web.get("/livez", self._live),
+            *(web.get(path, self._ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
+            web.get("/healthcheck", self._healthcheck),
+            web.get("/version", self._version),
+        ]
+
+    def is_ready(self) -> bool:
+        """Whether new requests should come here."""
+        return not self._drain.is_draining and all(pool.is_ready() for pool in self._pools.values())
+
+    async def _live(self, request: web.Request) -> web.Response:
+        """This process answers, whatever the engines do."""
+        return _json({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if self._drain.is_draining:
+            raise ShuttingDown
+        for role, pool in self._pools.items():
+            if not pool.is_ready():
+                raise NoBackendAvailable(role)
+        return _json({"status": "ok"})
+
+    async def _healthcheck(self, request: web.Request) -> web.Response:
+        """The answer of vLLM-Ascend's example proxy."""
+        # Every unit of a generation request has a lease on one decoder.
+        decoders = self._pools[Role.DECODE]
+        prefillers = self._pools.get(Role.PREFILL)
+        return _json(
+            {
+                "status": "ok",
+                "prefill_instances": len(prefillers.backends()) if prefillers else 0,
+                "decode_instances": len(decoders.backends()),
+                "request_num": sum(decoders.in_flight(backend) for backend in decoders.backends()),
+            }
+        )
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return _json({"version": __version__})

@@ -1,0 +1,124 @@
+"""What requests say about one backend: a circuit breaker.
+
+Closed, it counts failures in a row. Too many, and the backend is ejected: the n-th time in a row for n times as long.
+When that time is over it is on probation: one request at a time is tried on it, and how this trial ends closes the
+breaker or ejects the backend again. It decides for itself alone; whether the others can do without it Health says.
+
+The times are those of Envoy's outlier detection, the single trial is linkerd's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final, Literal
+
+from proxy.errors import Failure
+
+if TYPE_CHECKING:
+    from proxy.settings import HealthChecks
+
+Cause = Literal["failures", "connect", "timeouts", "stall"]
+"""Why a backend was ejected, as the metric says it."""
+
+# One alone may be an engine that is just being restarted, or a request that is too large.
+_REFUSED_CONNECTIONS: Final = 2
+_TIMEOUTS: Final = 2
+
+
+class Phase(Enum):
+    """CLOSED is as a circuit is closed: requests flow."""
+
+    CLOSED = auto()
+    EJECTED = auto()
+    PROBATION = auto()
+
+
+@dataclass(slots=True)
+class Breaker:
+    """One backend's. Times are clock seconds, events are numbers that only grow."""
+
+    phase: Phase = Phase.CLOSED
+    failures: int = 0
+    """In a row, of any kind that the backend is to blame for."""
+    until: float = 0.0
+    """When an ejection is over."""
+    ends_with_connection: bool = False
+    """It is out because it refused connections, so whatever shows that it accepts them again brings it back."""
+    trial: int = 0
+    """The number of the request that is being tried, 0 for none."""
+    _last: Failure | None = None
+    _repeats: int = 0  # how often in a row the last failure was of its kind
+    _since: int = 0  # event of the last failure but one of that kind
+    _last_event: int = 0
+    _ejections: int = 0  # in a row
+    _healthy_since: float | None = None
+
+    @property
+    def refused_connections(self) -> int:
+        """In a row."""
+        return self._repeats if self._last is Failure.CONNECT else 0
+
+    def forgive(self) -> None:
+        """Begin to count afresh: the backend served, or said something that is no failure of its own."""
+        if self.failures:
+            self.failures = self._repeats = 0
+            self._last = None
+
+    def connected(self) -> None:
+        """It accepted a connection, which says nothing more."""
+        if self._last is Failure.CONNECT:
+            self._repeats = 0
+            self._last = None
+
+    def blame(self, failure: Failure, event: int) -> None:
+        """Count a failure."""
+        self.failures += 1
+        self._repeats = self._repeats + 1 if failure is self._last else 1
+        self._last = failure
+        self._since, self._last_event = self._last_event, event
+
+    def cause(self, eject_after: int, others_served_at: int) -> Cause | None:
+        """Why it ought to be ejected now, None if it ought not. `others_served_at`: the event of the last success of
+        another backend, because a timeout may as well be the load on all of them.
+        """
+        if self.refused_connections >= _REFUSED_CONNECTIONS:
+            return "connect"
+        if self._last is Failure.TIMEOUT and self._repeats >= _TIMEOUTS and others_served_at > self._since:
+            return "timeouts"
+        return "failures" if self.failures >= eject_after else None
+
+    def eject(self, cause: Cause, now: float, checks: HealthChecks, jitter: float) -> float:
+        """Take it out, for so many seconds. `jitter` is a factor."""
+        self.ends_with_connection = cause == "connect" and (self.phase is Phase.CLOSED or self.ends_with_connection)
+        self.rest(now, checks.eject_seconds)
+        if self._ejections * checks.eject_seconds < checks.max_eject_seconds:
+            self._ejections += 1
+        seconds = min(self._ejections * checks.eject_seconds, checks.max_eject_seconds) * jitter
+        self.phase = Phase.EJECTED
+        self.until = now + seconds
+        self.trial = 0
+        return seconds
+
+    def release(self) -> None:
+        """Its time is over, or cut short: it is on probation."""
+        self.phase = Phase.PROBATION
+
+    def close(self, now: float) -> None:
+        """It serves again."""
+        self.phase = Phase.CLOSED
+        self.trial = 0
+        self.ends_with_connection = False
+        self.forgive()
+        self.resume(now)
+
+    def rest(self, now: float, eject_seconds: float) -> None:
+        """It is healthy no longer: every `eject_seconds` of the time that it was take one ejection off the count."""
+        if self._healthy_since is not None:
+            self._ejections = max(0, self._ejections - int((now - self._healthy_since) / eject_seconds))
+            self._healthy_since = None
+
+    def resume(self, now: float) -> None:
+        """It is healthy from now on."""
+        if self.phase is Phase.CLOSED:
+            self._healthy_since = now

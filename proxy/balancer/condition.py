@@ -1,0 +1,111 @@
+"""What is known about one backend: the verdict of its probes, its breaker, and what it said of itself.
+
+It knows of no other backend and of no clock; Health has one of these per backend, and both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from proxy.balancer import slow_start
+from proxy.balancer.breaker import Breaker, Phase
+
+if TYPE_CHECKING:
+    from proxy.balancer.engine_facts import EngineFacts
+    from proxy.settings import HealthChecks
+
+
+class HealthState(StrEnum):
+    """UNKNOWN is eligible, so that a gateway serves from its first second, but does not make it ready; only what was
+    added later waits for its first probe. DOWN is what probes say; EJECTED and PROBATION are what requests say of a
+    backend that is not down.
+    """
+
+    UNKNOWN = "unknown"
+    UP = "up"
+    DOWN = "down"
+    EJECTED = "ejected"
+    PROBATION = "on probation"
+
+
+@dataclass(slots=True)
+class Condition:
+    """One backend's. Times are clock seconds."""
+
+    verdict: HealthState = HealthState.UNKNOWN
+    """Of the probes: UNKNOWN, UP or DOWN. A request that is served confirms what is unknown, too."""
+    probe_streak: int = 0
+    """Probes in a row that contradict the verdict."""
+    must_prove_itself: bool = False
+    """It was added while others served, and has not passed a probe yet."""
+    breaker: Breaker = field(default_factory=Breaker)
+    back_since: float | None = None
+    """It came back then, and starts slowly."""
+    served_at: int = 0
+    """Event of its last success; see Breaker."""
+    facts: EngineFacts | None = None
+    """None: it has not been asked since it came up."""
+
+    @property
+    def state(self) -> HealthState:
+        """Both facts in one word."""
+        if self.breaker.phase is Phase.CLOSED or self.verdict is HealthState.DOWN:
+            return self.verdict
+        return HealthState.EJECTED if self.breaker.phase is Phase.EJECTED else HealthState.PROBATION
+
+    @property
+    def is_eligible(self) -> bool:
+        """Whether it may get requests, as many as there are."""
+        is_closed = self.breaker.phase is Phase.CLOSED
+        return is_closed and self.verdict is not HealthState.DOWN and not self.must_prove_itself
+
+    @property
+    def awaits_trial(self) -> bool:
+        """Whether it may get one request."""
+        return self.state is HealthState.PROBATION and not self.breaker.trial
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the next probe may decide something."""
+        if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
+            return True
+        is_refusing = self.breaker.refused_connections > 0 or self.breaker.ends_with_connection
+        return self.verdict is HealthState.UP and is_refusing
+
+    def share_percent(self, now: float, slow_start_seconds: float) -> int:
+        """Of the work that falls to it, how much it is to get: less than all after it came back."""
+        if self.back_since is None:
+            return slow_start.FULL
+        return slow_start.percent(now - self.back_since, slow_start_seconds)
+
+    def probed(self, ok: bool, now: float, checks: HealthChecks) -> None:
+        """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row."""
+        if ok:
+            self.connected(now)
+        verdict = HealthState.UP if ok else HealthState.DOWN
+        if self.verdict is verdict:
+            self.probe_streak = 0
+            return
+        self.probe_streak += 1
+        needed = checks.rise if ok else checks.fall
+        if self.verdict is HealthState.UNKNOWN or self.probe_streak >= needed:
+            self.judge(verdict, now, checks)
+
+    def connected(self, now: float) -> None:
+        """It accepts connections."""
+        self.breaker.connected()
+        if self.breaker.ends_with_connection:
+            self.breaker.close(now)
+
+    def judge(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
+        """It is up, or down, from now on."""
+        if verdict is HealthState.DOWN:
+            self.breaker.rest(now, checks.eject_seconds)
+        elif self.verdict is HealthState.DOWN:
+            self.breaker.forgive()
+            self.breaker.resume(now)
+        self.verdict = verdict
+        self.probe_streak = 0
+        self.facts = None

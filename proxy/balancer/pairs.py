@@ -1,0 +1,86 @@
+"""Pairs: prefillers and decoders between which hand-overs fail, kept apart for a while.
+
+When a decoder cannot fetch the KV cache it may be the decoder's fault, the prefiller's, or that of what lies between
+them, and the decoder's error does not say whose. So a failed hand-over counts against the pair first. A pair is kept
+apart after fewer failures (2) than eject a backend (5): where only the way between two is bad, they are parted before
+either is blamed, and both go on with others. A bad prefiller fails with one decoder after the other, two failures each
+and a success with another prefiller in between, so it ends up apart from all of them and none of them is ejected.
+
+It is advice, not a verdict: a pair that is kept apart is used where nobody else is left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.balancer.backend import Backend
+
+_LONGEST: Final = 10  # times `seconds`
+_NOBODY: Final[frozenset[Backend]] = frozenset()
+
+
+@dataclass(slots=True)
+class _Pair:
+    failures: int = 0  # hand-overs in a row
+    quarantines: int = 0  # in a row
+    until: float = 0.0
+
+
+class Pairs:
+    """One worker's. A pair is quarantined after `after` failed hand-overs in a row for `seconds`, at the next failure
+    after that for twice as long, and so on up to ten times.
+    """
+
+    def __init__(self, after: int = 2, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after = after
+        self._seconds = seconds
+        self._clock = clock
+        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # those that failed since their last success
+        self._apart: dict[Backend, dict[Backend, float]] = {}  # the partners quarantined with each, until when
+
+    def configure(self, after: int, seconds: float) -> None:
+        """Take changed settings for the failures from now on."""
+        self._after = after
+        self._seconds = seconds
+
+    def failed(self, prefiller: Backend, decoder: Backend) -> bool:
+        """A hand-over failed; whether the pair is quarantined now because of it."""
+        pair = self._pairs.setdefault((prefiller, decoder), _Pair())
+        pair.failures += 1
+        now = self._clock()
+        if pair.failures < self._after or now < pair.until:
+            return False
+        pair.quarantines = min(pair.quarantines + 1, _LONGEST)
+        pair.until = now + pair.quarantines * self._seconds
+        self._apart.setdefault(prefiller, {})[decoder] = pair.until
+        self._apart.setdefault(decoder, {})[prefiller] = pair.until
+        return True
+
+    def succeeded(self, prefiller: Backend, decoder: Backend) -> None:
+        """A hand-over went well, which clears the pair."""
+        if self._pairs:
+            self._clear(prefiller, decoder)
+
+    def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
+        """Those quarantined with it now. Costs one look-up while there are none."""
+        partners = self._apart.get(backend)
+        if not partners:
+            return _NOBODY
+        now = self._clock()
+        return frozenset(partner for partner, until in partners.items() if now < until)
+
+    def forget(self, backend: Backend) -> None:
+        """Drop what is known about a backend that has left."""
+        for prefiller, decoder in [pair for pair in self._pairs if backend in pair]:
+            self._clear(prefiller, decoder)
+
+    def _clear(self, prefiller: Backend, decoder: Backend) -> None:
+        pair = self._pairs.pop((prefiller, decoder), None)
+        if pair is not None and pair.quarantines:
+            del self._apart[prefiller][decoder]
+            del self._apart[decoder][prefiller]

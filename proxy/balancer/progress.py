@@ -1,0 +1,93 @@
+"""Which backends have stopped sending, while others of their role go on. Pure: the caller has the clock.
+
+A stuck engine keeps its connections open and answers health checks, so nothing but its silence tells. Silence alone
+says little, though: it may be the gateway's own, or that of the network. So a backend is compared with its peers, and
+with how long it has been silent before and went on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.balancer.backend import Backend
+
+_REMEMBERED_SECONDS: Final = 600.0
+_PATIENCE: Final = 3.0
+"""So many times the longest silence that a backend came back from is not suspicious in it."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    seen_at: float
+    silent_since: float
+    moved_at: float = -math.inf
+    silences: deque[tuple[float, float]] = field(default_factory=deque)
+    """When one ended, and how many seconds it had lasted; only those that matter."""
+    is_told: bool = False
+
+
+class Progress:
+    """Watches the backends with streams under way."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self._stall_seconds = stall_seconds
+        self._watched: dict[Backend, _Watched] = {}
+
+    def configure(self, stall_seconds: float) -> None:
+        """Change how long a silence has to be."""
+        self._stall_seconds = stall_seconds
+
+    def observe(self, now: float, moving: Mapping[Backend, bool], *, lost_seconds: float = 0.0) -> list[Backend]:
+        """Take in one look at all streams; the backends that are found stalled by it, each once per silence.
+
+        `moving` has the backends with streams under way: whether any of these got bytes since the last look.
+        `lost_seconds` of the time since then nobody looked or listened: it counts for nothing.
+        """
+        for backend, moves in moving.items():
+            self._note(backend, moves, now, lost_seconds)
+        for backend in [backend for backend, watched in self._watched.items() if watched.seen_at < now]:
+            self._rest(backend, now)
+        stalled = [backend for backend, moves in moving.items() if not moves and self._is_stalled(backend, now)]
+        for backend in stalled:
+            self._watched[backend].is_told = True
+        return stalled
+
+    def _note(self, backend: Backend, moves: bool, now: float, lost_seconds: float) -> None:
+        watched = self._watched.get(backend)
+        if watched is None:
+            watched = self._watched[backend] = _Watched(now, now)
+        watched.seen_at = now
+        watched.silent_since = min(watched.silent_since + lost_seconds, now)
+        if moves:
+            silence_seconds = now - watched.silent_since
+            if silence_seconds * _PATIENCE > self._stall_seconds:
+                watched.silences.append((now, silence_seconds))
+            watched.silent_since = watched.moved_at = now
+            watched.is_told = False
+
+    def _rest(self, backend: Backend, now: float) -> None:
+        """A backend without streams: when it has some again, its silence begins anew."""
+        watched = self._watched[backend]
+        if now - watched.seen_at > _REMEMBERED_SECONDS:
+            del self._watched[backend]
+            return
+        watched.silent_since, watched.moved_at, watched.is_told = math.inf, -math.inf, False
+
+    def _is_stalled(self, backend: Backend, now: float) -> bool:
+        watched = self._watched[backend]
+        if watched.is_told:
+            return False
+        while watched.silences and now - watched.silences[0][0] > _REMEMBERED_SECONDS:
+            watched.silences.popleft()
+        longest_seconds = max((seconds for _, seconds in watched.silences), default=0.0)
+        if now - watched.silent_since <= max(self._stall_seconds, _PATIENCE * longest_seconds):
+            return False
+        # A peer that fell silent just after it may have fallen silent for the same reason.
+        recently = now - self._stall_seconds / 2
+        return any(peer.moved_at > recently and other.role is backend.role for other, peer in self._watched.items())

@@ -1,0 +1,13 @@
+"""The configuration in force: one for all workers, replaced as a whole or not at all.
+
+Whichever process is told to reads everything again, checks it, and publishes it in shared memory, the configured
+instances with it. Every worker notices at its next look, a quarter of a second later at most, and applies it to its
+parts. What is refused, with one sentence, changes nothing. The file of client keys is looked at all the time, and read
+again when it is another.
+"""
+
+from proxy.configuration.configuration import FIXED, Change, Configuration
+from proxy.configuration.current import Current, secrets_of, text_of
+from proxy.configuration.follower import Follower
+
+__all__ = ["FIXED", "Change", "Configuration", "Current", "Follower", "secrets_of", "text_of"]

@@ -1,0 +1,155 @@
+"""The configuration that all processes share, and the only way to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.shared import SharedValue
+from proxy.callers import assign_slots
+from proxy.configuration.current import Current, from_json, option_of, to_json
+from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.balancer.roster import Roster
+    from proxy.configuration.current import Stamp
+
+FIXED: Final = (
+    *("connector", "workers", "passthrough"),
+    *("listen.host", "listen.port", "listen.backlog"),
+    *("admin.host", "admin.port", "admin.probe_port"),
+    "log.format",
+)
+"""Options that a running gateway is built on: its processes, sockets and routes, and the form of its log."""
+
+_CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a reload has changed: options, by name, and the configured instances that came, and that drain now."""
+
+    options: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        told = (("changed", self.options), ("added", self.added), ("removed", self.removed))
+        return "; ".join(f"{verb} {', '.join(names)}" for verb, names in told if names) or "nothing has changed"
+
+
+class Configuration:
+    """What all processes agree on. Make it before forking."""
+
+    def __init__(self, loaded: Loaded, load: Callable[[], Loaded], roster: Roster) -> None:
+        """`loaded` is what is in force at first, and `roster` has its instances. `load` reads it again.
+
+        Raises SettingsError.
+        """
+        self._load = load
+        self._roster = roster
+        self._shared = SharedValue("configuration", _CAPACITY_BYTES)
+        self._read_version = 0
+        self._current = _current(loaded, {}, _stamp(loaded.settings), time.time())
+        self._shared.write(to_json(self._current))
+
+    def current(self) -> Current:
+        """The newest. It is the same object as long as nothing is published."""
+        if self._shared.version != self._read_version:
+            self._read_version, value = self._shared.read()
+            self._current = from_json(value)
+        return self._current
+
+    async def reload(self) -> Change:
+        """Read everything again and publish it. Raises SettingsError, and then nothing has changed."""
+        while (change := await self._replace(self._load)) is None:
+            pass
+        return change
+
+    def new_keys_stamp(self) -> Stamp | None:
+        """That of the file of client keys, if it is another than when it was read last. A file that has gone is not."""
+        current = self.current()
+        stamp = _stamp(current.settings)
+        return stamp if stamp != current.keys_stamp else None
+
+    async def reload_keys(self) -> Change | None:
+        """Read the file of client keys again and publish them. None: another worker was faster.
+
+        Raises SettingsError, in one worker for one state of the file, and then the keys are what they were.
+        """
+        before, version = self.current(), self._read_version
+        stamp = _stamp(before.settings)
+        try:
+            return await self._replace(partial(_with_keys_anew, before.settings))
+        except SettingsError:
+            with self._shared.exclusive():
+                if self._shared.version != version:
+                    return None
+                self._publish(before, replace(before, keys_stamp=stamp))
+            raise
+
+    async def _replace(self, load: Callable[[], Loaded]) -> Change | None:
+        """Publish what `load` gives. None: somebody else published meanwhile, perhaps what is newer."""
+        before, version, read_at = self.current(), self._read_version, time.time()
+        stamp = _stamp(before.settings)
+        # A long file takes a while to be parsed, and a slow disk to be read: streams go on meanwhile.
+        loaded = await asyncio.to_thread(load)
+        after = _current(loaded, before.slots, stamp, read_at)
+        with self._shared.exclusive():
+            return self._publish(before, after) if self._shared.version == version else None
+
+    def _publish(self, before: Current, after: Current) -> Change:
+        """Raises SettingsError. The caller holds the lock."""
+        changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
+        if fixed := [name for name in FIXED if name in changed]:
+            raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
+        if before.client_keys != after.client_keys and "auth.client_keys_file" not in changed:
+            changed.append("auth.client_keys_file")  # what is in it
+        try:
+            commit = self._shared.prepare(to_json(after))
+            # Only what was read again may bring back what an administrator has removed.
+            is_same = after.settings is before.settings
+            came, went = ((), ()) if is_same else self._roster.replace(*map(_backends, (before, after)))
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+        commit()
+        return Change(tuple(changed), *(tuple(backend.name for backend in backends) for backends in (came, went)))
+
+
+def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> Current:
+    """Raises SettingsError when there are more client keys than can be counted."""
+    try:
+        slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    return Current(loaded.settings, read_at, loaded.client_keys, slots, stamp)
+
+
+def _with_keys_anew(settings: Settings) -> Loaded:
+    """Raises SettingsError."""
+    path = settings.auth.client_keys_file
+    return Loaded(settings, {}, () if path is None else load_client_keys(path))
+
+
+def _backends(current: Current) -> list[Backend]:
+    """The configured instances."""
+    by_role = ((Role.PREFILL, current.settings.prefill), (Role.DECODE, current.settings.decode))
+    return [Backend(role, endpoint.host, endpoint.port) for role, endpoints in by_role for endpoint in endpoints]
+
+
+def _stamp(settings: Settings) -> Stamp | None:
+    """Of the file of client keys; None when there is none, or it cannot be seen."""
+    path = settings.auth.client_keys_file
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

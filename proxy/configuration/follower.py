@@ -1,0 +1,116 @@
+"""One worker's part in the configuration that all share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Self
+
+from proxy.settings import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from types import TracebackType
+
+    from proxy.configuration.configuration import Change, Configuration
+    from proxy.configuration.current import Current, Stamp
+    from proxy.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """It applies what is published, by whichever worker. `async with` it, and have it `look` every so often.
+
+    `applied` is what the worker was built from; `apply` is called with every later one, and must not fail.
+    """
+
+    def __init__(
+        self, configuration: Configuration, applied: Current, apply: Callable[[Current], None], metrics: Metrics
+    ) -> None:
+        self._configuration = configuration
+        self._applied = applied
+        self._apply = apply
+        self._metrics = metrics
+        self._stamp_seen: Stamp | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def reload(self, by: str) -> Change:
+        """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.
+
+        Raises SettingsError, and then nothing has changed.
+        """
+        with self._telling_of_failure(by):
+            change = await self._configuration.reload()
+        self._succeeded(change, by)
+        return change
+
+    def begin_reload(self, by: str) -> None:
+        """Reload while other things go on; only the log and the metrics tell how it went."""
+
+        async def reload() -> None:
+            with suppress(SettingsError):
+                await self.reload(by)
+
+        self._start(reload())
+
+    def look(self) -> None:
+        """Apply what is new. Without news this costs reading a number, and asking for the state of a file if there is
+        one.
+        """
+        self._catch_up()
+        stamp = self._configuration.new_keys_stamp()
+        # One that is being written is left alone until it is found the same twice.
+        if stamp is not None and stamp == self._stamp_seen and not self._tasks:
+            self._start(self._reload_keys())
+        self._stamp_seen = stamp
+
+    def _catch_up(self) -> None:
+        current = self._configuration.current()
+        if current is not self._applied:
+            self._applied = current
+            self._apply(current)
+            self._metrics.config_last_reload_success_timestamp_seconds.set(current.read_at)
+
+    async def _reload_keys(self) -> None:
+        by = "a change of the client keys' file"
+        with suppress(SettingsError), self._telling_of_failure(by):
+            change = await self._configuration.reload_keys()
+            if change is not None:
+                self._succeeded(change, by)
+
+    @contextmanager
+    def _telling_of_failure(self, by: str) -> Iterator[None]:
+        try:
+            yield
+        except SettingsError as error:
+            self._metrics.config_reloads_total.labels("failed").inc()
+            logger.error("reload by %s is refused, and nothing has changed: %s", by, error)
+            raise
+
+    def _succeeded(self, change: Change, by: str) -> None:
+        self._catch_up()
+        self._metrics.config_reloads_total.labels("ok").inc()
+        logger.info("reload by %s: %s", by, change)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a reload failed unexpectedly", exc_info=error)

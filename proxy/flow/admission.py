@@ -1,0 +1,292 @@
+"""Admission: one worker's gate in front of the pools. What no instance has room for waits here, for a while, in turn.
+
+The room itself is the pools' business: admission only asks whether there is any, and decides who takes it. Turns are
+fair among callers, so that nobody's thousand requests keep another's single one waiting. The queue, the wait and the
+request bodies in memory are bounded; what is beyond is refused at once and told when to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from proxy.metrics import Metrics
+    from proxy.settings.model import Admission as Limits
+
+# Other workers free room, too, and tell nobody.
+_LOOK_AGAIN_SECONDS: Final = 0.02
+# The OpenAI SDK keeps to the millisecond what it is told: those who are refused together must not return together.
+_RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
+
+
+class Admission:
+    """Owns the queue and the account of what is held. One per worker.
+
+    `has_room`: whether a lease taken now would find room, or would fail anyhow because nobody is eligible.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        has_room: Callable[[], bool],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._has_room = has_room
+        self._metrics = metrics
+        self._clock = clock
+        self._lines: dict[str, _Line] = {}  # of the callers who have somebody waiting
+        self._queue: dict[Entry, None] = {}  # all who wait and may be refused, the longest first
+        self._running: dict[str, int] = {}  # units that were let in and have not left, by caller
+        self._services = count()
+        self._will_look = False
+        self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
+        self._held_bytes = 0
+        self.configure(limits)
+
+    def configure(self, limits: Limits) -> None:
+        """Take other limits. A shorter wait holds for those who wait already; a shorter queue empties by itself."""
+        self._max_waiting = limits.max_waiting
+        self._wait_seconds = limits.wait_seconds
+        self._max_held_bytes = limits.max_buffered_bytes
+        self.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Units that wait, the patient ones included."""
+        return sum(len(line.entries) for line in self._lines.values())
+
+    @property
+    def running(self) -> int:
+        """Units that were let in and have not left."""
+        return sum(self._running.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Request bodies in memory."""
+        return self._held_bytes
+
+    def check(self, caller: str) -> None:
+        """Raise Overloaded when a request of this caller would find the queue full. Costs nothing worth mentioning, so
+        that it can be asked before a body is read.
+        """
+        if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
+            return
+        if self._dispensable(caller) is None:
+            raise _queue_full()
+
+    def hold(self, body_bytes: int) -> Hold:
+        """Account for a body of this length, which is about to be read, for as long as the block lasts."""
+        return Hold(self, body_bytes)
+
+    def admit(self, caller: str, *, patient: bool = False) -> Entry:
+        """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long.
+
+        The block must lease before its first await: only then is the room that was seen still there, and gone for the
+        next. `patient`: a further unit of a request that was let in already, which is not refused any more.
+        """
+        return Entry(self, caller, patient)
+
+    def notify(self) -> None:
+        """There may be room now. May be called from the middle of what makes it."""
+        if self._lines and not self._will_look:
+            self._will_look = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    async def _wait(self, entry: Entry) -> None:
+        """Return when there is room and it is this one's turn."""
+        loop = asyncio.get_running_loop()
+        entry.arrived = self._clock()
+        entry.turn = loop.create_future()
+        self._join(entry)
+        try:
+            while True:
+                await entry.turn
+                if entry.refusal is not None:
+                    raise entry.refusal
+                if self._has_room():
+                    break
+                # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
+                entry.turn = loop.create_future()
+            self._lines[entry.caller].last_service = next(self._services)
+        finally:
+            if entry.refusal is None:
+                self._part(entry)
+        self._metrics.queue_seconds.observe(self._clock() - entry.arrived)
+
+    def _join(self, entry: Entry) -> None:
+        gives_way = None
+        if not entry.is_patient and len(self._queue) >= self._max_waiting:
+            gives_way = self._dispensable(entry.caller)
+            if gives_way is None:
+                raise _queue_full()
+        line = self._lines.get(entry.caller)
+        if line is None:
+            # As if it had just been served: whoever comes and goes does not overtake those who stay.
+            line = self._lines[entry.caller] = _Line(entry.caller, next(self._services))
+        line.entries[entry] = None
+        if not entry.is_patient:
+            line.requests += 1
+            self._queue[entry] = None
+            self._metrics.queued_requests.inc()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
+        if gives_way is not None:
+            self._refuse(gives_way, _queue_full())  # at last, so that there is somebody its turn can pass to
+
+    def _part(self, entry: Entry) -> None:
+        """Take it out of the queue, whatever the reason."""
+        line = self._lines[entry.caller]
+        del line.entries[entry]
+        if not entry.is_patient:
+            del self._queue[entry]
+            line.requests -= 1
+            self._metrics.queued_requests.dec()
+        if not line.entries:
+            del self._lines[entry.caller]
+        if not self._lines and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.notify()  # if this was its turn, the next one's comes when this task has leased what it takes
+
+    def _refuse(self, entry: Entry, refusal: Overloaded) -> None:
+        self._part(entry)
+        entry.refusal = refusal
+        if not entry.turn.done():
+            entry.turn.set_result(None)
+
+    def _dispensable(self, caller: str) -> Entry | None:
+        """Who gives way to a request of this caller when the queue is full: the youngest of the caller that has most of
+        it. None when that is this one.
+        """
+        greediest = max(self._lines.values(), key=lambda line: line.requests, default=None)
+        own = self._lines.get(caller)
+        if greediest is None or greediest.requests <= (own.requests if own else 0):
+            return None
+        return next(entry for entry in reversed(greediest.entries) if not entry.is_patient)
+
+    def _look(self) -> None:
+        """Wake the next one if there is room. One at a time: how much room there is shows when it has leased."""
+        self._will_look = False
+        if not self._lines or not self._has_room():
+            return
+        line = min(self._lines.values(), key=self._precedence)
+        entry = next(iter(line.entries))
+        if not entry.turn.done():  # otherwise it runs next: awake, or cancelled, and then it passes its turn on
+            entry.turn.set_result(None)
+
+    def _precedence(self, line: _Line) -> tuple[int, int]:
+        """Least first: the caller that has least running, and of several the one whose last turn was longest ago."""
+        return self._running.get(line.caller, 0), line.last_service
+
+    def _tick(self) -> None:
+        self._timer = None
+        overdue = self._clock() - self._wait_seconds
+        while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
+            self._refuse(oldest, _queue_timeout(self._wait_seconds))
+        self._look()
+        if self._lines:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
+
+
+class Entry:
+    """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
+
+    __slots__ = ("_admission", "caller", "is_patient", "refusal", "arrived", "turn")
+
+    # Of one that waits.
+    arrived: float
+    turn: asyncio.Future[None]
+
+    def __init__(self, admission: Admission, caller: str, is_patient: bool) -> None:
+        self._admission = admission
+        self.caller = caller
+        self.is_patient = is_patient
+        self.refusal: Overloaded | None = None
+
+    async def __aenter__(self) -> Self:
+        admission, caller = self._admission, self.caller
+        if admission._lines or not admission._has_room():
+            await admission._wait(self)
+        # From here to the block's first await nothing can come in between, and no cancellation either.
+        running = admission._running
+        running[caller] = running.get(caller, 0) + 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        running = self._admission._running
+        left = running[self.caller] - 1
+        if left:
+            running[self.caller] = left
+        else:
+            del running[self.caller]
+
+
+class Hold:
+    """One request body's part of the account. Get it from `Admission.hold`; `with`, as there is nothing to wait for."""
+
+    __slots__ = ("_admission", "_body_bytes", "_held_bytes")
+
+    def __init__(self, admission: Admission, body_bytes: int) -> None:
+        self._admission = admission
+        self._body_bytes = body_bytes
+        self._held_bytes = 0
+
+    def __enter__(self) -> Self:
+        self.resize(self._body_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._admission._held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    def resize(self, body_bytes: int) -> None:
+        """So long is the body, for one that did not tell its length. Raises Overloaded, and then holds what it held.
+
+        A single body always fits, however long it is.
+        """
+        admission = self._admission
+        others = admission._held_bytes - self._held_bytes
+        if others and body_bytes > self._held_bytes and others + body_bytes > admission._max_held_bytes:
+            raise _overloaded("buffers_full", "the gateway holds as many request bodies as it can")
+        admission._held_bytes = others + body_bytes
+        self._held_bytes = body_bytes
+
+
+class _Line:
+    """One caller's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
+
+    __slots__ = ("caller", "entries", "requests", "last_service")
+
+    def __init__(self, caller: str, last_service: int) -> None:
+        self.caller = caller
+        self.entries: dict[Entry, None] = {}
+        self.requests = 0
+        self.last_service = last_service
+
+
+def _queue_full() -> Overloaded:
+    return _overloaded("queue_full", "too many requests are waiting for an instance")
+
+
+def _queue_timeout(wait_seconds: float) -> Overloaded:
+    return _overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
+
+
+def _overloaded(code: str, message: str) -> Overloaded:
+    error = Overloaded(message, code=code)
+    error.retry_after_seconds = random.uniform(*_RETRY_AFTER_SECONDS)
+    return error

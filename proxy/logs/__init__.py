@@ -1,0 +1,97 @@
+"""Logging: one line per event, one per request, with the request's id in every line.
+
+Writing a line never waits for whoever reads the log, and too many lines of a kind are left out and counted: neither a
+pipe that nobody reads nor a client that sends nonsense can hold the event loop up or fill the disk. From record to
+line: `floods` (is it one too many?), `formats` and `redaction` (what does it look like?), `writer` (who takes it?).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from proxy.logs.floods import Floods
+from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
+from proxy.logs.handler import ALWAYS, LineHandler, access
+from proxy.logs.redaction import Redaction
+from proxy.logs.writer import LineWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from proxy.settings import Log
+
+__all__ = ["ALWAYS", "Lost", "access_line", "configure", "flush", "lost", "request_id", "setup"]
+
+
+class Lost(NamedTuple):
+    """Lines of this process that are not in the log, since `setup`."""
+
+    dropped: int = 0
+    """Nobody took them in time."""
+    suppressed: int = 0
+    """Too many like them came at once."""
+
+
+def setup(
+    log: Log,
+    stream: TextIO | None = None,
+    *,
+    secrets: Iterable[str] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Send the program's own records to `stream` (standard output), and warnings of libraries with them.
+
+    `secrets` are masked wherever they turn up, if they have 8 characters or more. A forked process calls this again:
+    what the other one could not write yet is left to that one.
+    """
+    # What no formatter here shows is not collected for every record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    target = stream or sys.stdout or sys.stderr  # Python has None for one that was closed
+    root = logging.getLogger()
+    for handler in _line_handlers():
+        handler.close()
+    root.handlers[:] = [] if target is None else [_line_handler(log, target, secrets, clock)]
+    root.setLevel(logging.WARNING)
+    configure(log.level)
+
+
+def configure(level: str) -> None:
+    """Write no line of the program's own that is less severe than this."""
+    logging.getLogger("proxy").setLevel(level)
+
+
+def access_line(fields: Mapping[str, object]) -> None:
+    """Write the one line of a finished request. Durations are in seconds; as text they are cut to milliseconds.
+
+    Of requests that no engine was asked about, which `term` or `instance` tells, too many at once are left out.
+    """
+    if access.isEnabledFor(logging.INFO):
+        # As `access.info` would do it, without looking for the caller.
+        record = logging.LogRecord(access.name, logging.INFO, "", 0, "request", (), None)
+        record.fields = fields
+        access.handle(record)
+
+
+def flush() -> None:
+    """Write what had to be kept, and tell of what was left out. To be called now and then."""
+    for handler in _line_handlers():
+        handler.flush()
+
+
+def lost() -> Lost:
+    """What is not in the log."""
+    return next((Lost(handler.dropped, handler.suppressed) for handler in _line_handlers()), Lost())
+
+
+def _line_handlers() -> list[LineHandler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
+
+
+def _line_handler(log: Log, target: TextIO, secrets: Iterable[str], clock: Callable[[], float]) -> LineHandler:
+    is_text = log.format == "text" or (log.format == "auto" and target.isatty())
+    redaction = Redaction(secrets)
+    formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)
+    return LineHandler(LineWriter(target.fileno()), formatter, Floods(clock))

@@ -1,0 +1,105 @@
+"""From record to line: what is left out, what is written, and word of what got lost."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.logs.floods import Kind
+
+if TYPE_CHECKING:
+    from proxy.logs.floods import Floods
+    from proxy.logs.writer import LineWriter
+
+access: Final = logging.getLogger("proxy.access")
+
+ALWAYS: Final = {"is_always_written": True}
+"""As `extra` of a log call: such a line is never left out, however many like it come at once."""
+
+
+class LineHandler(logging.Handler):
+    """The program's only handler. Nobody waits for long at its lock, which is logging's: whoever has it never waits."""
+
+    def __init__(self, writer: LineWriter, formatter: logging.Formatter, floods: Floods) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._writer = writer
+        self._floods = floods
+        self._told_dropped = 0
+
+    @property
+    def dropped(self) -> int:
+        """Lines that nobody took in time."""
+        return self._writer.dropped
+
+    @property
+    def suppressed(self) -> int:
+        """Lines left out because too many like them came at once."""
+        return self._floods.suppressed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = _kind(record)
+        if kind is not None:
+            if not self._floods.admits(kind):
+                return
+            if suppressed := self._floods.tell(kind):
+                record.fields = {**getattr(record, "fields", {}), "suppressed": suppressed}
+        try:
+            line = self.format(record)
+        except Exception:
+            # As with every logging handler, a mistake in a log call does not fail what the line is about.
+            self._add("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
+        else:
+            self._write(line)
+
+    def flush(self) -> None:
+        """Write what had to be kept, and tell of what was left out. To be called now and then."""
+        self.acquire()
+        try:
+            for kind in list(self._floods.overdue()):
+                known: dict[str, object] = {"term": kind.term, "code": kind.code, "suppressed": self._floods.tell(kind)}
+                fields = {name: value for name, value in known.items() if value}
+                self._add(kind.logger, kind.level, f"left out: {kind.message}", fields)
+            if self._writer.flush():
+                self._tell_dropped()
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        # Whoever has something to say at the very end is not to write to a descriptor that is closed.
+        logging.getLogger().removeHandler(self)
+        super().close()
+        self._writer.close()
+
+    def _write(self, line: str) -> None:
+        if self._writer.write(f"{line}\n".encode(errors="backslashreplace")):
+            self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        dropped = self._writer.dropped - self._told_dropped
+        if dropped:
+            self._told_dropped += dropped
+            self._add("proxy.logs", logging.WARNING, "lines were lost: nobody took them", {"dropped": dropped})
+
+    def _add(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
+        """Write a line of our own."""
+        record = logging.LogRecord(name, level, "", 0, message, None, None)
+        record.fields = fields
+        # In an empty context, because it is no line of the request that is being worked on.
+        self._write(Context().run(self.format, record))
+
+
+def _kind(record: logging.LogRecord) -> Kind | None:
+    """What a record is counted as, None for one that is never left out."""
+    name = record.name
+    if name == access.name:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        term = fields.get("term", "")
+        # P: the gateway refused it. R, Q: its client was still sending, or was waiting for its turn.
+        has_asked = not term.startswith("P") and not term.endswith(("R", "Q")) and fields.get("instance") != "-"
+        return None if has_asked else Kind(name, record.levelno, "request", term, fields.get("code"))
+    if getattr(record, "is_always_written", False):
+        return None
+    is_ours = name.startswith("proxy.") and isinstance(record.msg, str)
+    return Kind(name, record.levelno, record.msg if is_ours else f"{record.filename}:{record.lineno}")

@@ -1,0 +1,134 @@
+"""The keys of clients and the limits of each, from a YAML file of their own: `auth.client_keys_file`.
+
+    keys:
+      - name: team-a
+        key: sk-0123456789abcdef        # or key_sha256: its SHA-256, so that the file holds no secret
+        max_concurrent: 16              # requests at a time; null or left out: any number
+        requests_per_minute: 600        # null or left out: any number
+
+A mistake is one sentence that says where it is and never what the key is. Of a key only its digest is kept.
+"""
+
+# No `from __future__ import annotations` here: pydantic reads the annotations at run time.
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import yaml
+from pydantic import AfterValidator, Field, ValidationError
+
+from proxy.settings.kinds import Positive
+from proxy.settings.mistakes import SettingsError, did_you_mean, explain
+from proxy.settings.model import Section
+from proxy.settings.sources import UniqueKeyLoader
+
+
+def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {expectation}")
+        return text
+
+    return check
+
+
+# `-` stands for nobody's key.
+_KeyName = Annotated[
+    str,
+    AfterValidator(
+        _matching(r"(?!-$)[A-Za-z0-9._-]{1,64}", "1 to 64 letters, digits, `.`, `_` or `-`, and not only a `-`")
+    ),
+]
+_Digest = Annotated[str, AfterValidator(_matching(r"[0-9a-f]{64}", "64 hexadecimal digits"))]
+
+
+class ClientKey(Section):
+    """One client's key, as far as it is kept, and what its holder may use."""
+
+    name: _KeyName
+    """How the holder is called in the log."""
+    key_sha256: _Digest = Field(repr=False)
+    """SHA-256 of the key, in lower case hexadecimal digits."""
+    max_concurrent: Positive | None = None
+    """Requests in flight at a time, over all workers; null: any number."""
+    requests_per_minute: Positive | None = None
+    """Requests in any minute, over all workers; null: any number."""
+
+
+_MEMBERS: Final = ("key", *ClientKey.model_fields)
+# Whatever member it is, its value may be a key that was written in the wrong place.
+_NOT_SHOWN: Final = tuple(ClientKey.model_fields)
+
+
+def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
+    """Read the keys of a file. Raises SettingsError.
+
+    There is at least one: without any key every client would be let in, and that is not what an empty file says.
+    """
+    tree = _read(path)
+    entries = tree.get("keys") if isinstance(tree, dict) and set(tree) == {"keys"} else None
+    if not isinstance(entries, list):
+        raise SettingsError(f"{path} must hold a list of keys under `keys:` and nothing else")
+    if not entries:
+        raise SettingsError(f"{path} holds no key; to let every client in, leave auth.client_keys_file out")
+    keys = tuple(_key(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1))
+    _require_unique(keys, path)
+    return keys
+
+
+def _read(path: str | Path) -> object:
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        # Not its own words, which may quote the file.
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        is_odd = isinstance(error, yaml.constructor.ConstructorError)
+        problem = "gives a member twice, or one of an unknown kind" if is_odd else "is not YAML"
+        raise SettingsError(f"{path}{line}: this {problem}") from None
+    except yaml.YAMLError:
+        raise SettingsError(f"{path} is not YAML") from None
+
+
+def _key(entry: object, place: str) -> ClientKey:
+    """The key of one entry of the list, whose `key` becomes its digest."""
+    if not isinstance(entry, dict):
+        raise SettingsError(f"{place} must have a name and a key, like `- {{name: team-a, key: sk-…}}`")
+    for member in entry:
+        if member not in _MEMBERS:
+            raise SettingsError(f"{place} has an unknown member{did_you_mean(str(member), _MEMBERS)}")
+    if ("key" in entry) == ("key_sha256" in entry):
+        raise SettingsError(f"{place} must have either a key or its key_sha256")
+    try:
+        return ClientKey.model_validate(_digested(entry, place))
+    except ValidationError as error:
+        raise SettingsError(explain(error, lambda member: f"{place}: {member}", _NOT_SHOWN)) from None
+
+
+def _digested(entry: dict[str, object], place: str) -> dict[str, object]:
+    members = dict(entry)
+    if "key" in members:
+        key = members.pop("key")
+        if not isinstance(key, str):
+            raise SettingsError(f"{place}: key must be text: put it in quotes")
+        if not re.fullmatch(r"[!-~]+", key):
+            raise SettingsError(f"{place}: key must be printable ASCII without spaces, as it is sent in an HTTP header")
+        members["key_sha256"] = hashlib.sha256(key.encode()).hexdigest()
+    elif isinstance(digest := members["key_sha256"], str):
+        members["key_sha256"] = digest.lower()
+    return members
+
+
+def _require_unique(keys: tuple[ClientKey, ...], path: str | Path) -> None:
+    names: dict[str, int] = {}
+    digests: dict[str, int] = {}
+    for number, key in enumerate(keys, 1):
+        for what, seen, value in (("name", names, key.name), ("key", digests, key.key_sha256)):
+            before = seen.setdefault(value, number)
+            if before != number:
+                raise SettingsError(f"{path}: entry {number} has the same {what} as entry {before}")

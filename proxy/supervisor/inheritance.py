@@ -1,0 +1,110 @@
+"""What all workers inherit from the process that starts them: listening sockets and shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.callers import KeyUsage
+from proxy.configuration import Configuration
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from proxy.settings import Loaded, Settings
+
+_ADMIN_BACKLOG: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Made before the first worker so that no port is bound twice. None: there is no such port."""
+
+    clients: socket.socket
+    admin: socket.socket | None = None
+    probes: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's copies. May be called again."""
+        for listener in (self.clients, self.admin, self.probes):
+            if listener is not None:
+                listener.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all workers inherit and share."""
+
+    configuration: Configuration
+    listeners: Listeners
+    scoreboard: Scoreboard
+    roster: Roster
+    key_usage: KeyUsage
+
+    def erase(self, worker: int) -> None:
+        """Forget what a worker that is dead had counted."""
+        self.scoreboard.erase(worker)
+        self.key_usage.erase(worker)
+
+
+RunWorker = Callable[[Shared, int, int | None], int]
+"""`worker.run`: serves until it is drained and returns the exit code. It is given the worker's number, and the reading
+end of a pipe that closes when the supervisor is gone, None without a supervisor."""
+
+
+def listen(settings: Settings) -> Listeners:
+    """The listening sockets. Raises OSError whose text is one sentence for the operator."""
+    admin = settings.admin
+    with ExitStack() as stack:
+
+        def open_if(port: int | None) -> socket.socket | None:
+            return None if port is None else stack.enter_context(create_listener(admin.host, port))
+
+        clients = stack.enter_context(
+            create_listener(settings.listen.host, settings.listen.port, settings.listen.backlog)
+        )
+        listeners = Listeners(clients, open_if(admin.port), open_if(admin.probe_port))
+        stack.pop_all()  # all of them are there: from here on they are closed together
+        return listeners
+
+
+def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> socket.socket:
+    """A listening socket. Raises OSError whose text is one sentence for the operator.
+
+    A name with several addresses gets its first IPv4 one, because `localhost` is expected to answer there; `::` listens
+    on IPv4, too.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=host == "::")
+    except OSError as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        raise OSError(f"cannot listen on {where}: {str(reason).lower()}") from error
+
+
+def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> Shared:
+    """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
+    settings = loaded.settings
+    prefill = [(endpoint.host, endpoint.port) for endpoint in settings.prefill]
+    decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
+    scoreboard = Scoreboard(workers=settings.workers, slots=max(1024, 2 * len(prefill + decode)))
+    roster = Roster(prefill, decode, scoreboard)
+    return Shared(
+        Configuration(loaded, load, roster), listeners, scoreboard, roster, KeyUsage(workers=settings.workers)
+    )

@@ -1,0 +1,235 @@
+"""The parts of one process: each made once, put together, and told when the configuration is another."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from proxy import logs
+from proxy.api import replies
+from proxy.api.admin import AdminApi
+from proxy.api.drain import Drain
+from proxy.api.front import Front
+from proxy.api.keys import ClientKeys
+from proxy.api.models import ModelsApi
+from proxy.api.openai import GenerationApi
+from proxy.api.passthrough import PassthroughApi
+from proxy.api.probes import ProbeApi
+from proxy.balancer.backend import Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.health import Health
+from proxy.balancer.ledger import Ledger
+from proxy.balancer.pairs import Pairs
+from proxy.balancer.policies import POLICIES
+from proxy.balancer.pool import Pool
+from proxy.callers import Callers
+from proxy.configuration import Follower, text_of
+from proxy.connectors import CONNECTORS
+from proxy.connectors.base import Pools
+from proxy.connectors.releaser import Releaser
+from proxy.flow.gateway import Gateway
+from proxy.flow.vocabulary import Vocabulary
+from proxy.metrics import Metrics
+from proxy.monitor import Monitor
+from proxy.prober import Prober, log_transition
+from proxy.upstream import AddressRules, Names, Upstream, new_session
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.health import Transition
+    from proxy.configuration import Current
+    from proxy.settings import Settings
+    from proxy.supervisor import Shared
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process's parts, put together. They do not listen yet."""
+
+    current: Current
+    metrics: Metrics
+    monitor: Monitor
+    drain: Drain
+    follower: Follower
+    callers: Callers
+    keys: EngineKeys
+    names: Names
+    health: Health
+    pools: Pools
+    prober: Prober
+    ledger: Ledger
+    upstream: Upstream
+    releaser: Releaser
+    gateway: Gateway
+    generation: GenerationApi
+    passthrough: PassthroughApi
+    admin: AdminApi
+    front: Front
+    """Where clients connect."""
+    admin_front: Front | None
+    """Where operators connect, if they do not with the clients."""
+
+    @property
+    def settings(self) -> Settings:
+        """What is in force now."""
+        return self.current.settings
+
+    def apply(self, current: Current) -> None:
+        """Let every part go on with this. Nothing waits here, so no request sees one half of it."""
+        self.current = current
+        settings = current.settings
+        logs.configure(settings.log.level)
+        self.callers.configure(current.client_keys, current.slots)
+        self.keys.configure(text_of(settings.auth.engine_api_key))
+        self.names.configure(AddressRules(settings.admin.networks), _hosts(settings))
+        self.upstream.configure(settings.timeouts, _stall_seconds(settings))
+        self.health.configure(settings.health)
+        self.pools.pairs.configure(settings.health.quarantine_after, settings.health.quarantine_seconds)
+        for role in Role:
+            policy, max_running = _choice(settings, role)
+            self.pools.of(role).configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
+        self.prober.configure(settings.health, settings.joining)
+        self.releaser.configure(settings.kv)
+        self.gateway.configure(settings)
+        self.generation.configure(settings)
+        self.passthrough.configure(settings)
+        self.admin.configure(text_of(settings.auth.admin_key))
+        for front in (self.front, self.admin_front):
+            if front is not None:
+                front.configure(settings.listen)
+
+    def look(self) -> None:
+        """To be called every so often: take notice of what others have decided."""
+        self.follower.look()
+        self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
+
+
+@asynccontextmanager
+async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
+    """Put the parts of one worker together on the running loop; leaving the context stops them."""
+    current = shared.configuration.current()
+    settings = current.settings
+    scoreboard, roster = shared.scoreboard, shared.roster
+    metrics = Metrics()
+    drain = Drain()
+    health = Health(settings.health)
+    pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
+    row = scoreboard.row(index)
+    ledger = Ledger(row)
+
+    def count(backend: Backend, result: str) -> None:
+        metrics.instance_requests_total.labels(backend.role.value, backend.name, result).inc()
+
+    def note(transition: Transition) -> None:
+        log_transition(transition)
+        if transition.cause is not None:
+            backend = transition.backend
+            metrics.instance_ejected_total.labels(backend.role.value, backend.name, transition.cause).inc()
+
+    def pool(role: Role) -> Pool:
+        policy, max_running = _choice(settings, role)
+        return Pool(
+            *(role, POLICIES[policy](), scoreboard, row, roster, health, note, count),
+            ledger=ledger if role is Role.PREFILL else None,
+            pairs=pairs,
+            max_running=max_running,
+            pressure_seconds=settings.resume.pressure_seconds,
+        )
+
+    pools = Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs)
+    keys = EngineKeys(text_of(settings.auth.engine_api_key))
+    callers = Callers(shared.key_usage, index)
+    callers.configure(current.client_keys, current.slots)
+    client_keys = ClientKeys(callers)
+    async with AsyncExitStack() as stack:
+        names = await stack.enter_async_context(Names(AddressRules(settings.admin.networks), _hosts(settings), metrics))
+        session = await stack.enter_async_context(new_session(names))
+        upstream = await stack.enter_async_context(
+            Upstream(
+                *(settings.timeouts, keys, names),
+                stall_seconds=_stall_seconds(settings),
+                on_stall=lambda backend: pools.of(backend.role).report_stall(backend),
+            )
+        )
+        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, metrics))
+        connector = CONNECTORS[settings.connector](pools, upstream, settings, metrics, releaser)
+        serving = {role: pools.of(role) for role in connector.roles}
+        prober = await stack.enter_async_context(
+            Prober(serving, roster, health, settings.health, settings.joining, session, keys.headers)
+        )
+        metrics.watch_instances(tuple(serving.values()), scoreboard, health)
+        gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
+        follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
+        probes = ProbeApi(serving, drain)
+        monitor = Monitor(metrics, every_tick=(lambda: worker.look(),), is_ready=probes.is_ready)
+        generation = GenerationApi(gateway, client_keys, settings, metrics)
+        models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
+        passthrough = PassthroughApi(
+            *(serving[connector.roles[0]], session, keys, client_keys, gateway.admission, gateway.budget),
+            *(settings, metrics),
+        )
+        admin_key = text_of(settings.auth.admin_key)
+        admin = AdminApi(serving, prober, session, keys, names, metrics, follower.reload, admin_key)
+        app = _application(metrics)
+        app.middlewares.append(drain.middleware)
+        for api in (generation, models, passthrough, probes):
+            app.add_routes(api.routes())
+        front = Front(app, settings.listen, metrics)
+        admin_front = None
+        if settings.admin.port is None:
+            app.add_routes(admin.routes())
+        else:
+            admin_app = _application(metrics)
+            admin_app.add_routes([*probes.routes(), *admin.routes()])
+            admin_front = Front(admin_app, settings.listen, metrics)
+        worker = Worker(
+            *(
+                current,
+                metrics,
+                monitor,
+                drain,
+                follower,
+                callers,
+                keys,
+                names,
+                health,
+                pools,
+                prober,
+                ledger,
+                upstream,
+            ),
+            *(releaser, gateway, generation, passthrough, admin, front, admin_front),
+        )
+        await stack.enter_async_context(follower)
+        await stack.enter_async_context(monitor)
+        yield worker
+
+
+def _application(metrics: Metrics) -> web.Application:
+    app = web.Application()
+    replies.install(app, metrics)
+    return app
+
+
+def _choice(settings: Settings, role: Role) -> tuple[str, int | None]:
+    """How an instance of a role is chosen: the policy's name, and how many requests one works on at a time."""
+    balance, admission = settings.balance, settings.admission
+    if role is Role.PREFILL:
+        return balance.prefill_policy, admission.max_running_prefill
+    return balance.decode_policy, admission.max_running_decode
+
+
+def _stall_seconds(settings: Settings) -> float:
+    """Without a prefill leg a stream is silent while its prompt is computed."""
+    seconds = settings.health.stall_seconds
+    return max(seconds, settings.timeouts.first_token_seconds) if settings.connector == "plain" else seconds
+
+
+def _hosts(settings: Settings) -> set[str]:
+    """Of the configured instances."""
+    return {endpoint.host for endpoint in (*settings.prefill, *settings.decode)}

@@ -1,0 +1,142 @@
+"""The life of one process: it serves until it is told to stop, lets its streams end, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import TYPE_CHECKING, Final
+
+import uvloop
+
+from proxy import __version__, logs
+from proxy.configuration import secrets_of
+from proxy.worker.listening import listening
+from proxy.worker.parts import build
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from proxy.api.drain import Drain
+    from proxy.settings import Settings
+    from proxy.supervisor import Listeners, Shared
+    from proxy.worker.parts import Worker
+
+logger = logging.getLogger(__name__)
+
+# How often a drain tells how much is left of it, how long it may take to let in who is already connected, and how long
+# to tell the error to those who are left at last.
+_LEFT_EVERY_SECONDS: Final = 5.0
+_STOP_ACCEPTING_SECONDS: Final = 2.0
+_CUT_OFF_SECONDS: Final = 0.5
+
+
+def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
+    """Serve until told to stop. `alive_fd`: a pipe that closes when the supervisor is gone.
+
+    The exit code is 0 after a drain, also one at whose end something was cut off, and 128 and the signal's number
+    after a second signal.
+    """
+    settings = shared.configuration.current().settings
+    logs.setup(settings.log, secrets=secrets_of(settings))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(shared, worker, alive_fd))
+    finally:
+        logs.flush()
+
+
+async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
+    stop = _Stop(alive_fd)
+    async with build(shared, index) as worker, listening(worker, shared.listeners) as stop_accepting:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
+        if index == 0:
+            logger.info("%s", _banner(worker.settings, shared.listeners))
+        await stop.requested.wait()
+        await _drain(worker, stop, stop_accepting)
+    return stop.exit_code
+
+
+def _on_hang_up(worker: Worker) -> None:
+    if not worker.drain.is_draining:
+        worker.follower.begin_reload("SIGHUP")
+
+
+async def _drain(worker: Worker, stop: _Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:
+    """Let what is being answered come to its end, as long as it may take, and then end it."""
+    drain, limits = worker.drain, worker.settings.drain
+    drain.is_draining = worker.front.close_after_each_answer = True
+    _tell_left(drain)
+    # Load balancers in front learn from /readyz; until they have, what they still send is served.
+    await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
+    await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limits.streams_seconds
+    while drain.in_flight and not stop.now.is_set() and (left_seconds := deadline - loop.time()) > 0:
+        _tell_left(drain)
+        await _first_of(stop.now.wait(), drain.idle(), seconds=min(_LEFT_EVERY_SECONDS, left_seconds))
+    if count := drain.cut_off():
+        logger.warning("cut off %d requests", count)
+        await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)
+
+
+def _tell_left(drain: Drain) -> None:
+    logger.info("draining", extra={"fields": {"left": drain.in_flight}})
+
+
+class _Stop:
+    """What tells a worker to stop. The first signal asks it to drain; the second, or the supervisor's end, to leave
+    now.
+    """
+
+    def __init__(self, alive_fd: int | None) -> None:
+        self.requested = asyncio.Event()
+        self.now = asyncio.Event()
+        self.exit_code = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        if alive_fd is not None:
+            loop.add_reader(alive_fd, self._on_supervisor_gone, alive_fd)
+
+    def _on_signal(self, number: int) -> None:
+        if self.requested.is_set():
+            self.now.set()
+            self.exit_code = 128 + number
+        self.requested.set()
+
+    def _on_supervisor_gone(self, alive_fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(alive_fd)
+        self.requested.set()
+        self.now.set()
+
+
+async def _first_of(*waits: Awaitable[object], seconds: float) -> None:
+    """Wait until one of them is done, at most so long. Raises what it raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _banner(settings: Settings, listeners: Listeners) -> str:
+    """One line that tells an operator what this process is and what it looks after."""
+    ports = [
+        f"{name}{socket_host}:{socket_port}"
+        for name, sock in (
+            ("", listeners.clients),
+            ("operators on ", listeners.admin),
+            ("probes on ", listeners.probes),
+        )
+        if sock is not None
+        for socket_host, socket_port in [sock.getsockname()[:2]]
+    ]
+    admin = "with the admin key" if settings.auth.admin_key else "from this host only"
+    return (
+        f"pdproxy {__version__} on {', '.join(ports)}, connector {settings.connector}, "
+        f"{len(settings.prefill)} prefillers, {len(settings.decode)} decoders, {settings.workers} workers, "
+        f"administration {admin}"
+    )

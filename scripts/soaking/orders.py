@@ -1,0 +1,157 @@
+"""What is asked for: a book of requests, the same for the same seed.
+
+Most are ordinary, some have several prompts or samples, some are mistakes, and some are from clients that leave early.
+Each is written as no JSON library would write it, so that whoever serialises it again is found out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.wire.openai import Api
+
+MODEL = "sim"
+_BOOK_SIZE = 300
+_USER = "%USER%"
+_TEXT = (
+    "Write down what the river said to the bridge, in the words of the bridge; then let the river answer. “Enough!” "
+    "cried the café, señor, über alles 日本語 🙂 and again: once more, slowly, from the beginning to the end.\n"
+)
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {parameter: {}}}}}
+    for name, parameter in (("find", "q"), ("show", "at"))
+]
+_THINKING = {"chat_template_kwargs": {"thinking": True}}
+# No library writes numbers, space and escapes like this, and none keeps them.
+_ODDITIES = '"temperature" : 1.00e0,\t"x_big": 36893488147419103232, "x_text": "\\u0041\\/b",  "x_last": [ 1,2 ]'
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One request of the book."""
+
+    number: int
+    api: Api
+    fields: dict[str, Any]
+    status: int = 200
+    """The status it deserves. Its body is no JSON if that is 400 and there are no fields."""
+    leaves_after_seconds: float | None = None
+    """When its client has enough, answered or not; None: never."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def asks_usage(self) -> bool:
+        """A stream whose client wants to know what it cost."""
+        return bool((self.fields.get("stream_options") or {}).get("include_usage"))
+
+    @property
+    def units(self) -> int:
+        """How many sequences are generated for it."""
+        prompt = self.fields.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) else 1
+        return prompts * int(self.fields.get("n") or 1)
+
+    def body(self, user: str) -> bytes:
+        """The bytes to send. `user` comes back in what the engines get, and tells whose leg it is."""
+        if not self.fields:
+            return f'{{"user": "{user}", "messages": [{{"role": "user", "content": "half'.encode()
+        members = json.dumps({"user": user, **self.fields}, ensure_ascii=self.number % 2 == 0)
+        return f"{members[:-1]} ,{_ODDITIES} }}".encode()
+
+
+def order_number(user: str) -> int:
+    """Which order a request was, by the name it was sent under; see `user_name`."""
+    return int(user.rpartition(".")[2])
+
+
+def user_name(serial: int, order: Order) -> str:
+    """The name of a request: its id, and the `user` in its body."""
+    return f"soak-{serial}.{order.number}"
+
+
+def clean_order() -> Order:
+    """What is asked all the time to see whether the gateway serves: a short answer to a short question."""
+    fields = {"model": MODEL, "messages": [{"role": "user", "content": "Are you well?"}], "max_tokens": 4}
+    return Order(_BOOK_SIZE, Api.CHAT, fields)
+
+
+def book(seed: int) -> list[Order]:
+    """All orders; the clean one is the last."""
+    draw = random.Random(seed)
+    return [*(_order(number, draw) for number in range(_BOOK_SIZE)), clean_order()]
+
+
+def _order(number: int, draw: random.Random) -> Order:
+    kind = draw.random()
+    if kind < 0.05:
+        return _mistake(number, draw)
+    api = draw.choice(list(Api))
+    fields = {"model": MODEL, **_prompt(number, api, draw), **_length(draw), **_options(api, draw)}
+    if kind < 0.11:
+        # Some leave during the prefill, some in the middle of the answer, and some are answered before.
+        return Order(number, api, fields | {"max_tokens": 200}, leaves_after_seconds=round(draw.uniform(0.0, 1.5), 3))
+    if kind < 0.17:
+        fields["n"] = draw.randint(2, 3)
+    elif kind < 0.21 and api is Api.COMPLETIONS:
+        fields["prompt"] = [_text(number, draw), _text(number, draw)]
+    return Order(number, api, fields)
+
+
+def _mistake(number: int, draw: random.Random) -> Order:
+    """Some the gateway refuses by itself, others only an engine can."""
+    text = _text(number, draw)
+    fields, status = draw.choice(
+        [
+            ({}, 400),
+            ({"model": MODEL, "prompt": text, "stream": "yes"}, 400),
+            ({"model": MODEL, "prompt": text, "n": 0}, 400),
+            ({"model": MODEL, "prompt": text, "max_tokens": -1}, 400),
+            ({"model": "none such", "prompt": text}, 404),
+            ({"model": MODEL}, 400),
+        ]
+    )
+    return Order(number, Api.COMPLETIONS, fields, status)
+
+
+def _prompt(number: int, api: Api, draw: random.Random) -> dict[str, Any]:
+    text = _text(number, draw)
+    if api is Api.COMPLETIONS:
+        return {"prompt": text}
+    return {"messages": [{"role": "system", "content": "You are a bridge."}, {"role": "user", "content": text}]}
+
+
+def _text(number: int, draw: random.Random) -> str:
+    """A prompt like no other. Many are short and few are long, as with people."""
+    length = min(6000, int(draw.lognormvariate(5.0, 1.2)))
+    return f"[{number}] " + (_TEXT * (length // len(_TEXT) + 1))[:length]
+
+
+def _length(draw: random.Random) -> dict[str, Any]:
+    short, middle, long = (1, 12), (20, 80), (100, 220)
+    return {"max_tokens": draw.randint(*draw.choices((short, middle, long), weights=(3, 5, 2))[0])}
+
+
+def _options(api: Api, draw: random.Random) -> dict[str, Any]:
+    """What else clients ask for."""
+    options: dict[str, Any] = {}
+    if draw.random() < 0.65:
+        options["stream"] = True
+        if draw.random() < 0.5:
+            options["stream_options"] = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.2}
+    if draw.random() < 0.15:
+        options["return_token_ids"] = True
+    if draw.random() < 0.1:
+        options["stop"] = ["thunder", "über "]
+    if draw.random() < 0.1:
+        options["seed"] = draw.randint(0, 2**31)
+    if api is Api.CHAT and draw.random() < 0.5:
+        options |= _THINKING
+        if draw.random() < 0.5:
+            options["tools"] = _TOOLS
+    return options

@@ -1,0 +1,281 @@
+"""Bodies that are too long, too slow, encoded or broken off, and those that are none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import StreamReader, web
+from aiohttp.test_utils import make_mocked_request
+
+from proxy.api import body
+from proxy.api.body import deadline_seconds, read_body
+from proxy.errors import GatewayError, Overloaded
+from proxy.settings import Listen
+from tests.api.fronts import CLEAN, HEAD, PATH, Site, serving
+from tests.asking import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.api.fronts import Client
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+MIB = 1024 * 1024
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def lingers_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients here wait for the end of the connection, and the front for the end of what they send."""
+    monkeypatch.setattr("proxy.api.front.LINGERING_SECONDS", 0.01)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serving(max_body_bytes=MIB) as site:
+        yield site
+
+
+async def refused(client: Client) -> tuple[int, str]:
+    """Status and code of the answer after which the connection is closed."""
+    reply = await client.reply()
+    assert reply.closes
+    assert await client.is_closed()
+    return reply.status, reply.code
+
+
+async def test_a_body_may_come_in_pieces(site: Site) -> None:
+    for pieces in (
+        [HEAD + b"Content-Length: 5\r\n\r\na", b"bcd", b"e"],
+        [CHUNKED, chunk(b"ab"), chunk(b"cde") + LAST_CHUNK],
+    ):
+        client = await site.connect()
+        for piece in pieces:
+            client.send(piece)
+            assert await site.serves()
+        assert (await client.reply()).status == 200
+    assert site.seen.count(("POST", PATH, b"abcde")) == 2
+
+
+async def test_a_body_that_is_there_needs_no_timer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("proxy.api.body.asyncio")
+    for sent in (CLEAN, CHUNKED + chunk(b"{}") + LAST_CHUNK, HEAD + b"\r\n"):
+        client = await site.ask(sent)
+        assert (await client.reply()).status == 200
+
+
+@pytest.mark.parametrize("length", [0, 1, MIB - 1, MIB])
+async def test_a_body_of_the_allowed_length_is_taken(site: Site, length: int) -> None:
+    data = bytes(length)
+    chunks = chunk(data) if data else b""
+    for sent in (HEAD + b"Content-Length: %d\r\n\r\n" % length + data, CHUNKED + chunks + LAST_CHUNK):
+        client = await site.ask(sent)
+        assert (await client.reply()).status == 200
+        assert site.seen[-1] == ("POST", PATH, data)
+
+
+@pytest.mark.parametrize(
+    "coding", [b"gzip", b"deflate", b"br", b"zstd", b"GZIP", b"gzip, gzip", b"identity, gzip", b"x"]
+)
+async def test_an_encoded_body_is_refused_unread(site: Site, coding: bytes) -> None:
+    """What it would grow to is not known before."""
+    client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: " + coding + b"\r\nHost", 1))
+    reply = await client.reply()
+    assert (reply.status, reply.code) == (415, "content_encoding")
+    assert site.rejected("content_encoding") == 1.0
+    client = await site.ask(HEAD + b"Content-Encoding: " + coding + b"\r\nContent-Length: 10\r\n\r\n")
+    assert await refused(client) == (415, "content_encoding")
+    assert site.seen == []
+
+
+async def test_identity_is_no_encoding(site: Site) -> None:
+    client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: Identity\r\nHost", 1))
+    assert (await client.reply()).status == 200
+
+
+async def test_a_body_that_is_told_to_be_too_long_is_refused_unread(site: Site) -> None:
+    client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % (MIB + 1))
+    assert await refused(client) == (413, "request_too_large")
+    assert site.rejected("too_large") == 1.0
+
+
+async def test_a_body_that_grows_too_long_is_refused_there(site: Site) -> None:
+    client = await site.ask(CHUNKED + chunk(bytes(MIB)))
+    client.send(chunk(b"x"))
+    assert await refused(client) == (413, "request_too_large")
+    assert site.rejected("too_large") == 1.0
+
+
+async def test_a_short_body_that_is_too_long_is_refused() -> None:
+    async with serving(max_body_bytes=1) as site:
+        for sent in (CLEAN, CHUNKED + chunk(b"{}") + LAST_CHUNK):
+            client = await site.ask(sent)
+            reply = await client.reply()
+            assert (reply.status, reply.code) == (413, "request_too_large")
+
+
+async def test_a_client_that_goes_on_sending_gets_its_refusal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.api.front.LINGERING_SECONDS", 5.0)
+    client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % (4 * MIB))
+    client.send(bytes(4 * MIB))
+    await client.writer.drain()
+    assert await refused(client) == (413, "request_too_large")
+    assert await site.serves()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_long_body_is_held_once(is_told: bool) -> None:
+    length = 16 * MIB
+    async with serving(max_body_bytes=length) as site:
+        client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % length if is_told else CHUNKED)
+        piece = bytes(MIB)
+        tracemalloc.start()
+        try:
+            for _ in range(16):
+                client.send(piece if is_told else chunk(piece))
+                await client.writer.drain()
+            client.send(b"" if is_told else LAST_CHUNK)
+            assert (await client.reply()).status == 200
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(site.seen[0][2]) == length
+        # The buffer grows by an eighth at a time, and so much is on its way: in the client, in aiohttp.
+        assert peak < length * 9 / 8 + 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("rate", "received", "expected"),
+    [
+        (1024, 0, 5.0),
+        (1024, 1024, 5.0),
+        (1024, 5 * 1024, 5.0),
+        (1024, 10 * 1024, 10.0),
+        (1024, 59 * 1024, 59.0),
+        (1024, MIB, 60.0),
+        (1, MIB, 60.0),
+        (0, 0, 60.0),
+        (0, MIB, 60.0),
+    ],
+)
+def test_the_deadline_moves_on_with_what_arrives(rate: int, received: int, expected: float) -> None:
+    assert deadline_seconds(received, Listen(body_bytes_per_second=rate)) == expected
+
+
+def test_the_grace_is_no_longer_than_the_deadline() -> None:
+    assert deadline_seconds(0, Listen(body_seconds=2.0)) == 2.0
+
+
+@pytest.mark.parametrize("head", [HEAD + b"Content-Length: 10\r\n\r\n", CHUNKED])
+async def test_a_body_that_takes_too_long_is_given_up(head: bytes) -> None:
+    async with serving(body_seconds=0.01, body_bytes_per_second=0) as site:
+        client = await site.ask(head)
+        assert await refused(client) == (408, "slow_body")
+        assert site.rejected("slow_body") == 1.0
+        assert site.seen == []
+        assert await site.serves()
+
+
+async def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_GRACE_SECONDS", 0.0)
+    async with serving(body_bytes_per_second=1_000_000) as site:
+        client = await site.ask(HEAD + b"Content-Length: 10\r\n\r\n1")
+        assert await refused(client) == (408, "slow_body")
+
+
+async def test_a_body_may_drip_where_nobody_minds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_GRACE_SECONDS", 0.0)
+    async with serving(body_bytes_per_second=0) as site:
+        client = await site.ask(HEAD + b"Content-Length: 4\r\n\r\n")
+        for byte in b"abcd":
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await client.reply()).status == 200
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    for leave in ("abort", "write_eof"):
+        client = await site.ask(CLEAN[:-1])
+        await until(lambda: site.front.connections == 1, "the connection")
+        getattr(client.writer.transport, leave)()
+        await until(lambda: site.front.connections == 0, "the end of the connection")
+    assert caplog.records == []
+    assert site.seen == []
+
+
+# By itself
+
+
+def request_with(content: StreamReader, **headers: str) -> web.Request:
+    return make_mocked_request("POST", "/", headers=headers, payload=content)
+
+
+def content_of(*pieces: bytes, ends: bool = True) -> StreamReader:
+    class Protocol:
+        connected = True
+
+        def pause_reading(self) -> None: ...
+
+        def resume_reading(self, resume_parser: bool = True) -> None: ...
+
+    content = StreamReader(Protocol(), 2**16)  # type: ignore[arg-type]
+    for piece in pieces:
+        content.feed_data(piece)
+    if ends:
+        content.feed_eof()
+    return content
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+@pytest.mark.parametrize("problem", [OSError(113, "no route"), TimeoutError(110, "timed out"), ConnectionResetError()])
+async def test_a_connection_that_is_lost_is_a_connection_error(problem: OSError, has_ended: bool) -> None:
+    content = content_of(b"ab", ends=has_ended)
+    content.set_exception(problem)
+    with pytest.raises(ConnectionError):
+        await read_body(request_with(content), Listen())
+
+
+async def test_growth_is_told_of_a_body_whose_length_is_not_known() -> None:
+    grown: list[int] = []
+    assert await read_body(request_with(content_of(b"ab", b"cd")), Listen(), grown.append) == b"abcd"
+    assert grown == [4]
+    content = content_of(b"ab", ends=False)
+    reading = asyncio.create_task(read_body(request_with(content), Listen(), grown.append))
+    await until(lambda: grown == [4, 2], "the first piece")
+    content.feed_data(b"cd")
+    await until(lambda: grown == [4, 2, 4], "the second piece")
+    content.feed_eof()
+    assert await reading == b"abcd"
+
+
+async def test_growth_is_not_told_of_a_body_whose_length_is_known() -> None:
+    grown: list[int] = []
+    for ends in (True, False):
+        content = content_of(b"abcd", ends=ends)
+        reading = asyncio.create_task(
+            read_body(request_with(content, **{"Content-Length": "4"}), Listen(), grown.append)
+        )
+        await asyncio.sleep(0)
+        if not ends:
+            content.feed_eof()
+        assert await reading == b"abcd"
+    assert grown == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_body_that_may_not_grow_is_read_no_further(ends: bool) -> None:
+    def refuse(size: int) -> Any:
+        raise Overloaded("no", code="buffers_full")
+
+    with pytest.raises(GatewayError) as caught:
+        await read_body(request_with(content_of(b"ab", ends=ends)), Listen(), refuse)
+    assert caught.value.code == "buffers_full"

@@ -1,0 +1,185 @@
+"""Drain: what is in flight is counted, and what is cut off ends in an error, unless its client has left."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from proxy.api import replies
+from proxy.api.drain import Drain, ShuttingDown
+from proxy.metrics import Metrics
+from tests.asking import read, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    Client = TestClient[web.Request, web.Application]
+
+
+class Work:
+    """A route that never comes to its end, and what has happened to it."""
+
+    def __init__(self, drain: Drain) -> None:
+        self.drain = drain
+        self.begun = 0
+        self.ended: list[type[BaseException]] = []
+
+    async def wait(self, request: web.Request) -> web.Response:
+        self.begun += 1
+        try:
+            await asyncio.Event().wait()
+        except BaseException as error:
+            self.ended.append(type(error))
+            raise
+        raise AssertionError("unreachable")
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """As the generation routes do it: an error in the middle of an answer is told there."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first ")
+        try:
+            with self.drain:
+                await self.wait(request)
+        except ShuttingDown as error:
+            await response.write(error.code.encode())
+        return response
+
+
+@pytest.fixture
+def drain() -> Drain:
+    return Drain()
+
+
+@pytest.fixture
+def work(drain: Drain) -> Work:
+    return Work(drain)
+
+
+@pytest.fixture
+async def client(drain: Drain, work: Work) -> AsyncIterator[Client]:
+    app = web.Application()
+    replies.install(app, Metrics())
+    app.middlewares.append(drain.middleware)
+    app.add_routes([web.get("/wait", work.wait), web.get("/stream", work.stream)])
+    async with TestClient(TestServer(app, handler_cancellation=True)) as client:
+        yield client
+
+
+async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: Drain, work: Work, client: Client) -> None:
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(client.get("/wait")) for _ in range(3)]
+        await until(lambda: work.begun == 3, "three requests")
+        assert drain.in_flight == 3
+        assert drain.cut_off() == 3
+    for task in asking:
+        answer = task.result()
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+        assert (await answer.json())["error"]["code"] == "draining"
+    await drain.idle()
+    assert drain.in_flight == 0
+    assert drain.cut_off() == 0
+
+
+async def test_what_is_cut_off_in_its_answer_can_tell_so(drain: Drain, client: Client, work: Work) -> None:
+    async with client.get("/stream") as response:
+        await until(lambda: work.begun, "the answer to begin")
+        drain.cut_off()
+        assert await response.read() == b"first draining"
+
+
+async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: Drain) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first ")
+        await asyncio.Event().wait()
+        return response
+
+    app = web.Application()
+    replies.install(app, Metrics())
+    app.middlewares.append(drain.middleware)
+    app.add_routes([web.get("/", stream)])
+    async with TestClient(TestServer(app, handler_cancellation=True)) as other, other.get("/") as response:
+        await response.content.readany()
+        drain.cut_off()
+        assert not (await read(response)).is_whole
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_cutting_off_again_cancels_nothing_again(drain: Drain, times: int) -> None:
+    """What is cut off may wait a moment, to write its last words."""
+    cancelled = 0
+
+    async def handler(request: Any) -> web.Response:
+        nonlocal cancelled
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled += 1
+            await asyncio.sleep(0)
+            raise
+        raise AssertionError("unreachable")
+
+    task = asyncio.create_task(drain.middleware(None, handler))  # type: ignore[arg-type]
+    await until(lambda: drain.in_flight, "the request")
+    for _ in range(times):
+        assert drain.cut_off() == 1
+    with pytest.raises(ShuttingDown):
+        await task
+    assert cancelled == 1
+
+
+async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: Drain) -> None:
+    """The cancellation of somebody else stays one, whether it comes before or after ours."""
+
+    async def handler(request: Any) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    for is_ours_first in (True, False):
+        async with AsyncExitStack() as stack:
+            task = asyncio.create_task(drain.middleware(None, handler))  # type: ignore[arg-type]
+            stack.callback(task.cancel)
+            await until(lambda: drain.in_flight, "the request")
+            for is_ours in (is_ours_first, not is_ours_first):
+                if is_ours:
+                    drain.cut_off()
+                else:
+                    task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert drain.in_flight == drain.cut_off() == 0
+
+
+async def test_a_client_that_leaves_during_the_last_words_has_left(drain: Drain) -> None:
+    async def handler(request: Any) -> web.Response:
+        with pytest.raises(ShuttingDown), drain:
+            await asyncio.Event().wait()
+        is_told.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    is_told = asyncio.Event()
+    task = asyncio.create_task(drain.middleware(None, handler))  # type: ignore[arg-type]
+    await until(lambda: drain.in_flight, "the request")
+    drain.cut_off()
+    await is_told.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_client_that_leaves_is_noticed_as_ever(drain: Drain, work: Work, client: Client) -> None:
+    task = asyncio.create_task(client.get("/wait"))
+    await until(lambda: work.begun, "the request")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: work.ended, "the end of the work")
+    assert work.ended == [asyncio.CancelledError]
+    await drain.idle()

@@ -1,0 +1,66 @@
+"""Who owes us headers, in the order in which patience with them ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.api.heads import Heads
+
+if TYPE_CHECKING:
+    from tests.clock import Clock
+
+
+@pytest.fixture
+def heads(clock: Clock) -> Heads[str]:
+    return Heads(clock)
+
+
+def test_late_are_those_that_were_expected_long_ago(heads: Heads[str], clock: Clock) -> None:
+    for name in "abc":
+        heads.begin(name)
+        clock.now += 1.0
+    assert heads.grow("b", 10) == 10
+    assert heads.grow("b", 5) == 15
+    assert heads.late(4.0) == []
+    assert heads.late(3.0) == [("a", False)]
+    assert heads.late(2.0) == [("a", False), ("b", True)]
+    assert heads.late(0.0) == [("a", False), ("b", True), ("c", False)]
+
+
+def test_those_that_are_complete_are_never_late(heads: Heads[str], clock: Clock) -> None:
+    heads.begin("a")
+    heads.begin("b")
+    heads.end("a")
+    heads.end("nobody")
+    clock.now += 100.0
+    assert heads.late(1.0) == [("b", False)]
+    assert ("a" in heads, "b" in heads) == (False, True)
+
+
+def test_a_further_request_has_a_time_of_its_own(heads: Heads[str], clock: Clock) -> None:
+    heads.begin("a")
+    heads.begin("b")
+    heads.end("a")
+    clock.now += 1.0
+    heads.begin("a")
+    assert heads.late(1.0) == [("b", False)]
+
+
+async def test_one_can_wait_until_none_is_owed(heads: Heads[str]) -> None:
+    await heads.none_left()
+    heads.begin("a")
+    heads.begin("b")
+    waiting = asyncio.create_task(heads.none_left())
+    await asyncio.sleep(0)
+    heads.end("a")
+    await asyncio.sleep(0)
+    heads.end("b")
+    heads.begin("c")  # before the one who waits has a turn
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    heads.end("c")
+    await waiting

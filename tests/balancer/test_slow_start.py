@@ -1,0 +1,39 @@
+"""Slow start: a share that grows in a straight line, and what it does to weights and to candidates."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from proxy.balancer.slow_start import percent, slowed, taking_part
+
+
+@pytest.mark.parametrize(
+    ("elapsed_seconds", "share"), [(0.0, 10), (10.0, 40), (15.0, 55), (29.9, 99), (30.0, 100), (1000.0, 100)]
+)
+def test_the_share_grows_from_a_tenth_to_all(elapsed_seconds: float, share: int) -> None:
+    assert percent(elapsed_seconds, 30.0) == share
+
+
+def test_without_a_slow_start_there_is_all_at_once() -> None:
+    assert percent(0.0, 0.0) == 100
+
+
+def test_a_backend_weighs_by_its_share_of_what_it_would_have_with_the_request() -> None:
+    assert slowed([900, 0, 50], [100, 10, 50], cost=100) == [1000, 1000, 300]
+
+
+def test_a_candidate_takes_part_as_often_as_its_share_says() -> None:
+    rng = random.Random(1)
+    present = Counter(name for _ in range(10_000) for name in taking_part("abc", [100, 10, 50], rng))
+    assert present["a"] == 10_000
+    assert 850 < present["b"] < 1150
+    assert 4800 < present["c"] < 5200
+
+
+def test_somebody_always_takes_part() -> None:
+    rng = random.Random(1)
+    assert all(taking_part("ab", [10, 10], rng) for _ in range(100))
+    assert [*taking_part("a", [10], rng)] == ["a"]

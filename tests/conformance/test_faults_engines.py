@@ -1,0 +1,182 @@
+"""Engines that fail in ways that take more than one of them, or more than one request, to show."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+from tests.canned import CannedEngine, data, event_stream, http, json_answer
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+# Health checks that notice at once who is back.
+ATTENTIVE: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1}
+
+
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_where_all_are_busy_a_client_is_told_when_the_first_one_is_not(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(2, 2)
+    body = {"error": {"message": "full", "type": "Own", "code": 503}}
+    for engine, seconds in zip(engines_of(gateway, role), ("3", "9"), strict=True):
+        engine.faults.add("refuse_status", status=503, body=body, headers={"Retry-After": seconds})
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.body) == (503, orjson.dumps(body))
+    assert answer.headers["retry-after"] == "3"
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+    gateway.expects_pinned = 2 if role == "decode" else 0  # nobody could be asked to release it
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_kv_of_a_prefiller_that_is_gone_after_its_answer_is_computed_again(deploy: Deploy, stream: bool) -> None:
+    # Nobody listens where it says that its KV is, nor does it answer a second time.
+    gone, other = SimulatedEngine(role="prefill", kv_host="127.0.0.2"), SimulatedEngine(role="prefill")
+    gone.faults.add("reset_before_headers", path="/v1/chat", skip=1)
+    gateway = await deploy([gone, other], 2)
+    body = request(Api.CHAT, stream=stream)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert (gone.state.finished, other.state.finished) == (1, 1)
+    gateway.expects_pinned = 1
+
+
+@pytest.mark.fault(14)
+async def test_events_that_are_no_json_pass_and_are_counted(deploy: Deploy) -> None:
+    events = [*map(text_event, "ab"), b"data: {not json\n\n", b"data: \xff\xfe\n\n", text_event("c", "stop")]
+    engine = CannedEngine("both", event_stream([*events, b"data: [DONE]\n\n"]))
+    gateway = await deploy(decoders=[engine], connector="plain")
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
+    assert answer.is_whole
+    assert answer.body == b"".join(events) + b"data: [DONE]\n\n"
+    assert gateway.metrics("pdproxy_sse_bad_events_total") == {(): 2.0}
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_engines_are_restarted_one_after_the_other_and_no_client_notices(deploy: Deploy, stream: bool) -> None:
+    """Without a word before: every request that they work on is lost."""
+    gateway = await deploy(2, 2, engine={"decode_step_ms": 0.5}, health=ATTENTIVE)
+    # As many as may be repeated at a time.
+    bodies = [request(Api.CHAT, f"client {number}", stream=stream, max_tokens=20) for number in range(3)]
+    texts = [await answer_alone(body) for body in bodies]
+    answers = [0] * len(bodies)
+    is_over = False
+
+    async def client(number: int) -> None:
+        while not is_over:
+            answer = await gateway.ask(bodies[number])
+            assert (answer.status, answer.is_done, answer.text) == (200, True, texts[number]), answer.body
+            answers[number] += 1
+
+    async with asyncio.TaskGroup() as clients:
+        for number in range(len(bodies)):
+            clients.create_task(client(number))
+        for engine in gateway.engines:
+            await engine.wait_until(lambda state: state.live > 0)
+            await engine.restart()
+            await until(lambda: all_serve(gateway), "the engine to be back")
+            before = list(answers)
+            await until(lambda before=before: all(map(operator.gt, answers, before)), "an answer for every client")
+        is_over = True
+    await until(lambda: not gateway.worker.releaser.pending, "the last release")
+    gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
+    gateway.expects_inexact_ledger = True
+    gateway.expects_resent = True
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_role_without_anybody_is_told_at_once_and_is_back_when_somebody_is(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(2, 2, health={**ATTENTIVE, "fall": 1})
+    gone = engines_of(gateway, role)
+    for engine in gone:
+        await engine.kill()
+    await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+    asked = sum(engine.state.received for engine in gateway.engines)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert sum(engine.state.received for engine in gateway.engines) == asked
+    for engine in gone:
+        await engine.restart()
+    await until(lambda: all_serve(gateway), "the engines to be back")
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_only_engine_of_a_role_is_not_taken_out_for_requests_that_fail(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(1, 1, health={"eject_after": 1}, kv={"release": "never"})
+    (engine,) = engines_of(gateway, role)
+    engine.faults.add("refuse_status", status=500, times=10)
+    while engine.faults.describe()[0]["fired"] < 10:
+        assert (await gateway.ask(request(Api.CHAT))).status == 500
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    gateway.expects_pinned = len(gateway.prefillers[0].pins)
+
+
+NO_FINISH = {"index": 0, "text": "so far", "finish_reason": "abort"}
+IN_ITS_OWN_WORDS = {"error": {"message": "the engine is dead", "type": "Own", "code": 500}}
+
+
+@pytest.mark.fault(52)
+async def test_an_answer_that_the_engine_aborted_is_passed_on_as_what_it_is(deploy: Deploy) -> None:
+    whole = CannedEngine("both", [json_answer({"choices": [NO_FINISH], "usage": None})])
+    gateway = await deploy(decoders=[whole], connector="plain", resume={"mode": "off"})
+    assert (await gateway.ask(request(Api.COMPLETIONS))).json["choices"] == [NO_FINISH]
+
+    stream = [text_event("so far", "abort"), b"data: [DONE]\n\n"]
+    engine = CannedEngine("both", event_stream(stream))
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
+    assert (await gateway.ask(request(Api.COMPLETIONS, stream=True))).body == b"".join(stream)
+
+
+@pytest.mark.fault(52)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_an_error_with_status_200_is_no_answer(deploy: Deploy, stream: bool) -> None:
+    engine = CannedEngine("both", event_stream([data(IN_ITS_OWN_WORDS)]) if stream else [json_answer(IN_ITS_OWN_WORDS)])
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"}, retry={"max_attempts": 1})
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
+    assert answer.status == (500 if stream else 502)
+    assert answer.error == (IN_ITS_OWN_WORDS["error"] if stream else answer.error)
+    assert answer.error["message"]
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary Redirect"])
+async def test_engines_are_not_followed_elsewhere(deploy: Deploy, status: str) -> None:
+    elsewhere = CannedEngine("both", [json_answer({"choices": [NO_FINISH]})])
+    async with elsewhere:
+        engine = CannedEngine("both", [http(b"moved", f"{status}\r\nLocation: {elsewhere.url}/v1/completions")])
+        gateway = await deploy(decoders=[engine], connector="plain")
+        answer = await gateway.ask(request(Api.COMPLETIONS))
+        assert (answer.status, answer.error["code"]) == (502, "decode_bad_answer")
+        assert "location" not in answer.headers
+        assert not elsewhere.received
+
+
+def text_event(text: str, finish_reason: str | None = None) -> bytes:
+    return data({"id": "cmpl-1", "choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]})
+
+
+def engines_of(gateway: Deployment, role: str) -> list[Any]:
+    return gateway.prefillers if role == "prefill" else gateway.decoders
+
+
+def all_serve(gateway: Deployment, which: Any = all) -> bool:
+    """Whether all (or any) of each role's engines are given requests."""
+    pools = gateway.worker.pools
+    return all(
+        which(backend in pool.eligible() for backend in pool.backends()) for pool in (pools.prefill, pools.decode)
+    )

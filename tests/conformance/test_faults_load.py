@@ -1,0 +1,168 @@
+"""Many clients at once: what they may cost, and that each one gets its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import resource
+import socket
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+from yarl import URL
+
+from proxy.connectors import CONNECTORS
+from proxy.wire.openai import Api
+from tests.asking import Answer, answer_alone, ask, request, until
+from tests.canned import CannedEngine, data, event_stream
+from tests.conformance.test_faults_engines import ATTENTIVE
+from tests.flow.test_relay import ENDING, chunk, held_back
+from tests.scenarios.program import gateway as gateway_program
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+
+STALLED = 120
+
+# What a stream holds in the gateway while its client does not read: what the transport takes before it says that it is
+# full (64 KiB), and one read from the engine (256 KiB) in a bytes object or two. The kernel's buffers do not count.
+STALLED_STREAM_BYTES = 1024 * 1024
+
+
+@pytest.mark.fault(17)
+async def test_clients_that_do_not_read_cost_a_bounded_memory_each() -> None:
+    engine = CannedEngine("both")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        options = ("--connector", "plain", "--decode", engine.url)
+        # What has been said of an answer is kept for the case that its decoder is lost, and is no buffer.
+        program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
+        await check_that_it_serves(session, program.url, engine)
+        before = resident_bytes(program.pid)
+        with ExitStack() as clients:
+            for number in range(STALLED):
+                say_for_ever(engine)
+                clients.enter_context(silent_client(program.url))
+                await until(lambda expected=number + 2: len(engine.received) == expected, "the request")
+            await held_back(engine)
+            assert (resident_bytes(program.pid) - before) / STALLED < STALLED_STREAM_BYTES
+            await check_that_it_serves(session, program.url, engine)
+        await engine.state.wait_until(lambda state: state.disconnects == STALLED, 10.0)
+
+
+def say_for_ever(engine: CannedEngine) -> None:
+    """In large pieces: the kernel takes megabytes of them."""
+    event = data(chunk("x" * 65_536))
+    more = itertools.repeat(b"%x\r\n%b\r\n" % (len(event), event))
+    engine.answer = itertools.chain(event_stream([event], is_whole=False), more)
+
+
+async def check_that_it_serves(session: aiohttp.ClientSession, url: str, engine: CannedEngine) -> None:
+    engine.answer = event_stream([ENDING])
+    assert (await ask(session, url, request(Api.COMPLETIONS, stream=True))).is_done
+
+
+def silent_client(url: str) -> socket.socket:
+    """Asks for a stream and reads nothing of it, with as little room as the system gives."""
+    body = orjson.dumps(request(Api.COMPLETIONS, stream=True))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", URL(url).port))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in use."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+IDLE = min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+IDLE_CONNECTION_BYTES = 32 * 1024
+
+
+@pytest.mark.fault(20)
+async def test_idle_connections_cost_little_and_are_in_nobodys_way() -> None:
+    engine = CannedEngine("both")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        options = ("--connector", "plain", "--decode", engine.url)
+        program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
+        await check_that_it_serves(session, program.url, engine)
+        before = resident_bytes(program.pid)
+        with ExitStack() as clients:
+            for _ in range(IDLE):
+                client = clients.enter_context(socket.create_connection(("127.0.0.1", URL(program.url).port)))
+                client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert await asyncio.to_thread(client.recv, 4096)
+            assert (resident_bytes(program.pid) - before) / IDLE < IDLE_CONNECTION_BYTES
+            await check_that_it_serves(session, program.url, engine)
+
+
+@pytest.mark.fault(48)
+async def test_metrics_of_many_instances_are_as_many_times_those_of_one(deploy: Deploy) -> None:
+    engines = [[CannedEngine(role) for _ in range(16)] for role in ("prefill", "decode")]
+    gateway = await deploy(*engines)
+    async with gateway.session.get(gateway.url + "/metrics") as response:
+        text = await response.text()
+    for role in engines:
+        counts = {text.count(f'instance="127.0.0.1:{engine.port}"') for engine in role}
+        assert len(counts) == 1
+        assert 0 < counts.pop() < 50
+
+
+REQUESTS = 300
+AT_A_TIME = 100
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(deploy: Deploy, connector: str) -> None:
+    """Every prompt is one of its own, and so is every answer; engines are killed while hundreds are on their way."""
+    chance = random.Random(7)
+    gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3}, health=ATTENTIVE)
+    bodies = [a_request(number, chance) for number in range(REQUESTS)]
+    texts = [await answer_alone(body) for body in bodies]
+    assert len(set(texts)) == REQUESTS
+    room = asyncio.Semaphore(AT_A_TIME)
+    answers: list[Answer] = []
+
+    async def client(body: dict[str, Any], text: str) -> None:
+        async with room:
+            answer = await gateway.ask(body)
+        answers.append(answer)
+        check(answer, text)
+
+    async def killer() -> None:
+        for count in range(20, REQUESTS - AT_A_TIME, 20):
+            await until(lambda count=count: len(answers) >= count, f"{count} answers", 15.0)
+            await chance.choice(gateway.engines).restart()
+
+    await asyncio.gather(killer(), *map(client, bodies, texts))
+    assert sum(answer.is_done and answer.status == 200 for answer in answers) > REQUESTS / 2
+    await until(lambda: not gateway.worker.releaser.pending, "the last release")
+    gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
+    gateway.expects_inexact_ledger = True
+    gateway.expects_resent = True
+
+
+def a_request(number: int, chance: random.Random) -> dict[str, Any]:
+    api = chance.choice(list(Api))
+    return request(api, f"canary {number:04}", stream=chance.random() < 0.6, max_tokens=24)
+
+
+def check(answer: Answer, text: str) -> None:
+    """The whole answer, the beginning of it with an error, or an error."""
+    if answer.status == 200 and answer.is_done:
+        assert answer.text == text
+    else:
+        assert answer.error
+        assert answer.status != 200 or text.startswith(answer.text)

@@ -1,0 +1,197 @@
+"""Requests that no sane client sends: a 400 or the engine's own answer, and nothing where it does not belong."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, read, request
+from tests.canned import CannedEngine, json_answer
+from tests.deployment import generations
+from tests.flow.test_client import exchange, raw_request
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+CHAT = Api.CHAT.path
+SECRET = "my-secret-prompt"
+
+NO_JSON = {
+    "cut off": b'{"prompt": "%b' % SECRET.encode(),
+    "nested for ever": b'{"prompt": "%b", "x": %b' % (SECRET.encode(), b"[" * 100_000),
+    "nested deeper than parsers go": b'{"prompt": "%b", "x": %b1%b}' % (SECRET.encode(), b"[" * 2000, b"]" * 2000),
+    "not UTF-8": b'{"prompt": "%b\xff"}' % SECRET.encode(),
+    "UTF-16": f'{{"prompt": "{SECRET}"}}'.encode("utf-16"),
+    "byte-order mark": b'\xef\xbb\xbf{"prompt": "%b"}' % SECRET.encode(),
+    "not a number": b'{"prompt": "%b", "x": NaN}' % SECRET.encode(),
+    "half a surrogate pair": b'{"prompt": "%b\\ud800"}' % SECRET.encode(),
+    "control character": b'{"prompt": "%b\x01"}' % SECRET.encode(),
+    "named twice": b'{"prompt": "%b", "n": 1, "\\u006e": 2}' % SECRET.encode(),
+    "an array": b'["%b"]' % SECRET.encode(),
+    "text": b'"%b"' % SECRET.encode(),
+    "nothing": b"",
+}
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("body", NO_JSON.values(), ids=NO_JSON)
+async def test_what_is_no_json_object_is_refused_without_being_repeated(gateway: Deployment, body: bytes) -> None:
+    async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    assert SECRET not in error["message"]
+    assert generations(*gateway.engines) == []
+
+
+@pytest.mark.fault(24)
+async def test_a_million_token_ids_are_the_engines_business(gateway: Deployment) -> None:
+    body = orjson.dumps({**request(Api.COMPLETIONS), "prompt": [7] * 1_000_000})
+    async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=io.BytesIO(body)) as response:
+        answer = await read(response)
+    assert (answer.status, "maximum context length" in answer.error["message"]) == (400, True)
+
+
+@pytest.mark.fault(24)
+async def test_a_body_nested_deeper_than_it_could_be_written_is_sent_on_as_it_is(deploy: Deploy) -> None:
+    engine = CannedEngine("both", [json_answer({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})])
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
+    nested = b"[ " * 900 + b"]" * 900
+    body = b'{"prompt": "x", "x": %b}' % nested
+    async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=body) as response:
+        assert response.status == 200
+    assert b'"x": ' + nested in engine.received[0].body
+
+
+ODD_VALUES = (None, True, 0, -1, 1.5, 2**63, "x", "", [], [1], [[]], {}, {"a": []}, "\u0000", [None, "x"])
+FIELDS = (
+    *("model", "messages", "prompt", "stream", "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens"),
+    *("stop", "logprobs", "top_logprobs", "temperature", "seed", "tools", "tool_choice", "stream_options", "user"),
+    *("response_format", "return_token_ids", "kv_transfer_params", "request_id", "include_reasoning", "echo", "suffix"),
+)
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("api", Api)
+async def test_fields_of_any_type_are_no_failure_of_ours(deploy: Deploy, api: Api, stream: bool) -> None:
+    """What the gateway does not need it leaves to the engine, whose answer is as good as any here."""
+    answer = b"HTTP/1.1 418 Odd\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\nnope"
+    gateway = await deploy([CannedEngine("prefill", [answer])], [CannedEngine("decode", [answer])])
+    for field in FIELDS:
+        for value in ODD_VALUES:
+            body = {**request(api, stream=stream), field: value}
+            got = await gateway.ask(body)
+            assert got.status in (400, 418), (field, value)
+            if got.status == 400:
+                assert set(got.error) == {"message", "type", "param", "code"}
+            else:
+                assert got.body == b"nope"
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize(
+    "given",
+    [b"a b", b"a\tb", b'a"b', b"\xc3\xbc", b"\xff", b"x" * 129, b"x" * 8000, b"", b"a,b", b"{}", b"%0d%0aX-A: 1"],
+)
+async def test_an_odd_request_id_is_replaced_everywhere(
+    gateway: Deployment, given: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    sent = raw_request(request(Api.CHAT), b"X-Request-Id: " + given, b"Connection: close")
+    headers, _ = await exchange(gateway, sent)
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
+    (line,) = [record.fields for record in caplog.records if record.name == "proxy.access"]
+    assert line["id"] == headers["x-request-id"]
+    ids = {seen.headers["x-request-id"] for seen in generations(*gateway.engines)}
+    assert len(ids) == 1, "both legs have the attempt's own id"
+    assert re.fullmatch(r"[0-9a-f]{32}", ids.pop())
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("given", [b"a\r\nX-A: 1", b"a\nX-A: 1", b"a\rX-A: 1", b"a\0b", b"x" * 65536])
+async def test_a_request_id_cannot_begin_another_header(gateway: Deployment, given: bytes) -> None:
+    sent = raw_request(request(Api.CHAT), b"X-Request-Id: " + given, b"Connection: close")
+    headers, _ = await exchange(gateway, sent)
+    assert "x-a" not in headers
+    assert "\0" not in headers.get("x-request-id", "")
+    assert all("x-a" not in seen.headers for seen in generations(*gateway.engines))
+
+
+NOWHERE = [
+    *(
+        "/v1/../v1/chat/completions",
+        "/v1/%2e%2e/%2e%2e/instances/add",
+        "//v1/chat/completions",
+        "/v1//chat/completions",
+    ),
+    *("/v1/chat%2fcompletions", "/v1/chat/completions/", "/v1/chat/completions/x", "/V1/chat/completions", "/v1/chat"),
+    *("/_mock/faults", "/v1/responses", "/v1/chat/completions%00", "/v1/chat/completions;x", "/.env", "/invocations"),
+]
+
+
+@pytest.mark.fault(29)
+@pytest.mark.parametrize("path", NOWHERE)
+async def test_what_is_no_route_reaches_no_engine(gateway: Deployment, path: str) -> None:
+    sent = raw_request(request(Api.CHAT), b"Connection: close").replace(CHAT.encode(), path.encode(), 1)
+    headers, body = await exchange(gateway, sent)
+    assert headers["status"].startswith("HTTP/1.1 404")
+    assert orjson.loads(body)["error"]["code"] == "not_found"
+    assert generations(*gateway.engines) == []
+
+
+@pytest.mark.fault(29)
+async def test_engines_are_where_the_configuration_says_whatever_a_client_says(gateway: Deployment) -> None:
+    sent = raw_request(request(Api.CHAT), b"X-Forwarded-Host: evil", b"Connection: close")
+    headers, _ = await exchange(gateway, sent.replace(b"Host: x", b"Host: evil"))
+    assert headers["status"] == "HTTP/1.1 200 OK"
+    for engine in gateway.engines:
+        assert {seen.headers["host"] for seen in generations(engine)} == {f"127.0.0.1:{engine.port}"}
+
+
+@pytest.mark.fault(46)
+async def test_odd_names_make_no_new_series(gateway: Deployment) -> None:
+    async def odd(number: int) -> None:
+        await gateway.ask(
+            request(Api.CHAT, model=f"model-{number}", user=f"user-{number}"), x_request_id=f"id-{number}"
+        )
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            async with gateway.session.request(method, f"{gateway.url}/v1/odd-{number}?x={number}") as response:
+                await response.read()
+
+    def series() -> set[tuple[str, ...]]:
+        return {
+            (sample.name, *sorted(sample.labels.items()))
+            for family in gateway.worker.metrics.collect()
+            for sample in family.samples
+        }
+
+    await odd(0)
+    before = series()
+    for number in range(1, 30):
+        await odd(number)
+    assert series() == before
+
+
+@pytest.mark.fault(51)
+async def test_an_http_10_client_sees_that_its_stream_broke_off(deploy: Deploy) -> None:
+    gateway = await deploy(resume={"mode": "off"})
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
+    body = request(Api.CHAT, stream=True)
+    headers, answer = await exchange(gateway, raw_request(body, version=b"1.0"))
+    assert "transfer-encoding" not in headers
+    assert b"[DONE]" not in answer
+    last = answer.strip().split(b"\n\n")[-1]
+    assert orjson.loads(last.removeprefix(b"data: "))["error"]["code"] == "decode_broken"
+    assert (await answer_alone(body)).startswith(text_of(answer))
+
+
+def text_of(stream: bytes) -> str:
+    events: list[dict[str, Any]] = [orjson.loads(event[6:]) for event in stream.strip().split(b"\n\n")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events if "error" not in event)

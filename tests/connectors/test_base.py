@@ -1,0 +1,25 @@
+"""How long legs may take."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from proxy.call import parse
+from proxy.connectors.base import first_byte_seconds, prefill_seconds
+from proxy.settings import Cost, Timeouts
+from proxy.wire.openai import Api
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(1, 10.002), (1000, 12.0), (128_000, 266.0)])
+def test_a_prefillers_deadline_grows_with_the_prompt(tokens: int, seconds: float) -> None:
+    timeouts = Timeouts(prefill_seconds=10.0, prefill_seconds_per_1k_tokens=2.0)
+    call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": [7] * tokens}), Cost())
+    assert prefill_seconds(timeouts, call) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("stream", "seconds"), [(True, 3.0), (False, 60.0)])
+def test_an_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds: float) -> None:
+    timeouts = Timeouts(first_token_seconds=3.0, answer_seconds=60.0)
+    call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": "x", "stream": stream}), Cost())
+    assert first_byte_seconds(timeouts, call) == seconds

@@ -1,0 +1,71 @@
+"""At the end of a run of the whole suite: what it has shown of the fault table. A row that it has not fails the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults import evidence, mistakes, read_table, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+
+class FaultTable:
+    """Watches a run. Says nothing of one in which tests are left out."""
+
+    def __init__(self) -> None:
+        self._nodes: list[str] = []
+        self._marked: dict[int, set[str]] = {}
+        self._passed: set[str] = set()
+        self._failed: set[str] = set()
+        self._lines: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        self._nodes = [item.nodeid for item in items]
+        for item in items:
+            for mark in item.iter_markers("fault"):
+                for number in mark.args:
+                    self._marked.setdefault(number, set()).add(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        if _is_whole(session) and not self._is_in_order(session.config.option.collectonly):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        yield
+
+    def _is_in_order(self, only_collected: bool) -> bool:
+        rows = read_table()
+        if only_collected:
+            self._lines = [f"faults: {mistake}" for mistake in mistakes(rows, self._nodes, self._marked)]
+            return not self._lines
+        line, is_shown = summary(rows, evidence(rows, self._nodes, self._marked), self._passed, self._failed)
+        self._lines = [line]
+        return is_shown
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self._lines:
+            terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FaultTable(), "fault-table")
+
+
+def _is_whole(session: pytest.Session) -> bool:
+    """Whether every test of the suite was asked for, and none given up."""
+    option = session.config.option
+    return (
+        session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and not (option.keyword or option.markexpr or option.deselect or option.ignore or option.ignore_glob)
+        and not getattr(option, "lf", False)
+        and not (session.shouldstop or session.shouldfail)
+    )

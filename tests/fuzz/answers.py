@@ -1,0 +1,178 @@
+"""An engine that answers anything at all, and a network that cuts it anywhere and then breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import h11
+
+from proxy.balancer.backend import Backend, Role
+from proxy.errors import Failure, UpstreamError
+from proxy.upstream.connection import Connection
+from tests.fuzz.cutting import cut, singly, spelled
+
+if TYPE_CHECKING:
+    from proxy.upstream.response import Response
+
+LOOP = asyncio.new_event_loop()
+atexit.register(LOOP.close)
+
+ENGINE = Backend(Role.DECODE, "127.0.0.1", 7100)
+
+# A head may be so long that it is refused, unless it comes in one piece.
+_LONG_HEAD_BYTES = 60_000
+
+
+WORDS = (
+    *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 503 Busy\r\n", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    *(b"HTTP/1.1 204 No Content\r\n", b"HTTP/1.1 304 Not Modified\r\n", b"HTTP/1.1 101 Switching Protocols\r\n"),
+    *(b"HTTP/2 200\r\n", b"Content-Length: ", b"Transfer-Encoding: ", b"chunked", b"identity", b"gzip, chunked"),
+    *(b"Connection: close\r\n", b"Connection: keep-alive\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n"),
+    *(
+        b"\r\n",
+        b"\r\n\r\n",
+        b"0\r\n\r\n",
+        b"2\r\nab\r\n",
+        b";x=1\r\n",
+        b"0\r\nX: 1\r\n\r\n",
+        b"Content-Length: 2\r\n\r\nok",
+    ),
+    *(b"Trailer: X\r\n", b"Set-Cookie: a\r\n", b"X: ", b"\x80\xff", b"x" * 300, b"fffffffffffffffff", b"-1", b"+2"),
+)
+
+
+class Line:
+    """A transport that goes nowhere, and loses its connection when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+
+    def is_closing(self) -> bool:
+        return self.is_lost
+
+    def abort(self) -> None:
+        self.is_lost = True
+
+    def get_extra_info(self, _: str) -> Line:
+        return self  # its own socket
+
+    def setsockopt(self, *_: int) -> None:
+        pass
+
+    def writelines(self, _: object) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def connected(line: Line) -> Connection:
+    """One connection to the engine."""
+    connection = Connection(ENGINE)
+    connection.connection_made(cast("asyncio.Transport", line))
+    return connection
+
+
+class Body:
+    """A Sink that insists on the order of things."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.ends: list[UpstreamError | None] = []
+
+    def received(self, data: bytes) -> None:
+        assert data
+        assert not self.ends
+        self.parts.append(data)
+
+    def ended(self, error: UpstreamError | None) -> None:
+        assert not self.ends
+        self.ends.append(error)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an exchange came to. `failure` None: the answer is complete."""
+
+    failure: Failure | None
+    status: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+
+
+def check_answers(data: bytes) -> None:
+    """An exchange ends in a complete answer or one UpstreamError, the same however the bytes are cut."""
+    stream = spelled(data[1:], WORDS)
+    pieces = cut(data[0] if data else 0, stream)
+    outcomes = LOOP.run_until_complete(_outcomes(stream, pieces))
+    if len(stream) > _LONG_HEAD_BYTES:
+        return
+    whole, *others = outcomes
+    for other in others:
+        assert other.failure == whole.failure
+        if whole.failure is None:
+            assert other == whole
+        elif whole.status and other.status:
+            assert (other.status, other.headers) == (whole.status, whole.headers)
+            assert other.body.startswith(whole.body)
+    if whole.failure is None and (read := second_opinion(stream)) is not None:
+        assert read == (whole.status, whole.body)
+
+
+async def _outcomes(stream: bytes, pieces: list[bytes]) -> list[Outcome]:
+    return [
+        _exchange([stream], attaches_late=False),
+        _exchange(pieces, attaches_late=False),
+        _exchange(pieces, attaches_late=True),
+        _exchange(singly(stream), attaches_late=False),
+    ]
+
+
+def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
+    """Send a request on a new connection, receive these pieces, and lose the connection."""
+    line, body = Line(), Body()
+    connection = connected(line)
+    head = connection.send(b"", b"", silence_seconds=1.0, now=0.0)
+    response: Response | None = None
+    for piece in filter(None, pieces):
+        if line.is_lost:
+            break
+        connection.data_received(piece)
+        if response is None and head.done() and not head.exception():
+            response = head.result()
+            if not attaches_late:
+                response.attach(body)
+    connection.connection_lost(None)
+    assert head.done()
+    if response is None:
+        error = head.exception()
+        assert isinstance(error, UpstreamError)
+        return Outcome(error.failure)
+    if attaches_late:
+        response.attach(body)
+    (end,) = body.ends
+    failure = None if end is None else end.failure
+    return Outcome(failure, response.status, tuple(response.headers.items()), b"".join(body.parts))
+
+
+def second_opinion(stream: bytes) -> tuple[int, bytes] | None:
+    """Status and body as h11 reads them; None where it does not find a complete answer to a POST."""
+    reader = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
+    reader.send(h11.Request(method="POST", target="/", headers=[("Host", "engine"), ("Content-Length", "0")]))
+    reader.send(h11.EndOfMessage())
+    status, body = 0, bytearray()
+    try:
+        reader.receive_data(stream)
+        while not isinstance(event := reader.next_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif not isinstance(event, h11.InformationalResponse):
+                return None
+    except h11.RemoteProtocolError:
+        return None
+    return status, bytes(body)

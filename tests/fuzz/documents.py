@@ -1,0 +1,118 @@
+"""A JSON object that is changed by splicing, against Python's own parser."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+import orjson
+
+from proxy.wire.document import REMOVED, Document, InvalidDocument
+from tests.fuzz.cutting import spelled
+
+WORDS = (
+    *(b'"a"', b'"stream"', b'"model"', b'"messages"', b'"prompt"', b'"kv_transfer_params"', b'""', b":", b",", b" : "),
+    *(b"true", b"null", b"NaN", b"-Infinity", b"1e400", b"-0.0", b"18446744073709551616", b"1.50", b"1E+5", b"01"),
+    *(b"[1,2]", b'{"a":1}', b"[[", b"]]", b'{"b":[', b"]}", b"[" * 40, b"]" * 40, b"[" * 260, b"]" * 260),
+    *(b"\\u0061", b"\\ud83d\\ude42", b"\\ud800", b'\\"', b"\\\\", b"\\n", b'"\\u0061"', b'"\\\\"'),
+    *(b"\xc3\xbc", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"x" * 100, b"\\" * 70, b"a" * 9000),
+)
+
+# One of them is made, as the first byte says.
+_CHANGES: tuple[dict[str, object], ...] = (
+    {},
+    {"stream": True},
+    {"a": REMOVED},
+    {"a": {"b": [1, None]}, "new": orjson.Fragment(b'{"x" :1}')},
+    {"": 'ü"\\\n', "stream": REMOVED, "a": False},
+    {"model": REMOVED, "messages": REMOVED, "prompt": [1, 2], "kv_transfer_params": {"a": "b"}},
+)
+_DEPTH = 200  # what every parser reads and orjson writes
+
+
+def check_documents(data: bytes) -> None:
+    """A JSON object is changed as a dictionary would be, and nothing else of its bytes; the rest is InvalidDocument."""
+    changes, raw = _CHANGES[(data[0] if data else 0) % len(_CHANGES)], spelled(data[1:], WORDS)
+    try:
+        document = Document(raw)
+    except InvalidDocument as error:
+        text = str(error)
+        assert text.isascii()
+        assert len(text) < 80, "the message must not hold the body"
+        assert not _must_be_accepted(raw)
+        return
+    values = _members(raw)
+    if values is None:
+        return  # too deep for Python's parser
+    _check_raw_values(document, values)
+    changed = document.with_changes(changes)
+    assert _members(changed) == _expected(values, changes)
+    assert list(_members(changed) or ()) == list(_expected(values, changes))
+    if _is_shallow(raw):
+        again = Document(changed).with_changes({"stream": REMOVED})
+        assert _members(again) == _expected(_expected(values, changes), {"stream": REMOVED})
+
+
+def _check_raw_values(document: Document, values: dict[str, Any]) -> None:
+    assert list(document.values) == list(values)
+    for name, value in values.items():
+        raw = document.raw_value(name)
+        assert raw is not None
+        assert raw in document.raw
+        assert _loads(raw) == value
+    assert document.raw_value("no such name") is None or "no such name" in values
+
+
+def _loads(raw: bytes) -> Any:
+    """Python's reading, in which numbers keep their spelling."""
+    return json.loads(raw.decode(), parse_int=_Number, parse_float=_Number)
+
+
+class _Number(str):
+    __slots__ = ()
+
+
+def _members(raw: bytes) -> dict[str, Any] | None:
+    try:
+        values = _loads(raw)
+    except RecursionError:
+        return None
+    assert isinstance(values, dict)
+    return values
+
+
+def _expected(values: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
+    new = {name: value if value is REMOVED else _loads(orjson.dumps(value)) for name, value in changes.items()}
+    return {name: value for name, value in {**values, **new}.items() if value is not REMOVED}
+
+
+def _must_be_accepted(raw: bytes) -> bool:
+    """Whether this is, for any parser, one object of moderate depth with names that differ."""
+    if not _is_shallow(raw):
+        return False
+    try:
+        pairs = json.loads(
+            raw.decode(), object_pairs_hook=_Pairs, parse_constant=_refuse, parse_float=_finite, parse_int=_finite
+        )
+        json.dumps(pairs, ensure_ascii=False).encode()  # half a surrogate pair has no bytes
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(pairs, _Pairs) and len({name for name, _ in pairs}) == len(pairs)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The members of an object as they were written."""
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+def _is_shallow(raw: bytes) -> bool:
+    return raw.count(b"[") + raw.count(b"{") < _DEPTH

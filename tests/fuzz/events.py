@@ -1,0 +1,46 @@
+"""Splitting a stream into events: whatever comes, and however it is cut."""
+
+from __future__ import annotations
+
+from proxy.wire.sse import Event, EventSplitter, EventTooLong
+from tests.fuzz.cutting import cut, singly, spelled
+from tests.wire.test_sse import reference
+
+_SHORT_BYTES = 24
+
+WORDS = (
+    *(b"data: ", b"data:", b"data", b"event: x", b": ping", b"id: 1", b"retry: 2", b"[DONE]", b"{}"),
+    *(b"\n\n", b"\r\n", b"\r\n\r\n", b"\r\r", b"\n\r", b"\xef\xbb\xbf", b"\xff", b"\xe2\x80\xa8", b"x" * 30),
+)
+
+
+def check_events(data: bytes) -> None:
+    """Any cut of the same bytes gives the same events, those of the grammar, and no byte is lost."""
+    stream = spelled(data[1:], WORDS)
+    pieces = cut(data[0] if data else 0, stream)
+    events, rest = _split([stream])
+    assert _split(pieces) == _split(singly(stream)) == (events, rest)
+    assert b"".join(event.raw for event in events) + rest == stream
+
+    # Only what follows a last CR tells whether it ended a line by itself.
+    told = [event.data for event in _split([stream, b":"])[0] if event.data is not None]
+    assert told == reference(stream + b":")
+
+    longest = max(map(len, (*(event.raw for event in events), rest)))
+    assert longest > _SHORT_BYTES or not _is_too_long(pieces)
+    assert longest <= _SHORT_BYTES + 4 or _is_too_long(singly(stream))
+
+
+def _split(pieces: list[bytes]) -> tuple[list[Event], bytes]:
+    splitter = EventSplitter()
+    return [event for piece in pieces for event in splitter.feed(piece)], splitter.pending
+
+
+def _is_too_long(pieces: list[bytes]) -> bool:
+    splitter = EventSplitter(_SHORT_BYTES)
+    try:
+        for piece in pieces:
+            splitter.feed(piece)
+    except EventTooLong:
+        return True
+    return False

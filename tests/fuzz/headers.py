@@ -1,0 +1,148 @@
+"""Header lines on their way through: from a client to an engine, and from an engine to a client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import h11
+import httptools
+from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
+from aiohttp.http_writer import _serialize_headers
+
+from proxy.api.openai import _PASSED_ON
+from proxy.api.passthrough import _passed_back
+from proxy.api.replies import _ACCEPTABLE_ID, error_response
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.errors import UpstreamError
+from proxy.settings import Timeouts
+from proxy.upstream import Upstream
+from tests.fuzz.answers import ENGINE, LOOP, Line, connected
+from tests.fuzz.cutting import spelled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import aiohttp
+    from multidict import CIMultiDict, CIMultiDictProxy
+
+WORDS = (
+    *(
+        b"X-Request-Id: ",
+        b"traceparent: ",
+        b"tracestate: ",
+        b"Authorization: ",
+        b"Bearer k",
+        b"Host: x",
+        b"\r\n",
+        b"\r\n\r\n",
+    ),
+    *(b"Content-Length: 0", b"Content-Length: 3", b"Transfer-Encoding: chunked", b"Connection: close, x-a", b"X-A: b"),
+    *(b"Connection: upgrade\r\nUpgrade: h2c", b"Expect: 100-continue", b"GET /x HTTP/1.1\r\nHost: y\r\n\r\n"),
+    *(b"Content-Type: text/plain", b"Retry-After: 3", b"0\r\n\r\n", b"\r", b"\n", b"\0", b"\t", b" ", b"\x7f", b"\x0b"),
+    *(b"\xc3\xbc", b"\xff", b"\xe2\x80\xa8", b"\xc4\x8a", b"x" * 200, b"\x85", b"\xa0", b"\xad", b";", b",", b":"),
+)
+
+_upstream = Upstream(Timeouts(), EngineKeys(None))
+_FRAMING = {"host", "content-type", "content-length", "accept-encoding"}
+
+
+def check_headers(data: bytes) -> None:
+    """Nothing in a header begins another one, or another message."""
+    data = spelled(data, WORDS)
+    for headers in _of_request(b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\n" + data + b"\r\n\r\n"):
+        _check_towards_engine(headers)
+    status = b"HTTP/1.1 400 Bad\r\n" + data + b"\r\n\r\n"
+    LOOP.run_until_complete(_check_refusal(status))
+    for answer in _of_response(status):
+        _check_towards_client(_passed_back(cast("aiohttp.ClientResponse", answer)))
+
+
+def _of_request(raw: bytes) -> list[CIMultiDictProxy[str]]:
+    """The headers of the requests that the front's parser finds."""
+    parser = HttpRequestParser(BaseProtocol(LOOP), LOOP, 2**16, auto_decompress=False)
+    try:
+        messages, _, _ = parser.feed_data(raw)
+    except HttpProcessingError:
+        return []
+    return [message.headers for message, _ in messages]
+
+
+def _of_response(raw: bytes) -> list[object]:
+    parser = HttpResponseParser(
+        BaseProtocol(LOOP), LOOP, 2**16, response_with_body=False, read_until_eof=True, auto_decompress=False
+    )
+    try:
+        messages, _, _ = parser.feed_data(raw)
+    except HttpProcessingError:
+        return []
+    return [message for message, _ in messages]
+
+
+def _check_towards_engine(headers: Mapping[str, str]) -> None:
+    passed_on = {name: headers[name] for name in _PASSED_ON if name in headers}
+    request_id = headers.get("X-Request-Id", "")
+    if _ACCEPTABLE_ID.fullmatch(request_id):
+        passed_on["x-request-id"] = request_id
+    head = _upstream._head(ENGINE, "/v1/completions", 0, passed_on)
+    expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})
+    assert sorted(name for name, _ in _read_by_llhttp(head)) == expected
+    fields = _read_by_h11(head)
+    assert fields is None or sorted(name for name, _ in fields) == expected
+
+
+def _check_towards_client(headers: CIMultiDict[str]) -> None:
+    answer = web.StreamResponse(status=200, headers=headers)
+    head = _serialize_headers("HTTP/1.1 200 OK", answer.headers)
+    reader = httptools.HttpResponseParser(fields := _Fields())
+    reader.feed_data(head)
+    assert fields.names() == sorted(name.lower() for name, _ in answer.headers.items())
+
+
+async def _check_refusal(raw: bytes) -> None:
+    """What an engine refuses with, in our own connection's reading."""
+    connection = connected(Line())
+    head = connection.send(b"", b"", silence_seconds=1.0, now=0.0)
+    connection.data_received(raw)
+    connection.connection_lost(None)
+    if head.exception() is not None:
+        assert isinstance(head.exception(), UpstreamError)
+        return
+    response = head.result()
+    error = response.refuse("refused", 400, b"{}", response.headers)
+    _check_towards_client(error_response(error).headers)
+
+
+class _Fields:
+    """What httptools' parsers call."""
+
+    def __init__(self) -> None:
+        self.fields: list[tuple[str, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.fields.append((name.decode().lower(), value))
+
+    def names(self) -> list[str]:
+        return sorted(name for name, _ in self.fields)
+
+
+def _read_by_llhttp(head: bytes) -> list[tuple[str, bytes]]:
+    fields = _Fields()
+    httptools.HttpRequestParser(fields).feed_data(head)
+    return fields.fields
+
+
+def _read_by_h11(head: bytes) -> list[tuple[str, bytes]] | None:
+    """None where it is stricter: it takes no byte above 127 without a check of its own."""
+    reader = h11.Connection(h11.SERVER)
+    reader.receive_data(head)
+    try:
+        event = reader.next_event()
+    except h11.RemoteProtocolError:
+        return None
+    assert isinstance(event, h11.Request)
+    assert isinstance(reader.next_event(), h11.EndOfMessage)
+    assert reader.trailing_data[0] == b""
+    return [(name.decode(), value) for name, value in event.headers]

@@ -1,0 +1,124 @@
+"""A configuration file, an environment and a command line of anything at all.
+
+The three parts are separated by form feeds; variables stand on lines of their own, and so do arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from proxy.settings import SettingsError, load, to_yaml
+from tests.fuzz.cutting import spelled
+
+WORDS: Final = (
+    *(b"prefill", b"decode", b"connector", b"workers", b"passthrough", b"host", b"port", b"seconds", b"networks"),
+    *(b"admin_key", b"engine_api_key_file", b"client_keys_file", b"level", b"base_delay_seconds", b"on_missing"),
+    *(
+        b"listen:\n",
+        b"auth:\n",
+        b"admin:\n",
+        b"\n  ",
+        b": ",
+        b"\n",
+        b"\f",
+        b"- ",
+        b"*",
+        b"&a ",
+        b"!!int ",
+        b"!!binary ",
+        b"|\n ",
+    ),
+    *(
+        b"PROXY_",
+        b"__",
+        b"OPENAI_API_KEY=",
+        b"PROXY_AUTH__ADMIN_KEY=",
+        b"PROXY_LISTEN__PORT=",
+        b"--prefill\n",
+        b"--port\n",
+    ),
+    *(
+        b"10.0.0.1:7100-7115",
+        b"[::1]:80",
+        b"http://",
+        b"s3cr3t",
+        b"2001-99-99",
+        b"0x1f",
+        b"1:60",
+        b".inf",
+        b".nan",
+        b"1e400",
+    ),
+    *(
+        b"null",
+        b"true",
+        b"{",
+        b"}",
+        b"[" * 120,
+        b"9" * 4400,
+        b"\xc3\xbc",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\0",
+        b"<<: ",
+        b"? ",
+        b"10.0.0.0/8",
+    ),
+)
+
+_folder = tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-")
+_FILE = Path(_folder.name) / "options.yaml"
+
+_CANARY = "s3cr3t"
+# Where it is a secret, the gateway may not tell it; elsewhere it is what the operator must be told.
+_SECRET_LINE = re.compile(r"\s*(auth\.)?(engine_api_key|admin_key)\s*:[^,:{}\[\]]*")
+_SECRET_VARIABLE = re.compile(r"OPENAI_API_KEY|PROXY_AUTH__(ENGINE_API_KEY|ADMIN_KEY)")
+
+
+def check_options(data: bytes) -> None:
+    """Settings or SettingsError, whose one line tells no secret; and settings survive being printed."""
+    file, environment, line = (*spelled(data, WORDS).split(b"\f", 2), b"", b"")[:3]
+    environ = dict(_variables(environment))
+    argv = [word for word in _lines(line) if word not in ("-h", "--help", "--version")]
+    is_told = _is_told(file, environ, argv)
+    _FILE.write_bytes(file)
+    try:
+        loaded = load(["--config", str(_FILE), *argv], environ, needs_backends=False)
+    except SettingsError as error:
+        text = str(error)
+        assert text.splitlines() == [text]
+        assert is_told or _CANARY not in text
+        return
+    assert is_told or _CANARY not in repr(loaded.settings)
+    printed = to_yaml(loaded)
+    assert is_told or _CANARY not in printed
+    _FILE.write_text(printed, encoding="utf-8")
+    if loaded.settings.auth.engine_api_key is loaded.settings.auth.admin_key is None:
+        assert load(["--config", str(_FILE)], {}, needs_backends=False).settings == loaded.settings
+
+
+def _lines(part: bytes) -> list[str]:
+    """Words as the system hands them over: no NUL, and whatever bytes in place of UTF-8."""
+    return [line for line in part.replace(b"\0", b"").decode("utf-8", "surrogateescape").split("\n") if line]
+
+
+def _variables(part: bytes) -> list[tuple[str, str]]:
+    pairs = (line.partition("=") for line in _lines(part))
+    return [(name, value) for name, _, value in pairs if name not in ("PROXY_CONFIG", "")]
+
+
+def _is_told(file: bytes, environ: dict[str, str], argv: list[str]) -> bool:
+    """Whether the canary stands anywhere but in the place of a secret."""
+    lines = [line for line in file.decode("utf-8", "replace").splitlines() if _CANARY in line]
+    variables = [name for name, value in environ.items() if _CANARY in name + value]
+    words = [before for before, word in pairwise(["", *argv]) if _CANARY in word.partition("=")[0]]
+    return not (
+        all(map(_SECRET_LINE.fullmatch, lines))
+        and all(map(_SECRET_VARIABLE.fullmatch, variables))
+        and not words
+        and not any(_CANARY in word for word in argv)
+    )

@@ -1,0 +1,151 @@
+"""A decoder's stream of anything at all on its way to the client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import orjson
+
+from proxy.call import parse
+from proxy.connectors.base import Attempt
+from proxy.flow.answer import WholeAnswer
+from proxy.flow.delivery import Delivery
+from proxy.flow.relay import Relay
+from proxy.record import Journey
+from proxy.settings import Cost
+from proxy.upstream.response import Response
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.fuzz.answers import LOOP, Line, connected
+from tests.fuzz.cutting import cut, singly, spelled
+
+if TYPE_CHECKING:
+    from proxy.flow.client import ClientStream
+
+# Which of them was asked for, the first byte says.
+_BODIES = [
+    request(api, stream=True, **fields)
+    for api in Api
+    for fields in ({}, {"return_token_ids": True}, {"stream_options": {"include_usage": True}, "logprobs": 1}, {"n": 2})
+]
+
+
+WORDS = (
+    *(
+        b'data: {"choices":[{',
+        b"}]}\n\n",
+        b'data: {"id":"i","choices":[{"index":0,',
+        b'"delta":{',
+        b'"content":',
+        b'"text":',
+    ),
+    *(
+        b'"role":"assistant"',
+        b'"finish_reason":',
+        b"null",
+        b'"stop"',
+        b'"stop_reason":',
+        b'"recomputed"',
+        b'"token_ids":',
+    ),
+    *(
+        b"[1,2]",
+        b'"logprobs":',
+        b'{"tokens":["a","b"],"token_logprobs":[0,-1],"text_offset":[0,1]}',
+        b'{"content":[{}]}',
+    ),
+    *(b'"tool_calls":', b'[{"index":0,"id":"c","function":{"name":"f","arguments":"{"}}]', b'"index":', b'"function":'),
+    *(
+        b'"arguments":',
+        b'"reasoning":',
+        b'"prompt_token_ids":[',
+        b'"usage":',
+        b'{"prompt_tokens":1,"completion_tokens":2}',
+    ),
+    *(
+        b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n',
+        b'"error":',
+        b'"code":',
+        b"data: [DONE]\n\n",
+        b"data: ",
+    ),
+    *(
+        b"[]",
+        b"{}",
+        b"0",
+        b"-1",
+        b"1e9",
+        b"1.5",
+        b"true",
+        b'"a"',
+        b'""',
+        b",",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b"\n\n",
+        b"\r\n\r\n",
+    ),
+    *(
+        b": ping\n\n",
+        b'{"choices":[',
+        b"\xc3\xbc",
+        b"\xff",
+        b"\\ud800",
+        b'"prompt_tokens_details":',
+        b'"system_fingerprint":',
+    ),
+    *(b'"text_offset":', b'"tokens":', b'"name":', b'"id":', b"4294967296", b"163607", b"99999999999999999999"),
+)
+
+
+_SHORT_BYTES = 600
+
+
+class Client:
+    """Takes everything at once."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> bool:
+        self.parts.append(data)
+        return False
+
+
+def check_streams(data: bytes) -> None:
+    """A stream is delivered or ends in one UpstreamError, the same however it is cut, and nothing else is raised."""
+    kind, stream = data[0] if data else 0, spelled(data[1:], WORDS)
+    pieces = cut(kind, stream)
+    cuts = [[stream], pieces, singly(stream)] if len(stream) < _SHORT_BYTES else [[stream], pieces]
+    first, *others = LOOP.run_until_complete(_outcomes(kind, cuts))
+    assert all(other == first for other in others)
+
+
+async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str]]:
+    return [_deliver(kind, pieces) for pieces in cuts]
+
+
+def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
+    """What the client gets, and the code of the error; "" for a complete answer."""
+    body = _BODIES[kind % len(_BODIES)]
+    is_observed, is_whole = "n" not in body and kind % 3 > 0, kind % 5 == 0
+    api = Api.CHAT if "messages" in body else Api.COMPLETIONS
+    call = parse(api, orjson.dumps(body), Cost())
+    whole = WholeAnswer() if is_observed and is_whole else None
+    delivery = Delivery(call, is_observed=is_observed, whole=whole)
+    response = Response(connected(Line()), 200, {})
+    attempt = Attempt(response, Journey(), None, kv_handed_over=True, on_arrival=lambda: None)
+    client = Client()
+    relay = Relay(attempt, delivery, None if whole else cast("ClientStream", client), lambda: None, lambda: None)
+    for piece in filter(None, pieces):
+        relay.received(piece)
+    relay.ended(None)
+    if relay._error is not None:
+        return b"".join(client.parts), relay._error.code
+    if delivery.is_stopped:
+        delivery.close(None, None if whole else cast("ClientStream", client))
+    if whole is not None:
+        return orjson.dumps(whole.values(delivery)), ""
+    return b"".join(client.parts), ""

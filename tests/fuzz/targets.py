@@ -1,0 +1,27 @@
+"""What there is to fuzz. A target is a module here with a function `check_…` of the same name."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TARGETS: Final = ("events", "answers", "documents", "headers", "grammar", "options", "streams")
+
+INSTRUMENTED: Final = ("proxy", "yaml")
+"""Packages whose branches steer the search."""
+
+CORPUS: Final = Path(__file__).parent / "corpus"
+
+
+def check_of(target: str) -> Callable[[bytes], None]:
+    module = importlib.import_module(f"tests.fuzz.{target}")
+    return cast("Callable[[bytes], None]", getattr(module, f"check_{target}"))
+
+
+def examples_of(target: str) -> list[Path]:
+    """The target's part of the corpus."""
+    return sorted((CORPUS / target).iterdir())

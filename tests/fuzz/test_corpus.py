@@ -1,0 +1,54 @@
+"""Every input of the corpus, and mixtures of them: a little of what `scripts/fuzz` does, on every run of the suite."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.cutting import spelled
+from tests.fuzz.targets import CORPUS, TARGETS, check_of, examples_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLES = [
+    pytest.param(target, path, id=f"{target}-{path.name}") for target in TARGETS for path in examples_of(target)
+]
+
+
+@cache
+def contents(target: str) -> list[bytes]:
+    return [path.read_bytes() for path in examples_of(target)]
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, target: str) -> bytes:
+    """The beginning of one example, something, and the end of another."""
+    first, second = draw(st.sampled_from(contents(target))), draw(st.sampled_from(contents(target)))
+    begin, end = draw(st.integers(0, len(first))), draw(st.integers(0, len(second)))
+    return first[:begin] + draw(st.binary(max_size=12)) + second[end:]
+
+
+@pytest.mark.parametrize(("target", "path"), EXAMPLES)
+def test_what_was_found_once_stays_right(target: str, path: Path) -> None:
+    check_of(target)(path.read_bytes())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_like_it_is_right_too(target: str, data: st.DataObject) -> None:
+    check_of(target)(data.draw(mixtures(target) | st.binary(max_size=100)))
+
+
+def test_every_example_belongs_to_a_target() -> None:
+    assert {folder.name for folder in CORPUS.iterdir()} == set(TARGETS)
+    assert all(contents(target) for target in TARGETS)
+
+
+def test_a_large_byte_is_a_word_where_there_is_one() -> None:
+    assert spelled(b"a\x80\x81\xffb", [b"one", b"two"]) == b"aonetwo\xffb"

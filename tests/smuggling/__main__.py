@@ -1,0 +1,173 @@
+"""Every payload to the gateway itself and through every proxy: `scripts/test-smuggling`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import h11
+import orjson
+
+from tests.canned import CannedEngine, json_answer
+from tests.scenarios.program import gateway
+from tests.smuggling.fronts import FRONTS, MARK, Front, missing, running
+from tests.smuggling.payloads import CLOSE, INNER, PAYLOADS, request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tests.canned import Received
+    from tests.smuggling.payloads import Payload
+
+DIRECT: Final = "direct"
+_QUIET_SECONDS: Final = 0.3
+_STATUS: Final = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one payload came to on one way."""
+
+    statuses: tuple[int, ...]
+    """Of the answers that the client got."""
+    served: tuple[str, ...]
+    """Who the requests that the engine saw said they were from."""
+    forwarded: int
+    """Requests that the proxy says it sent."""
+    answered: int
+    """Answers that the gateway gave it."""
+    victim: str
+    """Whose answer somebody else got right behind it, on a connection of its own: "its own", or ""."""
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.statuses)) or "-"
+
+
+def echo(received: Received) -> Iterable[bytes]:
+    """An answer that says whose request it is for."""
+    user = orjson.loads(received.body).get("user")
+    return [json_answer({"choices": [{"index": 0, "text": user, "finish_reason": "stop"}]})]
+
+
+async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS) -> bytes:
+    """Write these bytes on one connection, and read until it is closed or nothing comes any more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    received = bytearray()
+    with suppress(ConnectionError):
+        writer.write(raw)
+        with suppress(TimeoutError):
+            while data := await asyncio.wait_for(reader.read(65536), quiet_seconds):
+                received += data
+    writer.transport.abort()
+    return bytes(received)
+
+
+async def try_out(
+    payload: Payload, front: Front, engine: CannedEngine, number: int, quiet_seconds: float = _QUIET_SECONDS
+) -> Outcome:
+    """Send a payload one way, and then somebody else's request, which is told by its number."""
+    front.take()
+    seen = len(engine.received)
+    answers = await exchange(front.port, payload.raw, quiet_seconds)
+    up, down = front.take()
+    served = tuple(orjson.loads(one.body).get("user") for one in engine.received[seen:])
+    victim = f"victim-{number}"
+    theirs = b""
+    for _ in range(2):  # the connection that a proxy takes may just have been closed
+        theirs = await exchange(front.port, request(victim, CLOSE))
+        if b" 200 OK" in theirs:
+            break
+    told = re.search(rb'"text":"([^"]*)"', theirs)
+    whose = told[1].decode() if told else ""
+    return Outcome(
+        tuple(int(status) for status in _STATUS.findall(answers)),
+        served,
+        len(re.findall(MARK.encode(), up, re.IGNORECASE)),
+        len(_STATUS.findall(down)),
+        "its own" if whose == victim else whose,
+    )
+
+
+def disagreements(payload: Payload, way: str, outcome: Outcome) -> list[str]:
+    """What must not be so."""
+    found = []
+    if outcome.victim != "its own":
+        found.append(f"somebody else got {f'the answer to {outcome.victim}' if outcome.victim else 'no answer'}")
+    if outcome.statuses.count(200) != len(outcome.served):
+        found.append(f"{outcome.statuses.count(200)} good answers to {len(outcome.served)} requests at the engine")
+    if way == DIRECT:
+        if payload.served is not None and outcome.served != payload.served:
+            found.append(f"the engine saw {outcome.served or 'nothing'} instead of {payload.served or 'nothing'}")
+        if INNER in outcome.served:
+            found.append("a hidden request was found")
+        if payload.served == () and not all(status >= 400 for status in outcome.statuses):
+            found.append("it was not refused")
+        return found
+    if outcome.answered > outcome.forwarded:
+        found.append(f"{outcome.answered} answers of the gateway to {outcome.forwarded} requests")
+    if len(outcome.served) > outcome.forwarded:
+        found.append(f"{len(outcome.served)} requests at the engine, and {outcome.forwarded} were sent")
+    return found
+
+
+def second_opinion(raw: bytes) -> str:
+    """How many requests h11 finds in these bytes; with an exclamation mark if it does not like what comes then."""
+    count = 0
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    connection.receive_data(raw)
+    try:
+        while not isinstance(event := connection.next_event(), type(h11.NEED_DATA)) and event is not h11.PAUSED:
+            if isinstance(event, h11.EndOfMessage):
+                count += 1
+                connection.send(h11.Response(status_code=200, headers=[("Content-Length", "0")]))
+                connection.send(h11.EndOfMessage())
+                if connection.our_state is not h11.DONE:
+                    break
+                connection.start_next_cycle()
+    except h11.ProtocolError:
+        return f"{count}!"
+    return str(count)
+
+
+async def main(names: Sequence[str]) -> int:
+    payloads = [payload for payload in PAYLOADS if not names or any(name in payload.name for name in names)]
+    found: list[str] = []
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(CannedEngine("both", echo))
+        options = ("--connector", "plain", "--decode", engine.url)
+        program = await stack.enter_async_context(gateway(*options, PROXY_RESUME__MODE="off"))
+        port = int(program.url.rpartition(":")[2])
+        ways = [Front(DIRECT, port)]
+        for name in FRONTS:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"pdproxy-{name}-")))
+            ways.append(await stack.enter_async_context(running(name, port, folder)))
+        width = max(len(payload.name) for payload in payloads)
+        print(f"{'':{width}}  {'h11':4} " + " ".join(f"{way.name:13}" for way in ways))
+        for number, payload in enumerate(payloads):
+            outcomes = [await try_out(payload, way, engine, number) for way in ways]
+            cells = []
+            for way, outcome in zip(ways, outcomes, strict=True):
+                wrong = disagreements(payload, way.name, outcome)
+                found += [f"{payload.name}, {way.name}: {sentence}" for sentence in wrong]
+                cells.append(f"{outcome} {'!!' * bool(wrong)}")
+            print(
+                f"{payload.name:{width}}  {second_opinion(payload.raw):4} "
+                + " ".join(f"{cell:13}" for cell in cells).rstrip(),
+                flush=True,
+            )
+    print(*found, sep="\n")
+    print(f"{len(payloads)} payloads on {len(ways)} ways: {len(found)} disagreements")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    if absent := missing():
+        print(f"{', '.join(absent)} cannot be found: apt-get install nginx-light haproxy caddy", file=sys.stderr)
+        sys.exit(3)
+    sys.exit(asyncio.run(main(sys.argv[1:])))

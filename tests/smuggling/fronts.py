@@ -1,0 +1,154 @@
+"""Real proxies on loopback in front of the gateway, each as lenient as it can be made.
+
+They mark every request that they send with a header that no client can know: as many as there are, they mean to have
+sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from tests.asking import until
+from tests.toxics import Direction, ToxicProxy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+MARK: Final = f"X-Front-{secrets.token_hex(8)}"
+
+_NGINX: Final = """
+daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit;
+events {{ worker_connections 256; }}
+http {{
+  access_log off; ignore_invalid_headers off; underscores_in_headers on; client_max_body_size 0;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  upstream gateway {{ server 127.0.0.1:{target}; keepalive 4; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://gateway; proxy_http_version 1.1; proxy_request_buffering off; proxy_buffering off;
+      proxy_set_header Connection ""; proxy_set_header {mark} 1;
+    }}
+  }}
+}}
+"""
+
+_HAPROXY: Final = """
+defaults
+  mode http
+  timeout connect 2s
+  timeout client 5s
+  timeout server 5s
+frontend clients
+  bind 127.0.0.1:{port}
+  option accept-invalid-http-request
+  http-request set-header {mark} 1
+  default_backend gateway
+backend gateway
+  http-reuse always
+  server gateway 127.0.0.1:{target}
+"""
+
+_CADDY: Final = """
+{{
+  admin off
+  auto_https off
+}}
+http://:{port} {{
+  bind 127.0.0.1
+  reverse_proxy 127.0.0.1:{target} {{
+    header_up {mark} 1
+    flush_interval -1
+  }}
+}}
+"""
+
+FRONTS: Final = {
+    "nginx": (_NGINX, ("-c", "{file}", "-p", "{folder}")),
+    "haproxy": (_HAPROXY, ("-db", "-f", "{file}")),
+    "caddy": (_CADDY, ("run", "--adapter", "caddyfile", "--config", "{file}")),
+}
+
+
+@dataclass
+class Line:
+    """What went over one connection between a front and the gateway."""
+
+    up: bytearray = field(default_factory=bytearray)
+    down: bytearray = field(default_factory=bytearray)
+
+    def on_data(self, direction: Direction, data: bytes) -> None:
+        (self.up if direction is Direction.UP else self.down).extend(data)
+
+    def on_close(self) -> None:
+        pass
+
+
+@dataclass
+class Front:
+    """A way to the gateway: its port, and all that a proxy sent that way. Without a proxy there is nothing to see."""
+
+    name: str
+    port: int
+    lines: list[Line] = field(default_factory=list)
+
+    def watch(self) -> Line:
+        line = Line()
+        self.lines.append(line)
+        return line
+
+    def take(self) -> tuple[bytes, bytes]:
+        """What has gone up and down since it was last asked."""
+        up, down = (b"".join(bytes(getattr(line, way)) for line in self.lines) for way in ("up", "down"))
+        for line in self.lines:
+            line.up.clear()
+            line.down.clear()
+        return up, down
+
+
+def missing() -> list[str]:
+    """The proxies that are not installed."""
+    return [name for name in FRONTS if not shutil.which(name)]
+
+
+@asynccontextmanager
+async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[Front]:
+    """Start a proxy in front of the gateway; it ends with the block."""
+    text, words = FRONTS[name]
+    front = Front(name, _free_port())
+    async with ToxicProxy("127.0.0.1", gateway_port, watch=front.watch) as tap:
+        file = folder / "config"
+        file.write_text(text.format(folder=folder, port=front.port, target=tap.port, mark=MARK))
+        process = await asyncio.create_subprocess_exec(
+            *(shutil.which(name) or name, *(word.format(file=file, folder=folder) for word in words)),
+            env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            await until(lambda: process.returncode is not None or _listens(front.port), f"{name} to listen", 10.0)
+            assert process.returncode is None, f"{name} ended with exit code {process.returncode}"
+            yield front
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

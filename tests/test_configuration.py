@@ -1,0 +1,433 @@
+"""The configuration that all workers share: replaced as a whole or not at all, and followed by each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.backend import Role
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.configuration import FIXED, Change, Configuration, Follower
+from proxy.configuration.current import option_of
+from proxy.metrics import Metrics
+from proxy.settings import OPTIONS, SettingsError, load
+from tests.asking import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from proxy.configuration import Current
+    from proxy.settings import Loaded, Settings
+
+
+class Files:
+    """What an operator edits, and a configuration that is made of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "my.yaml"
+        self.keys_path = directory / "keys.yaml"
+        self.before_load: Callable[[], None] = lambda: None
+        self.loads = 0
+        self.write("prefill: [p:1, p:2]\ndecode: [d:1, d:2]")
+        settings = self.load().settings
+        endpoints = [[(e.host, e.port) for e in role] for role in (settings.prefill, settings.decode)]
+        self.scoreboard = Scoreboard(slots=8)
+        self.roster = Roster(*endpoints, self.scoreboard)
+        self.configuration = Configuration(self.load(), self.load, self.roster)
+        self.loads = 0
+
+    def write(self, text: str) -> None:
+        self.path.write_text(text)
+
+    def write_keys(self, text: str, path: Path | None = None) -> None:
+        (path or self.keys_path).write_text(text)
+
+    def load(self) -> Loaded:
+        self.loads += 1
+        self.before_load()
+        return load(["--config", str(self.path)], {})
+
+    @property
+    def settings(self) -> Settings:
+        return self.configuration.current().settings
+
+    def members(self) -> list[str]:
+        """All instances with their state; `!` those that are not given the engine key."""
+        return [
+            f"{member.backend.name}{'' if member.backend.trusted else '!'}{' draining' * member.draining}"
+            for role in Role
+            for member in self.roster.members(role)
+        ]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def in_child(action: Callable[[], object]) -> None:
+    """Run a callable in a forked process and expect it to succeed."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+INSTANCES = "prefill: [p:1, p:2]\ndecode: [d:1, d:2]\n"
+
+
+# Values
+
+
+def test_every_option_arrives_in_another_process_as_it_is(files: Files, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("canary-2")
+    files.write_keys("keys: [{name: a, key: sk-1, max_concurrent: 3}, {name: b, key: sk-2, requests_per_minute: 60}]")
+    files.write(
+        INSTANCES
+        + f"""
+workers: 3
+admin: {{port: 7, networks: [10.0.0.0/8]}}
+listen: {{host: "::1", max_connections: 5}}
+retry: {{max_delay_seconds: 7.5}}
+kv: {{pin_seconds: 3}}
+auth: {{engine_api_key: canary-1, admin_key_file: {secret}, client_keys_file: {files.keys_path}}}
+"""
+    )
+    loaded = files.load()
+    configuration = Configuration(loaded, files.load, files.roster)
+
+    def look() -> None:
+        configuration._read_version = 0
+        found = configuration.current()
+        assert {name: option_of(found.settings, name) for name in OPTIONS} == {
+            name: option_of(loaded.settings, name) for name in OPTIONS
+        }
+        assert found.settings.auth.engine_api_key is not None
+        assert found.settings.auth.engine_api_key.get_secret_value() == "canary-1"
+        assert found.client_keys == loaded.client_keys
+        assert found.slots == {"a": 0, "b": 1}
+
+    in_child(look)
+
+
+def test_it_is_the_same_object_while_nothing_is_published(files: Files) -> None:
+    assert files.configuration.current() is files.configuration.current()
+
+
+def test_more_client_keys_than_can_be_counted_are_refused(files: Files) -> None:
+    entries = ", ".join(f"{{name: n{number}, key: k{number}}}" for number in range(1025))
+    files.write_keys(f"keys: [{entries}]")
+    files.write(INSTANCES + f"auth: {{client_keys_file: {files.keys_path}}}")
+    with pytest.raises(SettingsError, match="there are 1025 client keys"):
+        Configuration(files.load(), files.load, files.roster)
+
+
+# Reloading
+
+
+async def test_a_reload_tells_what_has_changed(files: Files) -> None:
+    assert await files.configuration.reload() == Change()
+    files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}\nauth: {admin_key: canary}")
+    change = await files.configuration.reload()
+    assert change == Change(("prefill", "timeouts.idle_seconds", "auth.admin_key"), ("p:3",), ("p:2",))
+    assert str(change) == "changed prefill, timeouts.idle_seconds, auth.admin_key; added p:3; removed p:2"
+    assert files.settings.timeouts.idle_seconds == 7
+    assert files.members() == ["p:1", "p:2 draining", "p:3", "d:1", "d:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("timeouts: {idle_seconds: 7}\nworkers: many", "my.yaml: workers must be a valid integer, not 'many'"),
+        ("timeouts: {idle_seconds: 7}\nfrobnicate: 1", "my.yaml: unknown option frobnicate"),
+        ("timeouts: {idle_seconds: 7", "my.yaml, line "),
+        ("timeouts: {idle_seconds: 7}\ndecode: [d:1, d:1]", "d:1 is given twice as a decoder"),
+        ("timeouts: {idle_seconds: 7}\nauth: {admin_key_file: /nowhere}", "/nowhere cannot be read"),
+        ("timeouts: {idle_seconds: 7}\nauth: {client_keys_file: /nowhere}", "/nowhere cannot be read"),
+    ],
+)
+async def test_a_mistake_changes_nothing_and_is_one_sentence(files: Files, text: str, sentence: str) -> None:
+    before = files.configuration.current()
+    members = files.members()
+    files.write(f"prefill: [p:1, p:3]\n{'' if 'decode' in text else 'decode: [d:1]'}\n{text}")
+    with pytest.raises(SettingsError) as refused:
+        await files.configuration.reload()
+    assert sentence in str(refused.value)
+    assert files.configuration.current() is before
+    assert files.members() == members
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("connector: plain", "connector"),
+        ("workers: 2", "workers"),
+        ("passthrough: [pooling]", "passthrough"),
+        ("listen: {host: 127.0.0.2, port: 7, backlog: 1}", "listen.host and listen.port and listen.backlog"),
+        ("admin: {host: 127.0.0.2, port: 7, probe_port: 8}", "admin.host and admin.port and admin.probe_port"),
+        ("log: {format: text}", "log.format"),
+    ],
+)
+async def test_what_a_running_gateway_is_built_on_cannot_change(files: Files, text: str, names: str) -> None:
+    before = files.configuration.current()
+    instances = "decode: [d:1, d:2]" if "plain" in text else INSTANCES
+    files.write(f"{instances}\n{text}\ntimeouts: {{idle_seconds: 7}}")
+    with pytest.raises(SettingsError, match=rf"^{names} cannot change while the gateway runs: restart it$"):
+        await files.configuration.reload()
+    assert files.configuration.current() is before
+    assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
+
+
+def test_only_options_are_fixed() -> None:
+    assert set(FIXED) <= set(OPTIONS)
+
+
+async def test_whoever_was_faster_is_read_after(files: Files) -> None:
+    """A file that was read before another worker published may be the older one."""
+
+    def interfere() -> None:
+        files.before_load = lambda: None
+        files.write(INSTANCES + "timeouts: {idle_seconds: 2}")
+        in_child(lambda: asyncio.run(files.configuration.reload()))
+        files.write(INSTANCES + "timeouts: {idle_seconds: 3}")
+
+    files.before_load = interfere
+    assert await files.configuration.reload() == Change(("timeouts.idle_seconds",))
+    assert files.loads == 2
+    assert files.settings.timeouts.idle_seconds == 3
+
+
+# Instances
+
+
+async def test_instances_added_at_run_time_stay(files: Files) -> None:
+    files.roster.add(Role.DECODE, "d", 9)
+    files.write("prefill: [p:1]\ndecode: [d:1]")
+    assert (await files.configuration.reload()).removed == ("p:2", "d:2")
+    assert files.members() == ["p:1", "p:2 draining", "d:1", "d:2 draining", "d:9!"]
+
+
+async def test_instances_of_the_configuration_are_there_whatever_was_done_to_them(files: Files) -> None:
+    files.roster.remove(Role.PREFILL, "p", 1)
+    files.roster.finalize()
+    files.roster.remove(Role.PREFILL, "p", 2)
+    files.roster.add(Role.DECODE, "d", 3)
+    files.write("prefill: [p:1, p:2]\ndecode: [d:1, d:2, d:3]")
+    assert (await files.configuration.reload()).added == ("p:1", "p:2")
+    assert sorted(files.members()) == ["d:1", "d:2", "d:3", "p:1", "p:2"]
+
+
+async def test_an_instance_cannot_take_the_other_role_in_one_step(files: Files) -> None:
+    before = files.configuration.current()
+    files.write("prefill: [p:1]\ndecode: [d:1, d:2, p:2]\ntimeouts: {idle_seconds: 7}")
+    with pytest.raises(SettingsError, match=r"^p:2 is already a prefill instance$"):
+        await files.configuration.reload()
+    assert files.configuration.current() is before
+    assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
+
+
+async def test_more_instances_than_there_is_room_for_change_nothing(files: Files) -> None:
+    before = files.configuration.current()
+    files.write("prefill: [p:1]\ndecode: [d:1-9]")
+    with pytest.raises(SettingsError, match="no room for another instance"):
+        await files.configuration.reload()
+    assert files.configuration.current() is before
+    assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
+
+
+# The keys of clients
+
+
+@pytest.fixture
+async def keyed(files: Files) -> Files:
+    """With two client keys."""
+    files.write_keys("keys: [{name: a, key: sk-1}, {name: b, key: sk-2}]")
+    files.write(INSTANCES + f"auth: {{client_keys_file: {files.keys_path}}}")
+    await files.configuration.reload()
+    await files.configuration.reload_keys()  # their file was not known when it was read
+    assert files.configuration.new_keys_stamp() is None
+    return files
+
+
+async def test_keys_come_with_the_settings(keyed: Files) -> None:
+    keyed.write_keys("keys: [{name: b, key: sk-2}, {name: c, key: sk-3}]")
+    assert await keyed.configuration.reload() == Change(("auth.client_keys_file",))
+    current = keyed.configuration.current()
+    assert [key.name for key in current.client_keys] == ["b", "c"]
+    assert current.slots["b"] == 1
+
+
+async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -> None:
+    keyed.write_keys("keys: [{name: b, key: sk-2}]")
+    keyed.write(INSTANCES + "timeouts: {idle_seconds: 7}")  # which nobody asked to be read
+    keyed.roster.remove(Role.DECODE, "d", 1)
+    assert keyed.configuration.new_keys_stamp() is not None
+    assert await keyed.configuration.reload_keys() == Change(("auth.client_keys_file",))
+    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.settings.timeouts.idle_seconds == 300
+    assert keyed.configuration.current().slots == {"b": 1}
+    assert "d:1 draining" in keyed.members()
+
+
+async def test_a_mistake_in_the_keys_is_told_once_and_leaves_them(keyed: Files) -> None:
+    keyed.write_keys("keys: [{name: a}]")
+    before = keyed.configuration.current()
+
+    def the_other_worker() -> None:
+        with pytest.raises(SettingsError, match=r"keys\.yaml: entry 1 must have either"):
+            asyncio.run(keyed.configuration.reload_keys())
+
+    in_child(the_other_worker)
+    assert keyed.configuration.new_keys_stamp() is None
+    assert keyed.configuration.current().client_keys == before.client_keys
+
+
+async def test_keys_whose_file_has_gone_stay(keyed: Files) -> None:
+    keyed.keys_path.unlink()
+    assert keyed.configuration.new_keys_stamp() is None
+    assert len(keyed.configuration.current().client_keys) == 2
+
+
+async def test_keys_of_another_file_are_read_once_more(keyed: Files, tmp_path: Path) -> None:
+    """It was not looked at before it was read, so it may have been written meanwhile."""
+    other = tmp_path / "other.yaml"
+    keyed.write_keys("keys: [{name: c, key: sk-3}]", other)
+    keyed.write(INSTANCES + f"auth: {{client_keys_file: {other}}}")
+    await keyed.configuration.reload()
+    assert [key.name for key in keyed.configuration.current().client_keys] == ["c"]
+    assert keyed.configuration.new_keys_stamp() is not None
+    assert await keyed.configuration.reload_keys() == Change()
+    assert keyed.configuration.new_keys_stamp() is None
+
+
+# Following
+
+
+class Part:
+    """A worker that only follows."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.metrics = Metrics()
+        self.applied: list[Current] = []
+        self.follower = Follower(configuration, configuration.current(), self.applied.append, self.metrics)
+
+    def metric(self, name: str) -> dict[str, float]:
+        """The samples of a metric by their label, or "" for the only one."""
+        return {
+            next(iter(sample.labels.values()), ""): sample.value
+            for family in self.metrics.collect()
+            for sample in family.samples
+            if sample.name == f"pdproxy_{name}"
+        }
+
+
+async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "proxy.configuration")
+    async with AsyncExitStack() as stack:
+        one, other = parts = [Part(files.configuration) for _ in range(2)]
+        for part in parts:
+            await stack.enter_async_context(part.follower)
+        files.write(INSTANCES + "timeouts: {idle_seconds: 7}")
+        assert (await one.follower.reload("a test")).options == ("timeouts.idle_seconds",)
+        assert one.applied == [files.configuration.current()]
+        other.follower.look()
+        assert other.applied == one.applied
+    assert [line.getMessage() for line in caplog.records] == ["reload by a test: changed timeouts.idle_seconds"]
+    assert one.metric("config_reloads_total") == {"ok": 1.0, "failed": 0.0}
+    assert other.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
+    for part in parts:
+        assert part.metric("config_last_reload_success_timestamp_seconds") == {
+            "": files.configuration.current().read_at
+        }
+
+
+async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    part = Part(files.configuration)
+    read_at = files.configuration.current().read_at
+    async with part.follower:
+        files.write(INSTANCES + "workers: many")
+        with pytest.raises(SettingsError):
+            await part.follower.reload("a test")
+        part.follower.begin_reload("SIGHUP")
+        await until(lambda: part.metric("config_reloads_total")["failed"] == 2, "both to be refused")
+    sentence = f"and nothing has changed: {files.path}: workers must be a valid integer, not 'many'"
+    assert [line.getMessage() for line in caplog.records] == [
+        f"reload by {by} is refused, {sentence}" for by in ("a test", "SIGHUP")
+    ]
+    assert part.applied == []
+    assert part.metric("config_last_reload_success_timestamp_seconds") == {"": read_at}
+
+
+async def test_a_reload_in_the_background_is_applied(files: Files) -> None:
+    part = Part(files.configuration)
+    async with part.follower:
+        files.write(INSTANCES + "timeouts: {idle_seconds: 7}")
+        part.follower.begin_reload("SIGHUP")
+        await until(lambda: part.applied, "it")
+    assert part.applied[0].settings.timeouts.idle_seconds == 7
+
+
+async def test_a_reload_that_fails_by_our_own_fault_shows(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("our own fault")
+
+    part = Part(files.configuration)
+    async with part.follower:
+        files.before_load = fail
+        part.follower.begin_reload("SIGHUP")
+        await until(lambda: "our own fault" in caplog.text, "it")
+
+
+async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "proxy.configuration")
+    parts = [Part(keyed.configuration) for _ in range(2)]
+
+    def all_look(name: str) -> bool:
+        """Whether all workers have this key now."""
+        for part in parts:
+            part.follower.look()
+        return all(part.applied and name in part.applied[-1].slots for part in parts)
+
+    async with AsyncExitStack() as stack:
+        for part in parts:
+            await stack.enter_async_context(part.follower)
+        keyed.write_keys("keys: [{name: c, key: sk-3}]")
+        await until(lambda: all_look("c"), "the new keys")
+        keyed.write_keys("nonsense")
+        await until(lambda: all_look("c") and "refused" in caplog.text, "the mistake to be noticed")
+        new = keyed.keys_path.with_suffix(".new")
+        keyed.write_keys("keys: [{name: d, key: sk-4}]", new)
+        new.rename(keyed.keys_path)
+        await until(lambda: all_look("d"), "the newest keys")
+    by = "a change of the client keys' file"
+    assert [line.getMessage().partition(" must hold")[0] for line in caplog.records] == [
+        f"reload by {by}: changed auth.client_keys_file",
+        f"reload by {by} is refused, and nothing has changed: {keyed.keys_path}",
+        f"reload by {by}: changed auth.client_keys_file",
+    ]
+    counts: list[Any] = [part.metric("config_reloads_total") for part in parts]
+    assert {result: sum(count[result] for count in counts) for result in counts[0]} == {"ok": 2.0, "failed": 1.0}
+
+
+async def test_a_keys_file_that_is_being_written_is_left_alone(keyed: Files) -> None:
+    part = Part(keyed.configuration)
+    async with part.follower:
+        for count in range(1, 4):  # at each look it is another
+            keyed.write_keys("keys:" + "\n  - {name: n, key: k}" * count)
+            part.follower.look()
+            await asyncio.sleep(0)
+            assert part.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
+        part.follower.look()
+        await until(lambda: part.metric("config_reloads_total")["failed"], "it to be read")

@@ -1,0 +1,142 @@
+"""The fault table names tests that exist, and a run of the whole suite says what they have shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults import TABLE, Row, evidence, mistakes, read_table, summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = range(1, 55)
+
+
+def test_every_row_is_there_once_and_in_order() -> None:
+    assert [row.number for row in read_table()] == list(ROWS)
+
+
+@pytest.mark.parametrize("row", read_table(), ids=lambda row: str(row.number))
+def test_a_row_says_what_goes_wrong_and_what_happens_then(row: Row) -> None:
+    assert row.fault
+    assert row.behaviour
+    assert len(set(row.tests)) == len(row.tests)
+
+
+@pytest.mark.timeout(120)
+def test_the_table_fits_the_tests() -> None:
+    """Their names and marks are those of a run that only collects, as in the summary of a whole one."""
+    collected = pytest_in(TABLE.parent.parent, "--collect-only", "-q")
+    assert said(collected) == []
+    assert collected.returncode == 0, collected.stdout[-4000:]
+
+
+# How that is judged
+
+TWO = [Row(1, "f", "b", ("a::x",)), Row(2, "f", "b", not_testable="r"), Row(3, "f", "b", ("a::x[1]", "b::"))]
+NODES = ["a::x[1]", "a::x[2]", "b::y", "c::z"]
+
+
+def test_tests_are_named_by_how_they_begin_or_marked() -> None:
+    assert evidence(TWO, NODES, {1: {"c::z"}}) == {
+        1: {"a::x[1]", "a::x[2]", "c::z"},
+        2: frozenset(),
+        3: {"a::x[1]", "b::y"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "marked", "mistake"),
+    [
+        (Row(1, "f", "b", ("a::x", "d::")), {}, "row 1 names d::, which is no test"),
+        (Row(1, "f", "b"), {}, "row 1 has no test"),
+        (Row(1, "f", "b", not_testable="r"), {1: {"c::z"}}, "row 1 has tests, and a reason why not"),
+        (Row(1, "f", "b", ("a::x",)), {2: {"c::z"}}, "c::z is marked with 2, which is no row"),
+    ],
+)
+def test_what_does_not_fit_is_told(row: Row, marked: dict[int, set[str]], mistake: str) -> None:
+    assert mistakes([row], NODES, marked) == [mistake]
+    assert mistakes(TWO, NODES, {3: {"c::z"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("passed", "failed", "line", "is_shown"),
+    [
+        ({"a::x[1]"}, set(), "faults: 3/3 rows shown (2 cannot be tested)", True),
+        ({"a::x[2]"}, set(), "faults: 2/3 rows shown (2 cannot be tested); not by tests that pass: 3", False),
+        (
+            {"a::x[1]", "b::y"},
+            {"a::x[2]"},
+            "faults: 2/3 rows shown (2 cannot be tested); not by tests that pass: 1",
+            False,
+        ),
+    ],
+)
+def test_a_row_is_shown_by_tests_that_passed_and_none_that_failed(
+    passed: set[str], failed: set[str], line: str, is_shown: bool
+) -> None:
+    assert summary(TWO, evidence(TWO, NODES, {}), passed, failed) == (line, is_shown)
+
+
+# In a run
+
+PROJECT = {
+    "pyproject.toml": '[tool.pytest.ini_options]\ntestpaths = ["suite"]\nmarkers = ["fault(number): …"]\n',
+    "suite/conftest.py": (
+        "import pathlib\n"
+        "from tests import faults\n"
+        'pytest_plugins = ["tests.faults.plugin"]\n'
+        'faults.TABLE = pathlib.Path(__file__).parent / "faults.yaml"\n'
+    ),
+    "suite/faults.yaml": (
+        "- {number: 1, fault: f, behaviour: b, tests: ['suite/test_it.py::test_good']}\n"
+        "- {number: 2, fault: f, behaviour: b, not_testable: r}\n"
+        "- {number: 3, fault: f, behaviour: b}\n"
+    ),
+    "suite/test_it.py": "import pytest\ndef test_good(): pass\n",
+}
+MARKED = "@pytest.mark.fault(3)\ndef test_other(): assert {}\n"
+SHOWN = "faults: 3/3 rows shown (2 cannot be tested)"
+NOT_SHOWN = "faults: 2/3 rows shown (2 cannot be tested); not by tests that pass: 3"
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "lines", "exit_code"),
+    [
+        (MARKED.format(True), (), [SHOWN], 0),
+        (MARKED.format(False), (), [NOT_SHOWN], 1),
+        ("", (), [NOT_SHOWN], 1),
+        ("", ("--collect-only",), ["faults: row 3 has no test"], 1),
+        ("", ("suite/test_it.py",), [], 0),
+        ("", ("-k", "good"), [], 0),
+    ],
+    ids=["all shown", "one fails", "one not shown", "only collected", "a file", "a choice"],
+)
+def test_a_run_of_the_whole_suite_must_show_every_row(
+    tmp_path: Path, code: str, arguments: tuple[str, ...], lines: list[str], exit_code: int
+) -> None:
+    for name, text in PROJECT.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + code if name.endswith("test_it.py") else text)
+    run = pytest_in(tmp_path, "-q", *arguments)
+    assert (said(run), run.returncode) == (lines, exit_code)
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={"PYTHONPATH": str(TABLE.parent.parent)},
+    )
+
+
+def said(run: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines about the table."""
+    return [line for line in run.stdout.splitlines() if line.startswith("faults:")]

@@ -1,0 +1,147 @@
+"""Servers that say exactly the bytes they are told to, and what asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.errors import Failure, UpstreamError
+from proxy.settings import Timeouts
+from proxy.upstream import Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from proxy.upstream import Names
+
+LONG = 3600.0
+SHORT = 0.05
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+# The other side
+
+
+class Link:
+    """The engine's end of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def request(self) -> tuple[bytes, bytes]:
+        """Head and body of the next request."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+        return head, await self.reader.readexactly(int(fields[b"Content-Length"]))
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self, data: bytes = OK) -> None:
+        await self.request()
+        self.send(data)
+
+    async def left(self) -> None:
+        """Until the gateway has closed the connection."""
+        with suppress(ConnectionError):
+            while await self.reader.read(65536):
+                pass
+
+    def reset(self) -> None:
+        """Close with RST."""
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def engine(*scripts: Callable[[Link], Awaitable[None]]) -> AsyncIterator[Backend]:
+    """A server whose n-th connection follows the n-th script, and is closed when that ends.
+
+    Leaving waits until every script has ended, and fails when one did, or when one was not asked for.
+    """
+    waiting = list(scripts)
+    running: list[asyncio.Task[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            assert waiting, "a connection nobody expects"
+            await waiting.pop(0)(Link(reader, writer))
+        finally:
+            writer.close()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        running.append(asyncio.create_task(serve(reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield Backend(Role.PREFILL, "127.0.0.1", server.sockets[0].getsockname()[1])
+        await asyncio.gather(*running)
+        assert not waiting, "a connection that was never made"
+    finally:
+        server.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+# Our side
+
+
+def new_upstream(key: str | None = None, names: Names | None = None, **timeouts: float) -> Upstream:
+    return Upstream(Timeouts(**timeouts), EngineKeys(key), names, sweep_seconds=0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def exchange(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> Any:
+    return upstream.open(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options})
+
+
+async def fetch(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> bytes:
+    return (await upstream.fetch(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options}))[1]
+
+
+async def failure_of(work: Awaitable[object]) -> Failure:
+    with pytest.raises(UpstreamError) as failed:
+        await work
+    assert "127.0.0.1" not in failed.value.message
+    return failed.value.failure
+
+
+class Collector:
+    """A Sink that keeps what it is given, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.begun = asyncio.Event()
+        self.finished: asyncio.Future[UpstreamError | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.reads)
+
+    def received(self, data: bytes) -> None:
+        assert data
+        assert not self.finished.done()
+        self.reads.append(data)
+        self.begun.set()
+
+    def ended(self, error: UpstreamError | None) -> None:
+        self.finished.set_result(error)

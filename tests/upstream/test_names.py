@@ -1,0 +1,297 @@
+"""From host names to addresses, whatever the name servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.errors import Failure, UpstreamError
+from proxy.metrics import Metrics
+from proxy.upstream import AddressProblem, AddressRules, Names
+from tests.upstream.desk import LOOPBACK, NameServer, desk
+from tests.upstream.raw import OK, Link, engine, fetch, free_port, new_upstream
+
+if TYPE_CHECKING:
+    from tests.clock import Clock
+
+UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_a_literal_is_known_without_a_look_up(clock: Clock, host: str) -> None:
+    async with desk(clock) as at:
+        assert at.names.known(host) == (host,)
+        clock.now += 1e6
+        assert await at.names.find(host) == (host,)
+        assert at.server.asked == []
+
+
+async def test_a_name_is_looked_up_once(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.2", "127.0.0.1"])
+        assert at.names.known("engine") == ()
+        assert await at.names.find("engine") == ("127.0.0.2", "127.0.0.1")
+        assert at.names.known("engine") == ("127.0.0.2", "127.0.0.1")
+        assert at.server.asked == ["engine"]
+
+
+async def test_those_who_ask_for_the_same_name_wait_for_the_same_answer(clock: Clock) -> None:
+    async with desk(clock) as at:
+        asking = [asyncio.create_task(at.names.find("engine")) for _ in range(3)]
+        await asyncio.sleep(0)
+        asking[0].cancel()  # which must not take the answer from the others
+        at.server.say(["127.0.0.1"])
+        assert await asyncio.gather(*asking[1:]) == [("127.0.0.1",)] * 2
+        assert at.server.asked == ["engine"]
+
+
+@pytest.mark.fault(37)
+async def test_an_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("engine")
+        clock.now += 9.9
+        assert at.names.known("engine") == ("127.0.0.1",)
+        assert at.server.asked == ["engine"]
+        clock.now += 0.2
+        for _ in range(2):
+            assert await at.names.find("engine") == ("127.0.0.1",)  # the server has not answered yet
+        at.server.say(["127.0.0.2"])
+        await at.refreshed("engine")
+        assert at.names.known("engine") == ("127.0.0.2",)
+        assert at.server.asked == ["engine", "engine"]
+
+
+@pytest.mark.fault(37)
+async def test_a_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
+    async with desk(clock, "known", "slow") as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("known")
+        slow = asyncio.create_task(at.names.find("slow"))
+        await asyncio.sleep(0)
+        clock.now += 100
+        assert at.names.known("known") == ("127.0.0.1",)
+        at.server.say(["127.0.0.2"], ["127.0.0.2"])
+        assert await slow == ("127.0.0.2",)
+
+
+@pytest.mark.fault(37)
+async def test_a_name_server_that_fails_is_told_once_and_the_last_address_stays(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "proxy.upstream.names")
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("engine")
+        for _ in range(3):
+            clock.now += 10.1
+            at.server.say(UNKNOWN)
+            assert at.names.known("engine") == ("127.0.0.1",)
+            await at.refreshed("engine")
+        assert at.names.known("engine") == ("127.0.0.1",)
+        assert at.errors == 3
+        clock.now += 10.1
+        at.server.say(["127.0.0.2"])
+        at.names.known("engine")
+        await at.refreshed("engine")
+        assert at.names.known("engine") == ("127.0.0.2",)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the name engine cannot be looked up (name or service not known); its last address stays in use",
+        "the name engine can be looked up again",
+    ]
+
+
+async def test_a_name_that_was_never_known_is_asked_for_again_soon(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(UNKNOWN)
+        for _ in range(3):
+            with pytest.raises(AddressProblem, match=r"^name or service not known$"):
+                await at.names.find("engine")
+        assert at.server.asked == ["engine"]
+        clock.now += 1.1
+        at.server.say(["127.0.0.1"])
+        assert await at.names.find("engine") == ("127.0.0.1",)
+
+
+async def test_a_first_look_up_is_not_waited_for_for_ever(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.upstream.names._WAIT_SECONDS", 0.01)
+    async with desk(clock) as at:
+        with pytest.raises(AddressProblem, match=r"^timed out$"):
+            await at.names.find("engine")
+        monkeypatch.setattr("proxy.upstream.names._WAIT_SECONDS", 60.0)
+        at.server.say(["127.0.0.1"])  # what comes later is of use for the next one
+        assert await at.names.find("engine") == ("127.0.0.1",)
+        assert at.server.asked == ["engine"]
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".y"])
+async def test_what_can_be_no_name_is_a_problem_like_any_other(clock: Clock, host: str) -> None:
+    async with Names(LOOPBACK, [host], Metrics(), clock=clock) as names:  # asks the system, which raises UnicodeError
+        with pytest.raises(AddressProblem, match=r"^not a host name$"):
+            await names.find(host)
+
+
+async def test_an_address_in_disguise_is_no_name(clock: Clock) -> None:
+    async with desk(clock, "127.1") as at:
+        with pytest.raises(AddressProblem, match=r"^not a host name$"):
+            at.names.known("127.1")
+
+
+async def test_the_system_knows_this_host(clock: Clock) -> None:
+    async with Names(LOOPBACK, [], Metrics(), clock=clock) as names:
+        assert set(await names.find("localhost")) <= {"127.0.0.1", "::1"}
+
+
+# Where instances may be
+
+FORBIDDEN = r"^its address is not allowed by admin.networks$"
+
+
+async def test_an_added_instance_must_be_where_the_rules_allow(clock: Clock) -> None:
+    async with desk(clock, "configured") as at:
+        at.server.say(["169.254.169.254"])
+        with pytest.raises(AddressProblem, match=FORBIDDEN):
+            await at.names.find("added")
+        with pytest.raises(AddressProblem, match=FORBIDDEN):
+            at.names.known("8.8.8.8")
+        at.server.say(["8.8.8.8"])
+        assert await at.names.find("configured") == ("8.8.8.8",)
+
+
+async def test_of_several_addresses_only_the_allowed_are_used(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["169.254.169.254", "127.0.0.1", "8.8.8.8"])
+        assert await at.names.find("added") == ("127.0.0.1",)
+
+
+async def test_a_name_that_moves_to_a_forbidden_address_is_not_followed(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("added")
+        clock.now += 10.1
+        at.server.say(["169.254.169.254"])
+        at.names.known("added")
+        await at.refreshed("added")
+        with pytest.raises(AddressProblem, match=FORBIDDEN):
+            at.names.known("added")
+
+
+async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("added")
+        at.names.configure(AddressRules([]), ["other"])
+        with pytest.raises(AddressProblem, match=FORBIDDEN):
+            at.names.known("added")
+        at.names.configure(AddressRules([]), ["added"])
+        assert at.names.known("added") == ("127.0.0.1",)
+
+
+async def test_only_so_many_names_are_remembered(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.upstream.names._MAX_NAMES", 2)
+    async with desk(clock) as at:
+        for host in ("a", "b", "c", "a"):
+            at.server.say(["127.0.0.1"])
+            assert await at.names.find(host) == ("127.0.0.1",)
+        assert at.server.asked == ["a", "b", "c", "a"]
+
+
+# Its end
+
+
+async def test_its_threads_end_with_it(clock: Clock) -> None:
+    async with desk(clock) as at:
+        for host in ("a", "b", "c"):
+            at.server.say(["127.0.0.1"])
+            await at.names.find(host)
+        threads = at.names._threads
+        assert [thread.name for thread in threads] == ["names-0", "names-1"]
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+async def test_leaving_does_not_wait_for_a_name_server(clock: Clock) -> None:
+    server = NameServer()
+    async with Names(LOOPBACK, [], Metrics(), clock=clock, look_up=server) as names:
+        waiting = asyncio.create_task(names.find("stuck"))
+        names.known("another")
+        for _ in range(2):
+            await asyncio.to_thread(server.is_asked.acquire, timeout=10)
+        names.known("queued")
+        threads = names._threads
+    assert all(thread.daemon for thread in threads)
+    with pytest.raises(AddressProblem):
+        await waiting
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    server.close()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 10)
+    assert "queued" not in server.asked
+    await asyncio.sleep(0)  # what the threads have told by now is news to nobody
+    assert problems == []
+
+
+# Connecting
+
+
+async def test_upstream_connects_to_the_address_and_names_the_host(clock: Clock) -> None:
+    heads: list[bytes] = []
+
+    async def script(link: Link) -> None:
+        heads.append((await link.request())[0])
+        link.send(OK)
+
+    async with desk(clock) as at, engine(script) as server, new_upstream(names=at.names) as upstream:
+        at.server.say(["127.0.0.1"])
+        assert await fetch(upstream, Backend(Role.DECODE, "engine.invalid", server.port)) == b"ok"
+        assert b"\r\nHost: engine.invalid:%d\r\n" % server.port in heads[0]
+
+
+async def test_upstream_tries_one_address_after_the_other(clock: Clock) -> None:
+    async with desk(clock) as at, engine(Link.answer) as server, new_upstream(names=at.names) as upstream:
+        at.server.say(["127.0.0.3", "127.0.0.2", "127.0.0.1"])  # the engine listens on the last one only
+        assert await fetch(upstream, Backend(Role.DECODE, "engine", server.port)) == b"ok"
+
+
+async def connect_message(upstream: Any, backend: Backend) -> str:
+    with pytest.raises(UpstreamError) as failed:
+        await fetch(upstream, backend)
+    assert failed.value.failure is Failure.CONNECT
+    return failed.value.message
+
+
+async def test_upstream_tells_why_there_is_no_address(clock: Clock) -> None:
+    async with desk(clock) as at, new_upstream(names=at.names) as upstream:
+        at.server.say(UNKNOWN)
+        assert await connect_message(upstream, Backend(Role.DECODE, "a", 1)) == (
+            "decode instance: cannot connect (name or service not known)"
+        )
+        assert await connect_message(upstream, Backend(Role.DECODE, "169.254.169.254", 1)) == (
+            "decode instance: cannot connect (its address is not allowed by admin.networks)"
+        )
+        at.server.say(["127.0.0.2", "127.0.0.1"])
+        assert await connect_message(upstream, Backend(Role.DECODE, "refused", free_port())) == (
+            "decode instance: cannot connect (connection refused)"
+        )
+
+
+async def test_upstream_waits_for_a_name_no_longer_than_for_a_connection(clock: Clock) -> None:
+    async with desk(clock) as at, new_upstream(names=at.names, connect_seconds=0.05) as upstream:
+        assert await connect_message(upstream, Backend(Role.DECODE, "slow", 1)) == (
+            "decode instance: cannot connect (timed out)"
+        )
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".y"])
+async def test_upstream_without_names_survives_impossible_hosts(host: str) -> None:
+    async with new_upstream() as upstream:
+        assert await connect_message(upstream, Backend(Role.DECODE, host, 1)) == (
+            "decode instance: cannot connect (not a host name)"
+        )

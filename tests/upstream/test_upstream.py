@@ -1,0 +1,516 @@
+"""Connections to engines over many exchanges: opened, reused, given up, left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.errors import Failure, UpstreamError
+from tests.upstream.raw import (
+    LONG,
+    OK,
+    SHORT,
+    STREAM_HEAD,
+    Link,
+    chunk,
+    engine,
+    exchange,
+    failure_of,
+    fetch,
+    free_port,
+    new_upstream,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.upstream import Upstream
+
+# Connections that serve again
+
+
+async def test_a_connection_serves_again(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.answer(STREAM_HEAD + chunk(b"ok") + b"0\r\n\r\n")
+        await link.answer()
+
+    async with engine(script) as backend:
+        assert [await fetch(upstream, backend) for _ in range(3)] == [b"ok"] * 3
+
+
+async def test_requests_at_the_same_time_have_a_connection_each(upstream: Upstream) -> None:
+    both = asyncio.Barrier(2)
+
+    async def script(link: Link) -> None:
+        await link.request()
+        await both.wait()
+        link.send(OK)
+
+    async with engine(script, script) as backend, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(fetch(upstream, backend))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+    ],
+)
+async def test_a_connection_the_engine_wants_closed_does_not_serve_again(upstream: Upstream, answer: bytes) -> None:
+    async def script(link: Link) -> None:
+        await link.answer(answer)
+        await link.left()
+
+    async with engine(script, script) as backend:
+        assert [await fetch(upstream, backend) for _ in range(2)] == [b"ok"] * 2
+
+
+@pytest.mark.parametrize("more", [OK, b"garbage", b"\x00"])
+async def test_bytes_after_the_answer_end_the_connection_and_not_the_answer(upstream: Upstream, more: bytes) -> None:
+    async def together(link: Link) -> None:
+        await link.answer(OK + more)
+        await link.left()
+
+    async def later(link: Link) -> None:
+        await link.answer(OK)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        link.send(more)
+        await link.left()
+
+    async with engine(together, later) as backend:
+        assert await fetch(upstream, backend) == b"ok"
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_a_connection_that_was_paused_at_the_end_of_its_answer_serves_again(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.answer()
+
+    async with engine(script) as backend:
+        async with exchange(upstream, backend) as response:
+            assert await response.read() == b"ok"
+            response.pause()
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_idle_connections_are_closed_before_the_engine_does_it(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.upstream.upstream._KEEP_ALIVE_SECONDS", 0.0)
+
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.left()
+
+    async with engine(script) as backend:
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def closes_for_the_second_request(link: Link) -> None:
+    await link.answer()
+    await link.request()
+
+
+async def resets_for_the_second_request(link: Link) -> None:
+    await closes_for_the_second_request(link)
+    link.reset()
+
+
+stale = pytest.mark.parametrize("script", [closes_for_the_second_request, resets_for_the_second_request])
+
+
+@stale
+async def test_a_request_on_a_stale_connection_may_be_sent_again(upstream: Upstream, script: Any) -> None:
+    seen: list[bytes] = []
+
+    async def fresh(link: Link) -> None:
+        seen.append((await link.request())[1])
+        link.send(OK)
+
+    async with engine(script, fresh) as backend:
+        await fetch(upstream, backend)
+        assert await fetch(upstream, backend, b'{"again":1}', resend_if_stale=True) == b"ok"
+    assert seen == [b'{"again":1}']
+
+
+@stale
+@pytest.mark.parametrize(
+    "ask", [fetch, lambda *exchanged: exchange(*exchanged).__aenter__()], ids=["fetched", "opened"]
+)
+async def test_a_request_is_not_sent_twice_by_itself(upstream: Upstream, script: Any, ask: Any) -> None:
+    async with engine(script) as backend:
+        await fetch(upstream, backend)
+        assert await failure_of(ask(upstream, backend)) is Failure.RESET
+
+
+async def test_a_request_is_sent_again_on_a_fresh_connection() -> None:
+    both, stale_requests = asyncio.Barrier(2), 0
+
+    async def goes_stale(link: Link) -> None:
+        nonlocal stale_requests
+        await link.request()
+        await both.wait()
+        link.send(OK)
+        with suppress(asyncio.IncompleteReadError):
+            await link.request()
+            stale_requests += 1
+
+    async with engine(goes_stale, goes_stale, Link.answer) as backend, new_upstream() as upstream:
+        await asyncio.gather(fetch(upstream, backend), fetch(upstream, backend))
+        assert await fetch(upstream, backend, resend_if_stale=True) == b"ok"
+        assert stale_requests == 1
+
+
+async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
+    async def closes(link: Link) -> None:
+        await link.request()
+
+    async with engine(closes_for_the_second_request, closes) as backend:
+        await fetch(upstream, backend)
+        assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
+
+
+async def test_a_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstream) -> None:
+    async def closes(link: Link) -> None:
+        await link.request()
+
+    async with engine(closes) as backend:
+        assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
+
+
+async def test_a_stale_connection_that_began_to_answer_is_not_asked_again(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.answer(b"HTTP/1.1 2")
+
+    async with engine(script) as backend:
+        await fetch(upstream, backend)
+        assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.BROKEN
+
+
+# How it fails
+
+
+@pytest.mark.fault(1)
+async def test_a_refused_connection_is_a_failed_connect(upstream: Upstream) -> None:
+    with pytest.raises(UpstreamError) as failed:
+        await fetch(upstream, Backend(Role.DECODE, "127.0.0.1", free_port()))
+    assert failed.value.failure is Failure.CONNECT
+    assert failed.value.message == "decode instance: cannot connect (connection refused)"
+
+
+@asynccontextmanager
+async def deaf_backend() -> AsyncIterator[Backend]:
+    """A port where connecting hangs: the one place in the listener's queue is taken."""
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        first.connect(listener.getsockname())
+        yield Backend(Role.DECODE, "127.0.0.1", listener.getsockname()[1])
+
+
+async def test_a_connection_that_takes_too_long_is_a_failed_connect() -> None:
+    async with deaf_backend() as backend, new_upstream(connect_seconds=SHORT) as upstream:
+        with pytest.raises(UpstreamError) as failed:
+            await fetch(upstream, backend)
+    assert failed.value.failure is Failure.CONNECT
+    assert failed.value.message == "decode instance: cannot connect (timed out)"
+
+
+async def closes_at_once(link: Link) -> None:
+    pass
+
+
+async def closes_after_the_request(link: Link) -> None:
+    await link.request()
+
+
+async def resets_after_the_request(link: Link) -> None:
+    await link.request()
+    link.reset()
+
+
+@pytest.mark.parametrize("script", [closes_at_once, closes_after_the_request, resets_after_the_request])
+async def test_no_byte_of_an_answer_is_a_reset(upstream: Upstream, script: Any) -> None:
+    async with engine(script) as backend:
+        assert await failure_of(fetch(upstream, backend)) is Failure.RESET
+
+
+# How long it waits
+
+
+async def says_nothing(link: Link) -> None:
+    await link.request()
+    await link.left()
+
+
+@pytest.mark.fault(2)
+async def test_an_engine_that_says_nothing_times_out(upstream: Upstream) -> None:
+    async with engine(says_nothing) as backend:
+        with pytest.raises(UpstreamError) as failed:
+            await fetch(upstream, backend, silence_seconds=SHORT)
+    assert failed.value.failure is Failure.TIMEOUT
+    assert failed.value.status == 504
+    assert failed.value.message == "prefill instance: waited 0.05 s for an answer"
+
+
+async def test_an_engine_that_stops_in_the_middle_times_out(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.answer(STREAM_HEAD + chunk(b"ok"))
+        await link.left()
+
+    async with engine(script) as backend:
+        with pytest.raises(UpstreamError) as failed:
+            await fetch(upstream, backend, silence_seconds=SHORT)
+    assert failed.value.message == "prefill instance: waited 0.05 s for more of the answer"
+
+
+async def test_an_engine_that_never_comes_to_the_end_of_its_headers_times_out(upstream: Upstream) -> None:
+    async def drips(link: Link) -> None:
+        await link.answer(b"HTTP/1.1 200 OK\r\n")
+        while not link.writer.is_closing():
+            link.send(b"X")
+            await asyncio.sleep(0.001)
+
+    async with engine(drips) as backend:
+        assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
+
+
+async def test_the_bound_on_silence_can_change_with_the_stage(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.answer(STREAM_HEAD)
+        await link.left()
+
+    async with engine(script) as backend, exchange(upstream, backend, silence_seconds=LONG) as response:
+        response.limit_silence(SHORT)
+        assert await failure_of(response.read()) is Failure.TIMEOUT
+
+
+async def test_a_request_that_nobody_reads_times_out(upstream: Upstream) -> None:
+    served = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await served.wait()
+
+    async with engine(script) as backend:
+        assert await failure_of(fetch(upstream, backend, b"x" * 32_000_000, silence_seconds=SHORT)) is Failure.TIMEOUT
+        served.set()
+
+
+async def test_an_engine_that_keeps_talking_does_not_time_out(upstream: Upstream) -> None:
+    enough = asyncio.Event()
+
+    async def talks(link: Link) -> None:
+        await link.answer(STREAM_HEAD)
+        while not enough.is_set():
+            link.send(chunk(b"."))
+            await link.writer.drain()
+            await asyncio.sleep(0)
+        link.send(b"0\r\n\r\n")
+
+    async with (
+        engine(talks, says_nothing, says_nothing) as backend,
+        exchange(upstream, backend, silence_seconds=2 * SHORT) as response,
+    ):
+        reading = asyncio.create_task(response.read())
+        for _ in range(2):
+            assert await failure_of(fetch(upstream, backend, silence_seconds=2 * SHORT)) is Failure.TIMEOUT
+        enough.set()
+        assert set(await reading) == set(b".")
+
+
+async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> None:
+    resumed = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await link.answer(STREAM_HEAD)
+        await resumed.wait()
+        link.send(chunk(b"ok") + b"0\r\n\r\n")
+
+    async with (
+        engine(script, says_nothing, says_nothing) as backend,
+        exchange(upstream, backend, silence_seconds=SHORT) as response,
+    ):
+        response.pause()
+        # Exchanges that begin later and time out show that the time has passed.
+        for _ in range(2):
+            assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
+        response.limit_silence(LONG)
+        response.resume()
+        resumed.set()
+        assert await response.read() == b"ok"
+
+
+# Leaving
+
+
+async def streams_until_it_is_left(link: Link) -> None:
+    await link.answer(STREAM_HEAD + chunk(b"ok"))
+    await link.left()
+
+
+async def test_leaving_early_closes_the_engines_connection(upstream: Upstream) -> None:
+    async with engine(streams_until_it_is_left) as backend:
+        async with exchange(upstream, backend):
+            assert upstream.busy_connections == 1
+        assert upstream.busy_connections == 0
+
+
+async def test_leaving_with_an_error_closes_the_engines_connection(upstream: Upstream) -> None:
+    async with engine(streams_until_it_is_left) as backend:
+        with pytest.raises(ZeroDivisionError):
+            async with exchange(upstream, backend):
+                raise ZeroDivisionError
+        assert upstream.busy_connections == 0
+
+
+async def test_leaving_the_upstream_closes_every_connection() -> None:
+    asked = asyncio.Event()
+
+    async def is_asked(link: Link) -> None:
+        await link.request()
+        asked.set()
+        await link.left()
+
+    async def is_idle(link: Link) -> None:
+        await link.answer()
+        await link.left()
+
+    async with engine(streams_until_it_is_left, is_asked, is_idle) as backend:
+        async with AsyncExitStack() as stack:
+            upstream = await stack.enter_async_context(new_upstream())
+            async with exchange(upstream, backend) as streaming:
+                waiting = asyncio.create_task(failure_of(fetch(upstream, backend)))
+                await asked.wait()
+                assert await fetch(upstream, backend) == b"ok"
+                await stack.aclose()
+                assert await failure_of(streaming.read()) is Failure.BROKEN
+                assert await waiting is Failure.RESET
+        assert upstream.busy_connections == 0
+
+
+# Cancellation, in each phase
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelled_while_connecting(upstream: Upstream) -> None:
+    async with deaf_backend() as backend:
+        task = asyncio.create_task(fetch(upstream, backend))
+        await asyncio.sleep(0)  # it has begun
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+
+
+async def test_cancelled_while_the_request_is_written(upstream: Upstream) -> None:
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def reads_little(link: Link) -> None:
+        await link.reader.readuntil(b"\r\n\r\n")
+        begun.set()
+        await gone.wait()
+        await link.left()
+
+    async with engine(reads_little) as backend:
+        task = asyncio.create_task(fetch(upstream, backend, b"x" * 32_000_000))
+        await begun.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+        gone.set()
+
+
+async def test_cancelled_while_waiting_for_the_answer(upstream: Upstream) -> None:
+    asked = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await link.request()
+        asked.set()
+        await link.left()
+
+    async with engine(script) as backend:
+        task = asyncio.create_task(fetch(upstream, backend))
+        await asked.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+
+
+async def test_cancelled_while_sending_again_after_a_stale_connection(upstream: Upstream) -> None:
+    asked = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await link.request()
+        asked.set()
+        await link.left()
+
+    async with engine(closes_for_the_second_request, script) as backend:
+        await fetch(upstream, backend)
+        task = asyncio.create_task(fetch(upstream, backend, resend_if_stale=True))
+        await asked.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+
+
+async def test_cancelled_while_the_body_arrives(upstream: Upstream) -> None:
+    reading = asyncio.Event()
+
+    async def reads() -> None:
+        async with exchange(upstream, backend) as response:
+            reading.set()
+            await response.read()
+
+    async with engine(streams_until_it_is_left) as backend:
+        task = asyncio.create_task(reads())
+        await reading.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+
+
+async def test_cancelled_while_paused(upstream: Upstream) -> None:
+    paused = asyncio.Event()
+
+    async def pauses() -> None:
+        async with exchange(upstream, backend) as response:
+            response.pause()
+            paused.set()
+            await asyncio.Event().wait()
+
+    async with engine(streams_until_it_is_left) as backend:
+        task = asyncio.create_task(pauses())
+        await paused.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+
+
+async def test_cancelled_after_the_whole_answer_the_connection_serves_again(upstream: Upstream) -> None:
+    read = asyncio.Event()
+
+    async def lingers() -> None:
+        async with exchange(upstream, backend) as response:
+            await response.read()
+            read.set()
+            await asyncio.Event().wait()
+
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.answer()
+
+    async with engine(script) as backend:
+        task = asyncio.create_task(lingers())
+        await read.wait()
+        await cancelled(task)
+        assert upstream.busy_connections == 0
+        assert await fetch(upstream, backend) == b"ok"
