@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 
 from proxy.balancer.backend import Role
+from proxy.balancer.condition import HealthState
+from proxy.balancer.policies import POLICIES
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import ClientKey, Settings
 from proxy.wire.openai import Api
@@ -84,9 +86,8 @@ async def test_every_policy_serves(deploy: Deploy, policy: str) -> None:
 
 
 async def test_an_unhealthy_engine_gets_no_requests_until_it_is_well(deploy: Deploy) -> None:
-    gateway = await deploy(
-        2, 1, health={"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 2, "rise": 2}
-    )
+    checks = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 2, "rise": 2}
+    gateway = await deploy(2, 1, health={**checks, "slow_start_seconds": 0.0})
     sick, well = gateway.prefillers
     sick.faults.add("refuse_status", path="/health")
     pool = gateway.worker.pools.of(Role.PREFILL)
@@ -165,23 +166,54 @@ async def test_what_is_applied_holds_for_connections_single_hops_and_orphaned_kv
     gateway.worker.apply(
         changed(
             gateway,
-            timeouts={"prefill_seconds": 0.05, "connect_seconds": 1.5},
+            timeouts={"connect_seconds": 1.5},
             kv={"pin_seconds": 7.0},
-            listen={"max_connections": 1},
+            listen={"max_connections": 1, "max_body_bytes": 20},
         )
     )
     assert worker.upstream._timeouts.connect_seconds == 1.5  # which shows only where nobody answers at all
     (prefiller,) = worker.pools.prefill.backends()
     assert worker.releaser.pin_seconds(prefiller, KvTransfer.OTHER) == 7.0
-    gateway.prefillers[0].faults.add("hang_before_headers", path="/tokenize")
-    async with gateway.session.post(gateway.url + "/tokenize", json={"prompt": "x"}) as response:
-        assert response.status == 504
+    async with gateway.session.post(gateway.url + "/tokenize", json={"prompt": "a long one"}) as response:
+        assert response.status == 413
     async with (
         gateway.session.get(gateway.url + "/livez"),
         aiohttp.ClientSession() as another,
         another.get(gateway.url + "/livez") as response,
     ):
         assert response.status == 503
+
+
+async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deployment) -> None:
+    worker = gateway.worker
+    worker.apply(
+        changed(
+            gateway,
+            admission={"max_running_prefill": 3, "max_running_decode": 4},
+            balance={"prefill_policy": "round_robin", "decode_policy": "random"},
+            health={"fall": 1, "quarantine_after": 1},
+            joining={"max_attempts": 1},
+        )
+    )
+    pools = worker.pools
+    (prefiller,), (decoder,) = pools.prefill.backends(), pools.decode.backends()
+    assert (pools.prefill.limit(prefiller), pools.decode.limit(decoder)) == (3, 4)
+    policies = [type(pool._policy) for pool in (pools.prefill, pools.decode)]
+    assert policies == [POLICIES["round_robin"], POLICIES["random"]]
+    assert pools.pairs.failed(prefiller, decoder)
+    transition = worker.health.on_probe(decoder, False, "a test")
+    assert transition is not None
+    assert transition.new is HealthState.DOWN
+    assert worker.prober.join(Role.DECODE, "127.0.0.1", 1)
+    await until(lambda: not worker.prober.joining(Role.DECODE), "the absent instance to be given up at once")
+
+
+async def test_an_ejection_is_counted(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    pool = gateway.worker.pools.decode
+    stalled = pool.backends()[0]
+    assert pool.report_stall(stalled)
+    assert gateway.metrics("pdproxy_instance_ejected_total") == {(stalled.name, "stall", "decode"): 1.0}
 
 
 async def test_what_is_applied_holds_for_administrators(gateway: Deployment) -> None:

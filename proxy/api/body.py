@@ -31,7 +31,7 @@ _PIECE_BYTES: Final = 256 * 1024
 async def read_body(request: web.Request, listen: Listen, grow: Callable[[int], object] | None = None) -> bytes:
     """The whole body, once. Raises GatewayError (413, 415, 408), and ConnectionError when the client has left.
 
-    `grow` is called with the bytes there are so far, of a body whose length was not told; what it raises is raised.
+    `grow` is called with the bytes there are so far; what it raises is raised.
     """
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
@@ -47,7 +47,7 @@ async def read_body(request: web.Request, listen: Listen, grow: Callable[[int], 
         raise ConnectionResetError("the client has left") from lost
     if len(body) > listen.max_body_bytes:
         raise _too_large(listen)
-    if grow is not None and hdrs.CONTENT_LENGTH not in request.headers:
+    if grow is not None:
         grow(len(body))
     return body
 
@@ -82,7 +82,7 @@ async def _read_on(request: web.Request, listen: Listen, grow: Callable[[int], o
                 received_bytes += len(piece)
                 if received_bytes > listen.max_body_bytes:
                     raise _too_large(listen)
-                if told_bytes is None and grow is not None:
+                if grow is not None:
                     grow(received_bytes)
                 body.write(piece)
                 limit.reschedule(started + deadline_seconds(received_bytes, listen))

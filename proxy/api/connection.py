@@ -97,18 +97,15 @@ class Connection(web.RequestHandler):
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
         if body is None or body.is_eof():
             return
-        self._messages.pop()
         self._front.report(self, error, replies.new_request_id())
         body.set_exception(error)
         body.feed_eof()  # or aiohttp would read on after the answer
-        self.close()
+        self.close()  # after that answer; what is in the queue gets none
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """The answer to what aiohttp could not read, and to what was raised outside of the middlewares."""
-        if request.writer.output_size:
-            raise ConnectionResetError("a part of another answer is out")
         request_id = replies.request_id(request)
         if isinstance(exc, GatewayError):
             words = self._front.refuse(self, exc, request_id)
@@ -116,6 +113,8 @@ class Connection(web.RequestHandler):
             words = self._front.refuse(self, unreadable(exc), request_id)
         else:
             words = replies.last_words(replies.unexpected(request, exc), request_id)
+        if request.writer.output_size:
+            raise ConnectionResetError("a part of another answer is out")
         return _LastWords(words, self, has_body=not request.content.is_eof())
 
 

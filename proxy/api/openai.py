@@ -70,15 +70,14 @@ class GenerationApi:
             record.caller = caller.name
             admission = self._gateway.admission
             admission.check(caller.name)  # what will be refused anyhow is not read first
-            with self._keys.enter(caller):
-                with admission.hold(0) as held:
-                    raw = await read_body(request, self._settings.listen, held.resize)
-                    call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
-                    record.stream = call.stream
-                    if call.stream:
-                        return await self._stream(call, request, record)
-                    body = await self._gateway.complete(call, record)
-                    return web.Response(body=body, content_type="application/json")
+            with self._keys.enter(caller), admission.hold(0) as held:
+                raw = await read_body(request, self._settings.listen, held.resize)
+                call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
+                record.stream = call.stream
+                if call.stream:
+                    return await self._stream(call, request, record)
+                body = await self._gateway.complete(call, record)
+                return web.Response(body=body, content_type="application/json")
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """The headers that reach the engines."""

@@ -58,6 +58,8 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 }
 """Method and path by group, as vLLM serves them. The group is the metric label `api`."""
 
+_RUN_THE_MODEL: Final = frozenset(path for _, path in ROUTES["pooling"])
+
 _PASSED_ON: Final = ("Content-Type", "Accept", "traceparent", "tracestate")
 # About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
 _NOT_PASSED_BACK: Final = frozenset(
@@ -167,7 +169,7 @@ class PassthroughApi:
         """On one backend after the other, as long as that can help."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
         failed: list[Backend] = []
-        with self._budget.request() as turn, self._pool.lease(load) as lease:
+        with self._budget.request() as turn, self._pool.lease(load, is_proof=path in _RUN_THE_MODEL) as lease:
             while True:
                 try:
                     return await self._exchange(path, request, body, lease.backend, record)

@@ -23,7 +23,7 @@ class Lease:
 
     __slots__ = (
         *("_pool", "_load", "_avoid", "_prefer", "_is_proof", "_backend", "_trial"),
-        *("_requests", "_compute", "_kv", "_has_served", "_reported"),
+        *("_requests", "_running", "_compute", "_kv", "_has_served", "_reported"),
     )
 
     def __init__(
@@ -37,7 +37,7 @@ class Lease:
         self._backend: Backend | None = None
         self._trial = 0
         # What the backend is charged with once entered, and so what is still to be given back.
-        self._requests = 1
+        self._requests = self._running = 1
         self._compute = load.compute
         self._kv = load.kv
         self._has_served = False
@@ -61,7 +61,7 @@ class Lease:
     ) -> None:
         backend = self.backend
         self._uncharge(backend)
-        self._requests = self._compute = self._kv = 0
+        self._requests = self._running = self._compute = self._kv = 0
         self._pool.released()
         if isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
@@ -84,8 +84,9 @@ class Lease:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
         self._has_served = True
         self.confirm()
-        self._pool.row.add(self.backend.slot, compute=-self._compute)
-        self._compute = 0
+        self._pool.row.add(self.backend.slot, running=-self._running, compute=-self._compute)
+        self._running = self._compute = 0
+        self._pool.released()
 
     def free_kv(self) -> None:
         """The backend no longer holds this request's cache. May be called again."""
@@ -111,10 +112,12 @@ class Lease:
     def _charge(self, backend: Backend, trial: int) -> None:
         self._backend = backend
         self._trial = trial
-        self._pool.row.add(backend.slot, requests=self._requests, compute=self._compute, kv=self._kv)
+        charge = self._pool.row.add
+        charge(backend.slot, requests=self._requests, running=self._running, compute=self._compute, kv=self._kv)
 
     def _uncharge(self, backend: Backend) -> None:
-        self._pool.row.add(backend.slot, requests=-self._requests, compute=-self._compute, kv=-self._kv)
+        charge = self._pool.row.add
+        charge(backend.slot, requests=-self._requests, running=-self._running, compute=-self._compute, kv=-self._kv)
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.

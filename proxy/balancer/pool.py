@@ -162,7 +162,7 @@ class Pool:
             self._on_end(backend, "abandoned")
 
     def released(self) -> None:
-        """A lease has given its request back."""
+        """A lease has given its request back, or the backend has done its work for it."""
         if self.on_release is not None:
             self.on_release()
 
@@ -206,7 +206,7 @@ class Pool:
         self._refresh()
         if self._awaiting_trial or len(self._limits) < len(self._eligible) or not self._limits:
             return True
-        return any(self.in_flight(backend) < limit for backend, limit in self._limits.items())
+        return any(self._scoreboard.running(backend.slot) < limit for backend, limit in self._limits.items())
 
     def is_ready(self) -> bool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
@@ -254,7 +254,7 @@ class Pool:
 
     def _has_room_on(self, backend: Backend) -> bool:
         limit = self._limits.get(backend) if self._limits else None
-        return limit is None or self.in_flight(backend) < limit
+        return limit is None or self._scoreboard.running(backend.slot) < limit
 
     def _without_pressed(self, candidates: tuple[Backend, ...]) -> tuple[Backend, ...]:
         """Those with KV memory to spare, or all of them if none has."""

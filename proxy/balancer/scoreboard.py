@@ -16,8 +16,8 @@ from proxy.balancer.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_CELLS_PER_SLOT = 6
-_REQUESTS, _COMPUTE, _KV, _PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE = range(_CELLS_PER_SLOT)
+_CELLS_PER_SLOT = 7
+_REQUESTS, _RUNNING, _COMPUTE, _KV, _PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE = range(_CELLS_PER_SLOT)
 _CELL_BYTES = 8
 _TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
 
@@ -43,12 +43,14 @@ class Row:
     def __init__(self, cells: memoryview[int]) -> None:
         self._cells = cells
 
-    def add(self, slot: int, *, requests: int = 0, compute: int = 0, kv: int = 0) -> None:
+    def add(self, slot: int, *, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot; negative numbers give back."""
         cells = self._cells
         first = _CELLS_PER_SLOT * slot
         if requests:
             cells[first + _REQUESTS] += requests
+        if running:
+            cells[first + _RUNNING] += running
         if compute:
             cells[first + _COMPUTE] += compute
         if kv:
@@ -80,6 +82,10 @@ class Scoreboard:
 
     def requests(self, slot: int) -> int:
         return self._sum(slot, _REQUESTS)
+
+    def running(self, slot: int) -> int:
+        """Of the requests those that are worked on: for the others it only holds the cache."""
+        return self._sum(slot, _RUNNING)
 
     def pinned(self, slot: int) -> Pinned:
         """Of all workers: sums, and the oldest."""

@@ -35,12 +35,8 @@ def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[i
 
 
 def taking_part(candidates: Sequence[Candidate], percents: Sequence[int], rng: random.Random) -> Sequence[Candidate]:
-    """For policies that do not look at weights: each candidate with the probability of its share, and all of them if
-    that leaves none.
+    """For policies that do not look at weights: each candidate with the probability of its share, compared with the
+    largest that there is, so that somebody always takes part, and all do where all came back together.
     """
-    present = [
-        candidate
-        for candidate, share in zip(candidates, percents, strict=True)
-        if share == FULL or rng.randrange(FULL) < share
-    ]
-    return present or candidates
+    largest = max(percents)
+    return [candidate for candidate, share in zip(candidates, percents, strict=True) if rng.randrange(largest) < share]

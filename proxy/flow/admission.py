@@ -51,6 +51,8 @@ class Admission:
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
         self._held_bytes = 0
+        self.is_short_of_memory = False
+        """Every request is refused as long as this is set: there is no memory for its body."""
         self.configure(limits)
 
     def configure(self, limits: Limits) -> None:
@@ -79,6 +81,8 @@ class Admission:
         """Raise Overloaded when a request of this caller would find the queue full. Costs nothing worth mentioning, so
         that it can be asked before a body is read.
         """
+        if self.is_short_of_memory:
+            raise _overloaded("memory", "the gateway is short of memory")
         if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
             return
         if self._dispensable(caller) is None:

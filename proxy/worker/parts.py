@@ -38,7 +38,7 @@ from proxy.prober import Prober, log_transition
 from proxy.upstream import AddressRules, Names, Upstream, new_session
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.health import Transition
@@ -61,8 +61,8 @@ class Worker:
     names: Names
     health: Health
     pools: Pools
-    prober: Prober
     ledger: Ledger
+    prober: Prober
     upstream: Upstream
     releaser: Releaser
     gateway: Gateway
@@ -87,13 +87,13 @@ class Worker:
         self.callers.configure(current.client_keys, current.slots)
         self.keys.configure(text_of(settings.auth.engine_api_key))
         self.names.configure(AddressRules(settings.admin.networks), _hosts(settings))
-        self.upstream.configure(settings.timeouts, _stall_seconds(settings))
         self.health.configure(settings.health)
         self.pools.pairs.configure(settings.health.quarantine_after, settings.health.quarantine_seconds)
-        for role in Role:
-            policy, max_running = _choice(settings, role)
-            self.pools.of(role).configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
+        for pool in (self.pools.prefill, self.pools.decode):
+            policy, max_running = _choices(settings, pool.role)
+            pool.configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
         self.prober.configure(settings.health, settings.joining)
+        self.upstream.configure(settings.timeouts, _stall_seconds(settings))
         self.releaser.configure(settings.kv)
         self.gateway.configure(settings)
         self.generation.configure(settings)
@@ -114,34 +114,17 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
     """Put the parts of one worker together on the running loop; leaving the context stops them."""
     current = shared.configuration.current()
     settings = current.settings
-    scoreboard, roster = shared.scoreboard, shared.roster
     metrics = Metrics()
     drain = Drain()
-    health = Health(settings.health)
-    pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
-    row = scoreboard.row(index)
-    ledger = Ledger(row)
 
-    def count(backend: Backend, result: str) -> None:
-        metrics.instance_requests_total.labels(backend.role.value, backend.name, result).inc()
-
-    def note(transition: Transition) -> None:
+    def heed(transition: Transition) -> None:
         log_transition(transition)
         if transition.cause is not None:
             backend = transition.backend
             metrics.instance_ejected_total.labels(backend.role.value, backend.name, transition.cause).inc()
 
-    def pool(role: Role) -> Pool:
-        policy, max_running = _choice(settings, role)
-        return Pool(
-            *(role, POLICIES[policy](), scoreboard, row, roster, health, note, count),
-            ledger=ledger if role is Role.PREFILL else None,
-            pairs=pairs,
-            max_running=max_running,
-            pressure_seconds=settings.resume.pressure_seconds,
-        )
-
-    pools = Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs)
+    health = Health(settings.health)
+    pools, ledger = _balance(shared, index, health, heed, metrics)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     callers = Callers(shared.key_usage, index)
     callers.configure(current.client_keys, current.slots)
@@ -160,9 +143,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         connector = CONNECTORS[settings.connector](pools, upstream, settings, metrics, releaser)
         serving = {role: pools.of(role) for role in connector.roles}
         prober = await stack.enter_async_context(
-            Prober(serving, roster, health, settings.health, settings.joining, session, keys.headers)
+            Prober(serving, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
         )
-        metrics.watch_instances(tuple(serving.values()), scoreboard, health)
+        metrics.watch_instances(tuple(serving.values()), shared.scoreboard, health)
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
@@ -188,46 +171,56 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             admin_app.add_routes([*probes.routes(), *admin.routes()])
             admin_front = Front(admin_app, settings.listen, metrics)
         worker = Worker(
-            *(
-                current,
-                metrics,
-                monitor,
-                drain,
-                follower,
-                callers,
-                keys,
-                names,
-                health,
-                pools,
-                prober,
-                ledger,
-                upstream,
-            ),
-            *(releaser, gateway, generation, passthrough, admin, front, admin_front),
+            *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
+            *(upstream, releaser, gateway, generation, passthrough, admin, front, admin_front),
         )
         await stack.enter_async_context(follower)
         await stack.enter_async_context(monitor)
         yield worker
 
 
-def _application(metrics: Metrics) -> web.Application:
-    app = web.Application()
-    replies.install(app, metrics)
-    return app
+def _balance(
+    shared: Shared, index: int, health: Health, heed: Callable[[Transition], None], metrics: Metrics
+) -> tuple[Pools, Ledger]:
+    """The part that decides: the pools of both roles, and the account of the KV that nobody fetches."""
+    settings = shared.configuration.current().settings
+    row = shared.scoreboard.row(index)
+    ledger = Ledger(row)
+    pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
+
+    def count(backend: Backend, result: str) -> None:
+        metrics.instance_requests_total.labels(backend.role.value, backend.name, result).inc()
+
+    def pool(role: Role) -> Pool:
+        policy, max_running = _choices(settings, role)
+        return Pool(
+            *(role, POLICIES[policy](), shared.scoreboard, row, shared.roster, health, heed, count),
+            ledger=ledger if role is Role.PREFILL else None,
+            pairs=pairs,
+            max_running=max_running,
+            pressure_seconds=settings.resume.pressure_seconds,
+        )
+
+    return Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs), ledger
 
 
-def _choice(settings: Settings, role: Role) -> tuple[str, int | None]:
-    """How an instance of a role is chosen: the policy's name, and how many requests one works on at a time."""
-    balance, admission = settings.balance, settings.admission
+def _choices(settings: Settings, role: Role) -> tuple[str, int | None]:
+    """What is said of one role: how a backend is chosen, and how many requests it works on at a time."""
     if role is Role.PREFILL:
-        return balance.prefill_policy, admission.max_running_prefill
-    return balance.decode_policy, admission.max_running_decode
+        return settings.balance.prefill_policy, settings.admission.max_running_prefill
+    return settings.balance.decode_policy, settings.admission.max_running_decode
 
 
 def _stall_seconds(settings: Settings) -> float:
     """Without a prefill leg a stream is silent while its prompt is computed."""
     seconds = settings.health.stall_seconds
     return max(seconds, settings.timeouts.first_token_seconds) if settings.connector == "plain" else seconds
+
+
+def _application(metrics: Metrics) -> web.Application:
+    app = web.Application()
+    replies.install(app, metrics)
+    return app
 
 
 def _hosts(settings: Settings) -> set[str]:

@@ -66,7 +66,7 @@ class Gateway:
         self._stack = stack
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([], [], self.scoreboard)
-        self.health = Health(fall=1, rise=1)
+        self.health = Health(HealthChecks(fall=1, rise=1, slow_start_seconds=0))
         row = self.scoreboard.row(0)
         self.metrics = Metrics()
         self.pools = {

@@ -192,6 +192,16 @@ async def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         assert await refused(client) == (408, "slow_body")
 
 
+async def test_what_has_arrived_gives_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_GRACE_SECONDS", 0.01)
+    async with serving(body_bytes_per_second=1) as site:
+        client = await site.ask(HEAD + b"Content-Length: 50\r\n\r\n" + bytes(49))
+        await site.begins(1)
+        await asyncio.sleep(0.02)  # the grace is over, and 49 seconds are not
+        client.send(b"x")
+        assert (await client.reply()).status == 200
+
+
 async def test_a_body_may_drip_where_nobody_minds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "_GRACE_SECONDS", 0.0)
     async with serving(body_bytes_per_second=0) as site:
@@ -213,6 +223,13 @@ async def test_a_client_that_leaves_while_it_sends_is_no_error(site: Site, caplo
 
 
 # By itself
+
+
+async def test_nobody_waits_for_a_client_that_has_left() -> None:
+    request = request_with(content_of(ends=False))
+    request.protocol.transport = None
+    with pytest.raises(ConnectionError):
+        await read_body(request, Listen())
 
 
 def request_with(content: StreamReader, **headers: str) -> web.Request:
@@ -257,7 +274,7 @@ async def test_growth_is_told_of_a_body_whose_length_is_not_known() -> None:
     assert await reading == b"abcd"
 
 
-async def test_growth_is_not_told_of_a_body_whose_length_is_known() -> None:
+async def test_growth_is_told_of_a_body_whose_length_is_known() -> None:
     grown: list[int] = []
     for ends in (True, False):
         content = content_of(b"abcd", ends=ends)
@@ -268,7 +285,7 @@ async def test_growth_is_not_told_of_a_body_whose_length_is_known() -> None:
         if not ends:
             content.feed_eof()
         assert await reading == b"abcd"
-    assert grown == []
+    assert grown == [4, 4]
 
 
 @pytest.mark.parametrize("ends", [True, False])

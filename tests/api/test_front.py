@@ -6,18 +6,24 @@ import asyncio
 import logging
 import resource
 import socket
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web, web_protocol
 from aiohttp.http import RawRequestMessage
+from yarl import URL
 
 from proxy.settings import Listen
+from proxy.wire.openai import Api
 from tests.api.fronts import CLEAN, HEAD, PATH, Client, Site, serving
-from tests.asking import until
+from tests.asking import request, until
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from tests.conftest import Deploy
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
@@ -27,8 +33,9 @@ MARK = b"secret"
 
 
 @pytest.fixture
-async def site(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Site]:
+async def site(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     caplog.set_level(logging.INFO, logger="proxy")
+    monkeypatch.setattr("proxy.api.connection.LINGERING_SECONDS", 3600.0)  # whoever waits for its end waits in vain
     async with serving() as site:
         yield site
 
@@ -193,6 +200,23 @@ async def test_what_no_route_can_do_is_refused_before(
     assert await site.serves()
 
 
+async def test_nothing_that_is_refused_reaches_an_engine(deploy: Deploy) -> None:
+    gateway = await deploy()
+
+    async def answer_to(sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
+        writer.write(sent)
+        received = await reader.read()
+        writer.close()
+        return received
+
+    refused = [sent for sent, *_ in (*MALFORMED.values(), *REFUSED.values())]
+    for received in await asyncio.gather(*map(answer_to, refused)):
+        assert received.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
+    assert generations(*gateway.engines) == []
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+
+
 TAKEN = {
     "origin-form": (CLEAN, PATH, b"{}"),
     "absolute-form": (CLEAN.replace(b"/v1", b"http://elsewhere:1/v1", 1), PATH, b"{}"),
@@ -215,6 +239,7 @@ TAKEN = {
     ),
     "upgrade-to-http-2": (CLEAN.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost", 1), PATH, b"{}"),
     "connection-names-a-header": (CLEAN.replace(b"Host", b"Connection: x-api-key\r\nHost", 1), PATH, b"{}"),
+    "expectation-in-capitals": (CLEAN.replace(b"Host", b"Expect: 100-CONTINUE\r\nHost", 1), PATH, b"{}"),
     "empty-line-after-the-last": (CLEAN.replace(b"Host", b"Connection: close\r\nHost", 1) + b"\r\n", PATH, b"{}"),
 }
 
@@ -299,9 +324,11 @@ async def test_a_client_still_sending_its_headers_gets_its_answer(site: Site) ->
     client = await site.ask(GET + b"X: " + b"x" * 9000)
     reply = await client.reply()
     assert reply.status == 431
-    client.send(b"x" * 1_000_000)
-    await client.writer.drain()
     assert await client.is_closed()
+    for _ in range(16):
+        client.send(b"x" * 1_000_000)
+        await client.writer.drain()
+    assert not client.writer.is_closing()  # as it would be after a reset
 
 
 @pytest.mark.parametrize("size", [4000, 8000])
@@ -319,8 +346,8 @@ async def test_headers_are_limited_all_together(site: Site, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("given", ["ümlaut".encode(), b"\xff\xfe", b"a b", b"a,b", b"x" * 129, b'"', b"\\r\\n"])
 async def test_an_odd_request_id_is_not_taken(site: Site, given: bytes) -> None:
-    for request in (CLEAN, b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", CLEAN.replace(b"1.1", b"2.0")):
-        client = await site.ask(request.replace(b"Host", b"X-Request-Id: " + given + b"\r\nHost", 1))
+    for sent in (CLEAN, b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", CLEAN.replace(b"1.1", b"2.0")):
+        client = await site.ask(sent.replace(b"Host", b"X-Request-Id: " + given + b"\r\nHost", 1))
         reply = await client.reply()
         assert len(reply.headers["x-request-id"]) == 32
         assert reply.headers["x-request-id"].isalnum()
@@ -432,6 +459,8 @@ async def test_a_kept_connection_may_be_idle_but_not_slow(site: Site) -> None:
     await pass_by(site, 60.0)
     client.send(GET)
     await pass_by(site, 9.0)
+    (connection,) = (each for each in site.front._open if each in site.front._heads)
+    assert connection._keepalive_handle is None  # the timer of aiohttp for idle connections
     client.send(b"\r\n")  # after 69 seconds, but 9 after the first byte
     assert (await client.reply()).status == 200
     client.send(GET)
@@ -563,6 +592,8 @@ async def test_connections_can_be_closed_after_each_answer(site: Site) -> None:
 
 async def test_who_waits_in_the_kernel_is_answered_before_listening_ends(site: Site) -> None:
     """Closing the listening socket would reset them."""
+    with socket.create_connection(("127.0.0.1", site.port)) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
     waiting = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(5)]
     for sock in waiting[:-1]:
         sock.sendall(CLEAN)
@@ -606,12 +637,40 @@ async def test_when_listening_ends_connections_are_closed_when_they_are_idle(sit
         assert await client.is_closed()
 
 
+async def test_a_request_that_has_arrived_is_read_before_its_connection_counts_as_idle(site: Site) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_connection(("127.0.0.1", site.port)) as sock:
+        sock.setblocking(False)
+        sock.send(CLEAN)
+        assert await loop.sock_recv(sock, 65536)
+        sock.send(CLEAN)  # nobody has had a turn when listening ends
+        await site.front.stop_accepting()
+        assert await loop.sock_recv(sock, 65536)
+    assert len(site.seen) == 2
+
+
 async def test_leaving_cuts_what_is_still_answered() -> None:
     async with serving() as site:
         held = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
         await site.begins(1)
         await site.front.__aexit__(None, None, None)
         assert await held.is_closed()
+
+
+async def test_an_error_outside_of_all_routes_that_comes_too_late_cuts_the_answer(
+    site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(request: web.Request) -> Any:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        raise ValueError
+
+    monkeypatch.setattr(site.front, "_serve", fail)
+    client = await site.ask(CLEAN)
+    received = await client.reader.read()
+    assert (received.count(b"HTTP/1.1"), received.count(b"error")) == (1, 0)
+    assert not received.endswith(b"0\r\n\r\n")
+    assert len(lines(caplog)) == 1
 
 
 async def test_an_error_outside_of_all_routes_is_one_line_and_ours(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -461,8 +462,21 @@ def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     for backend in pool.backends():
         assert pool.has_room()
-        balancer.scoreboard.row(1).add(backend.slot, requests=1)
+        balancer.scoreboard.row(1).add(backend.slot, requests=1, running=1)
     assert not pool.has_room()
+
+
+def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.PREFILL, max_running=1)
+    looked: list[bool] = []
+    with ExitStack() as stack:
+        leases = [stack.enter_context(pool.lease(Load(compute=5, kv=5))) for _ in pool.backends()]
+        assert not pool.has_room()
+        pool.on_release = lambda: looked.append(pool.has_room())
+        leases[0].free_compute()
+        assert looked == [True]
+        assert pool.pick() == leases[0].backend
+        assert pool.in_flight(leases[0].backend) == 1
 
 
 def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: Balancer) -> None:

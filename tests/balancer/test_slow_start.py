@@ -33,7 +33,14 @@ def test_a_candidate_takes_part_as_often_as_its_share_says() -> None:
     assert 4800 < present["c"] < 5200
 
 
-def test_somebody_always_takes_part() -> None:
+@pytest.mark.parametrize("percents", [[10, 10], [55, 55], [100, 100]])
+def test_all_take_part_where_all_came_back_together(percents: list[int]) -> None:
     rng = random.Random(1)
-    assert all(taking_part("ab", [10, 10], rng) for _ in range(100))
-    assert [*taking_part("a", [10], rng)] == ["a"]
+    assert all([*taking_part("ab", percents, rng)] == ["a", "b"] for _ in range(100))
+
+
+def test_shares_are_compared_with_the_largest() -> None:
+    rng = random.Random(1)
+    present = Counter(name for _ in range(10_000) for name in taking_part("ab", [40, 10], rng))
+    assert present["a"] == 10_000
+    assert 2350 < present["b"] < 2650

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import operator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -62,39 +60,6 @@ async def test_events_that_are_no_json_pass_and_are_counted(deploy: Deploy) -> N
     assert gateway.metrics("pdproxy_sse_bad_events_total") == {(): 2.0}
 
 
-@pytest.mark.fault(34)
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_engines_are_restarted_one_after_the_other_and_no_client_notices(deploy: Deploy, stream: bool) -> None:
-    """Without a word before: every request that they work on is lost."""
-    gateway = await deploy(2, 2, engine={"decode_step_ms": 0.5}, health=ATTENTIVE)
-    # As many as may be repeated at a time.
-    bodies = [request(Api.CHAT, f"client {number}", stream=stream, max_tokens=20) for number in range(3)]
-    texts = [await answer_alone(body) for body in bodies]
-    answers = [0] * len(bodies)
-    is_over = False
-
-    async def client(number: int) -> None:
-        while not is_over:
-            answer = await gateway.ask(bodies[number])
-            assert (answer.status, answer.is_done, answer.text) == (200, True, texts[number]), answer.body
-            answers[number] += 1
-
-    async with asyncio.TaskGroup() as clients:
-        for number in range(len(bodies)):
-            clients.create_task(client(number))
-        for engine in gateway.engines:
-            await engine.wait_until(lambda state: state.live > 0)
-            await engine.restart()
-            await until(lambda: all_serve(gateway), "the engine to be back")
-            before = list(answers)
-            await until(lambda before=before: all(map(operator.gt, answers, before)), "an answer for every client")
-        is_over = True
-    await until(lambda: not gateway.worker.releaser.pending, "the last release")
-    gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
-    gateway.expects_inexact_ledger = True
-    gateway.expects_resent = True
-
-
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_role_without_anybody_is_told_at_once_and_is_back_when_somebody_is(deploy: Deploy, role: str) -> None:
@@ -131,15 +96,14 @@ IN_ITS_OWN_WORDS = {"error": {"message": "the engine is dead", "type": "Own", "c
 
 
 @pytest.mark.fault(52)
-async def test_an_answer_that_the_engine_aborted_is_passed_on_as_what_it_is(deploy: Deploy) -> None:
-    whole = CannedEngine("both", [json_answer({"choices": [NO_FINISH], "usage": None})])
-    gateway = await deploy(decoders=[whole], connector="plain", resume={"mode": "off"})
-    assert (await gateway.ask(request(Api.COMPLETIONS))).json["choices"] == [NO_FINISH]
-
-    stream = [text_event("so far", "abort"), b"data: [DONE]\n\n"]
-    engine = CannedEngine("both", event_stream(stream))
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_an_answer_that_the_engine_aborted_is_passed_on_as_what_it_is(deploy: Deploy, stream: bool) -> None:
+    events = [text_event("so far", "abort"), b"data: [DONE]\n\n"]
+    whole = {"choices": [NO_FINISH], "usage": None}
+    engine = CannedEngine("both", event_stream(events) if stream else [json_answer(whole)])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
-    assert (await gateway.ask(request(Api.COMPLETIONS, stream=True))).body == b"".join(stream)
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
+    assert answer.body == (b"".join(events) if stream else orjson.dumps(whole))
 
 
 @pytest.mark.fault(52)

@@ -14,7 +14,7 @@ from proxy.call import Call, parse
 from proxy.connectors import CONNECTORS
 from proxy.record import Journey
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request
+from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
 from tests.deployment import generations, kv_params
 
@@ -185,8 +185,9 @@ async def test_a_prefiller_and_a_decoder_between_which_hand_overs_fail_are_kept_
     decoder, prefillers = gateway.decoders[0], gateway.prefillers
     decoder.faults.add("refuse_status", path="chat", status=500, every=2)  # whatever the second prefiller hands over
 
-    statuses = [(await gateway.ask(request(Api.CHAT, stream=True))).status for _ in range(4)]
-    assert statuses == [200, 500, 200, 500]
+    for status in (200, 500, 200, 500):
+        assert (await gateway.ask(request(Api.CHAT, stream=True))).status == status
+        await until(lambda: not gateway.worker.releaser.pending, "a release")  # pinned KV would count as load
     assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1}
     decoder.faults.clear()
     asked = [len(generations(prefiller)) for prefiller in prefillers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from proxy.sim import parser as sim
-from proxy.wire.kimi import CALL_BEGIN, CALL_END, MARKERS, KimiParser
+from proxy.wire.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, MARKERS, KimiParser
 from tests.fuzz.cutting import cut, spelled
 from tests.wire.test_kimi import Said, added_up
 
@@ -17,7 +17,7 @@ WORDS = (
 
 
 # What vLLM makes of ids that are none, the simulated engines do not follow to the last.
-_NO_ID = re.compile(re.escape(CALL_BEGIN) + r"(?!\s*(functions\.)?[^:<]+:\d)")
+_NO_ID = re.compile(rf"{re.escape(CALL_BEGIN)}(?!\s*[\w.]+:\d+\s*{re.escape(ARGUMENT_BEGIN)})", re.ASCII)
 
 
 def check_grammar(data: bytes) -> None:

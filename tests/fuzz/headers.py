@@ -14,7 +14,7 @@ from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.openai import _PASSED_ON
 from proxy.api.passthrough import _passed_back
-from proxy.api.replies import _ACCEPTABLE_ID, error_response
+from proxy.api.replies import _is_acceptable_id, error_response
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import UpstreamError
 from proxy.settings import Timeouts
@@ -82,9 +82,9 @@ def _of_response(raw: bytes) -> list[object]:
 
 
 def _check_towards_engine(headers: Mapping[str, str]) -> None:
-    passed_on = {name: headers[name] for name in _PASSED_ON if name in headers}
+    passed_on = {name: headers[name] for name in ("authorization", *_PASSED_ON) if name in headers}
     request_id = headers.get("X-Request-Id", "")
-    if _ACCEPTABLE_ID.fullmatch(request_id):
+    if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
     head = _upstream._head(ENGINE, "/v1/completions", 0, passed_on)
     expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})

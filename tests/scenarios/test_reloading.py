@@ -79,8 +79,9 @@ async def test_a_hangup_changes_instances_and_options_under_a_running_stream(
             answer = await read(response)
         assert answer.is_done
         assert (await answer_alone(BODY)).endswith(answer.text)
+        await is_ready(session, program.url)  # the new one is asked whether it is well before it gets anything
         for _ in range(2):
-            assert (await ask(session, program.url, request(Api.CHAT))).is_done
+            assert (await ask(session, program.url, request(Api.CHAT))).status == 200
         assert (len(generations(decoder)), len(generations(another))) == (1, 2)
         await everywhere(program, "/healthcheck", decode_instances=1)
 
