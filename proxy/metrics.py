@@ -63,6 +63,7 @@ EJECTIONS: Final = ("failures", "connect", "timeouts", "stall")
 BROKEN_STREAMS: Final = (
     *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
     *(("client", reason) for reason in ("left", "write_timeout")),
+    ("gateway", "draining"),
 )
 TERMS: Final = (
     *("--", "CR", "PR"),

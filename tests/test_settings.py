@@ -345,7 +345,7 @@ def test_a_mistake_on_the_command_line_names_the_flag(line: str, sentence: str) 
         ('auth: {admin_key: "hu\\nsh"}', ": auth.admin_key must be printable ASCII, as it is sent in an HTTP header"),
         ("workers: 1\nworkers: 2", ", line 2: workers is given twice"),
         ("a: [", ", line 1: expected the node content, but found '<stream end>'"),
-        ("- a", " must hold options such as `workers: 2`, not ['a']"),
+        ("- a", " must hold options such as `workers: 2`, not a list"),
     ],
 )
 def test_a_mistake_in_the_file_names_file_and_option(file: Path, text: str, sentence: str) -> None:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from proxy import call as calls
 from proxy.api.body import read_body
+from proxy.api.drain import ShuttingDown
 from proxy.api.replies import REQUEST_ID
 from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.client import ClientStalled, ClientStream
@@ -21,6 +22,7 @@ from proxy.wire.openai import Api, error_event
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
     from proxy.flow.gateway import Gateway
     from proxy.metrics import Metrics
@@ -35,9 +37,10 @@ _PASSED_ON: Final = ("traceparent", "tracestate")
 class GenerationApi:
     """The two routes that go through the connector."""
 
-    def __init__(self, gateway: Gateway, keys: ClientKeys, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, gateway: Gateway, keys: ClientKeys, drain: Drain, settings: Settings, metrics: Metrics) -> None:
         self._gateway = gateway
         self._keys = keys
+        self._drain = drain
         self._settings = settings
         self._metrics = metrics
         # Finding a series by its labels costs more than counting with it, and there are few.
@@ -65,7 +68,7 @@ class GenerationApi:
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         record = Record(api, request[REQUEST_ID])
-        with self._account(record):
+        with self._account(record), self._drain:
             caller = self._keys.identify(request)
             record.caller = caller.name
             admission = self._gateway.admission
@@ -88,7 +91,8 @@ class GenerationApi:
     async def _stream(self, call: calls.Call, request: web.Request, record: Record) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
-            await self._gateway.stream(call, client, record)
+            with self._drain:
+                await self._gateway.stream(call, client, record)
         except GatewayError as error:
             if not client.is_committed:
                 raise
@@ -134,6 +138,8 @@ class GenerationApi:
             metrics.streams_broken_total.labels("engine", _broken_reason(record.error)).inc()
         elif record.committed and isinstance(record.error, ClientStalled):
             metrics.streams_broken_total.labels("client", "write_timeout").inc()
+        elif record.committed and isinstance(record.error, ShuttingDown):
+            metrics.streams_broken_total.labels("gateway", "draining").inc()
         elif record.committed and record.error is not None:
             metrics.streams_broken_total.labels("client", "left").inc()
         access_line(record.fields(status, term, duration))
@@ -151,6 +157,8 @@ def end_of(record: Record) -> tuple[str, int]:
     stage = record.stage.value if record.stage else "R"
     if isinstance(error, ClientStalled):
         return "cD", 200
+    if isinstance(error, ShuttingDown) and record.committed:
+        return "KD", 200
     if isinstance(error, asyncio.CancelledError | ConnectionError):  # whichever of the two is noticed first
         return "C" + stage, 200 if record.committed else 499
     if isinstance(error, UpstreamError):

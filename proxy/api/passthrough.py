@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from proxy.api import replies
 from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
@@ -28,6 +29,7 @@ from proxy.upstream import connect_problem, read_bounded, upstream_error
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
+    from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
     from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
@@ -105,6 +107,7 @@ class PassthroughApi:
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
         client_keys: ClientKeys,
+        drain: Drain,
         admission: Admission,
         budget: RetryBudget,
         settings: Settings,
@@ -114,6 +117,7 @@ class PassthroughApi:
         self._session = session
         self._engine_keys = engine_keys
         self._client_keys = client_keys
+        self._drain = drain
         self._admission = admission
         self._budget = budget
         self._groups = settings.passthrough
@@ -143,7 +147,8 @@ class PassthroughApi:
         started = time.monotonic()
         with self._metrics.inflight_requests.labels(group).track_inprogress():
             try:
-                return await self._answer(path, request, record)
+                with self._drain:
+                    return await self._answer(path, request, record)
             except (GatewayError, web.HTTPException) as error:
                 if record.is_committed:
                     record.broken = ("engine", "broken")
@@ -266,7 +271,11 @@ def _passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
     """The engine's headers without those that are about its connection to us."""
     named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
     left_out = _NOT_PASSED_BACK | named
-    return CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in left_out)
+    return CIMultiDict(
+        (name, value)
+        for name, value in answer.headers.items()
+        if name.lower() not in left_out and replies.can_be_sent(name, value)
+    )
 
 
 async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:

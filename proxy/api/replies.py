@@ -37,6 +37,10 @@ _COMMITTED: Final = web.RequestKey("is_committed", bool)
 # Anything else could break a log line or a header further on.
 _is_acceptable_id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}").fullmatch
 
+# RFC 9110 5.1 and 5.5. Lone surrogates are what is no UTF-8 in a header of an engine.
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\ud7ff\ue000-\U0010ffff]*")
+
 _HTTP_ERRORS: Final = {
     400: ("bad_request", "the request is not one this gateway understands"),
     404: ("not_found", "there is no such route on this gateway"),
@@ -70,14 +74,18 @@ def install(app: web.Application, metrics: Metrics) -> None:
 def error_response(error: GatewayError) -> web.Response:
     """The answer for an error: the engine's own if it gave one, otherwise ours."""
     if isinstance(error, UpstreamError) and error.body is not None:
-        headers = {
-            name: value for name, value in error.headers.items() if name.lower() in ("content-type", "retry-after")
-        }
+        told = error.headers.get("content-type", "")
+        headers = {"Content-Type": told} if told and can_be_sent("Content-Type", told) else {}
         return web.Response(status=error.status, body=error.body, headers={**headers, **retry_headers(error)})
     headers = {"Content-Type": "application/json", "X-PDProxy-Error-Code": error.code, **retry_headers(error)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error_body(error), headers=headers)
+
+
+def can_be_sent(name: str, value: str) -> bool:
+    """Whether a header that came from an engine may go to a client: nothing else can be taken for more than that."""
+    return bool(_TOKEN.fullmatch(name) and _FIELD_VALUE.fullmatch(value))
 
 
 def last_words(error: GatewayError, request_id: str) -> bytes:

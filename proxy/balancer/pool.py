@@ -285,6 +285,10 @@ class Pool:
             self._tell(transition)
         self._eligible = tuple(backend for backend in self._enabled if self._health.is_eligible(backend))
         self._awaiting_trial = tuple(backend for backend in self._enabled if self._health.awaits_trial(backend))
+        if not self._eligible and not self._awaiting_trial:
+            # All are new, as after a reload that replaces them: who has not answered yet is better than nobody.
+            unknown = (backend for backend in self._enabled if self._health.state(backend) is HealthState.UNKNOWN)
+            self._eligible = tuple(unknown)
         limits = ((backend, self.limit(backend)) for backend in self._eligible)
         self._limits = {backend: limit for backend, limit in limits if limit is not None}
         self._is_any_slow = any(self._health.share_percent(backend) < slow_start.FULL for backend in self._eligible)

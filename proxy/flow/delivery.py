@@ -68,6 +68,8 @@ class Delivery:
         """The client was given a part of the answer: from now on it cannot begin anew unnoticed."""
         self.is_finished = False
         """The client has the finish reason, whether usage and `[DONE]` come or not."""
+        self.has_lost_track = False
+        """What was read last made no sense, so it is not known any more what the client has."""
         self.is_touched = False
         """The present decoder has said something that counts: the answer cannot simply be asked for again."""
         self.segment = Segment()
@@ -123,7 +125,7 @@ class Delivery:
         self.head = {}
         self._held.clear()
         self._seam = self._expected = None
-        self.is_touched = self.is_finished = False
+        self.is_touched = self.is_finished = self.has_lost_track = False
         if self._whole is not None:
             self._whole.cut(0)
 
@@ -137,6 +139,10 @@ class Delivery:
             self.transcript.cut(resumption.kept)
             if self._whole is not None:
                 self._whole.cut(resumption.kept)
+
+    def lose_track(self) -> None:
+        """The transcript cannot be relied on: the answer can only begin anew."""
+        self.has_lost_track = self.is_touched = True
 
     def begin_stream(self, segment: Segment) -> None:
         """Another decoder begins to answer, whose words come with this segment."""

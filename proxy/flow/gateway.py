@@ -315,8 +315,9 @@ class _Work:
 
     @property
     def _is_unrepeatable(self) -> bool:
-        """The client has a part of an answer that nobody watched."""
-        return self._delivery.has_output and not self._delivery.is_observed
+        """The client has a part of an answer of which nobody knows what it is."""
+        delivery = self._delivery
+        return delivery.has_output and (delivery.has_lost_track or not delivery.is_observed)
 
     # Resuming
 
@@ -370,9 +371,9 @@ class _Work:
             return Resumption(self._action or Action.RESTART, self._call)
         if delivery.is_finished:
             return Resumption(Action.FINISH, None)
-        if not delivery.is_observed:
+        if delivery.has_lost_track or not delivery.is_observed:
             delivery.begin_anew()
-            return Resumption(Action.RESTART, self._call)
+            return Resumption(Action.RESTART, self._whole_call)
         version = self._gateway.engine_version()
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (

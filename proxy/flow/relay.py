@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 _END_MARK_SECONDS: Final = 1.0
+# What comes of reading JSON whose members are of other kinds than those of any engine. Asking each for its kind would
+# cost as much as reading it.
+_ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class Relay:
@@ -112,6 +115,10 @@ class Relay:
             except Mismatch:
                 fail = self._attempt.response.fail
                 self._end(fail(Failure.NOT_RESUMED, "did not go on with the answer it was given"))
+            except _ODD_SHAPES:
+                self._delivery.lose_track()
+                fail = self._attempt.response.fail
+                self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of a kind that no engine sends"))
             if self._is_over:
                 break
         if output and self._client is not None and self._client.write(b"".join(output)):

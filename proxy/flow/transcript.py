@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 _PROMPT_IDS: Final = b'"prompt_token_ids":['
+_MAX_TOOL_CALLS: Final = 4096
 
 
 class Meaning(Enum):
@@ -252,6 +253,8 @@ class Transcript:
 
     def _take_tool_call(self, part: dict[str, Any]) -> None:
         index = part.get("index", 0)
+        if not 0 <= index < _MAX_TOOL_CALLS:
+            raise ValueError("no answer has so many tool calls")
         function = part.get("function") or {}
         while len(self.tools) <= index:
             self.tools.append(ToolCall("", ""))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import proxy
 from proxy.settings.endpoints import Endpoint, pair_endpoints, parse_endpoints, plain_host, port_range
-from proxy.settings.mistakes import SettingsError, did_you_mean
+from proxy.settings.mistakes import SettingsError, did_you_mean, told
 from proxy.settings.sources import OPTIONS, Sourced
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Sourced], str | None]:
         for word in unknown:
             if word.startswith("-"):
                 flag = word.partition("=")[0]
-                raise SettingsError(f"unknown flag {flag}{did_you_mean(flag, known_flags)}")
+                raise SettingsError(f"unknown flag {told(flag)}{did_you_mean(flag, known_flags)}")
         raise SettingsError(f"unexpected argument {unknown[0]!r}")
     given: dict[str, Any] = vars(found)
     values = {

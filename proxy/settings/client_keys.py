@@ -16,13 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
-import yaml
 from pydantic import AfterValidator, Field, ValidationError
 
 from proxy.settings.kinds import Positive
 from proxy.settings.mistakes import SettingsError, did_you_mean, explain
 from proxy.settings.model import Section
-from proxy.settings.sources import UniqueKeyLoader
+from proxy.settings.yaml_file import read_yaml
 
 
 def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
@@ -67,7 +66,7 @@ def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
 
     There is at least one: without any key every client would be let in, and that is not what an empty file says.
     """
-    tree = _read(path)
+    tree = read_yaml(path)
     entries = tree.get("keys") if isinstance(tree, dict) and set(tree) == {"keys"} else None
     if not isinstance(entries, list):
         raise SettingsError(f"{path} must hold a list of keys under `keys:` and nothing else")
@@ -76,23 +75,6 @@ def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
     keys = tuple(_key(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1))
     _require_unique(keys, path)
     return keys
-
-
-def _read(path: str | Path) -> object:
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path} is not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        # Not its own words, which may quote the file.
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        is_odd = isinstance(error, yaml.constructor.ConstructorError)
-        problem = "gives a member twice, or one of an unknown kind" if is_odd else "is not YAML"
-        raise SettingsError(f"{path}{line}: this {problem}") from None
-    except yaml.YAMLError:
-        raise SettingsError(f"{path} is not YAML") from None
 
 
 def _key(entry: object, place: str) -> ClientKey:

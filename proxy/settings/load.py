@@ -99,6 +99,8 @@ def _read_key(option: str, path: Path) -> str:
         raise SettingsError(f"{option}_file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{option}_file {path} is not text") from None
+    except ValueError:  # a null byte
+        raise SettingsError(f"{option}_file must be a path") from None
     if not key:
         raise SettingsError(f"{option}_file {path} is empty")
     return key

@@ -43,6 +43,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
+def told(word: str) -> str:
+    """A word of the operator's as it is, if that is one word; what is not may hold anything."""
+    return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else shown(word)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean …?)` for a misspelt word, otherwise nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)

@@ -7,13 +7,11 @@ simply replaces entries. A name that is no option is refused; types are the mode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import yaml
-
-from proxy.settings.mistakes import SettingsError, did_you_mean, shown
+from proxy.settings.mistakes import SettingsError, did_you_mean, told
 from proxy.settings.model import Section, Settings
+from proxy.settings.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,19 +70,9 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
 
 def from_yaml(path: str) -> dict[str, Sourced]:
     """The options of a YAML file. Raises SettingsError."""
-    try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path} is not UTF-8 text") from None
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SettingsError(f"{path}{line}: {error.problem}") from None
-    except yaml.YAMLError:
-        raise SettingsError(f"{path} is not YAML") from None
+    tree = read_yaml(path)
     if not isinstance(tree, dict | None):
-        raise SettingsError(f"{path} must hold options such as `workers: 2`, not {shown(tree)}")
+        raise SettingsError(f"{path} must hold options such as `workers: 2`, not {_kind(tree)}")
     return dict(_flat(tree or {}, path))
 
 
@@ -94,22 +82,13 @@ def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[t
         if name in OPTIONS:
             yield name, Sourced(value, path, in_file=True)
         elif name not in SECTIONS:
-            raise SettingsError(f"{path}: unknown option {name}{did_you_mean(name, [*OPTIONS, *SECTIONS])}")
+            raise SettingsError(f"{path}: unknown option {told(name)}{did_you_mean(name, [*OPTIONS, *SECTIONS])}")
         elif isinstance(value, dict):
             yield from _flat(value, path, f"{name}.")
         elif value is not None:  # nothing but comments below a section's name
             raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML lets the last of two equal keys win without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+def _kind(tree: object) -> str:
+    """What a file holds instead, without a word of it."""
+    return "a list" if isinstance(tree, list) else "a single value"

@@ -33,7 +33,7 @@ from proxy.connectors.releaser import Releaser
 from proxy.flow.gateway import Gateway
 from proxy.flow.vocabulary import Vocabulary
 from proxy.metrics import Metrics
-from proxy.monitor import Monitor
+from proxy.monitor import Memory, Monitor
 from proxy.prober import Prober, log_transition
 from proxy.upstream import AddressRules, Names, Upstream, new_session
 
@@ -107,6 +107,7 @@ class Worker:
         """To be called every so often: take notice of what others have decided."""
         self.follower.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
+        self.gateway.admission.is_short_of_memory = self.monitor.refuses
 
 
 @asynccontextmanager
@@ -149,11 +150,13 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
-        monitor = Monitor(metrics, every_tick=(lambda: worker.look(),), is_ready=probes.is_ready)
-        generation = GenerationApi(gateway, client_keys, settings, metrics)
+        monitor = Monitor(
+            *(metrics, Memory(settings.workers)), every_tick=(lambda: worker.look(),), is_ready=probes.is_ready
+        )
+        generation = GenerationApi(gateway, client_keys, drain, settings, metrics)
         models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
         passthrough = PassthroughApi(
-            *(serving[connector.roles[0]], session, keys, client_keys, gateway.admission, gateway.budget),
+            *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
             *(settings, metrics),
         )
         admin_key = text_of(settings.auth.admin_key)

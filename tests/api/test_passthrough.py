@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 from multidict import CIMultiDict
 
+from proxy.api.drain import Drain
 from proxy.api.keys import ClientKeys
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.balancer.backend import Load, Role
@@ -55,6 +56,7 @@ async def client_of(
         gateway.session,
         keys or gateway.keys(),
         ClientKeys(callers or Callers(KeyUsage())),
+        Drain(),
         admission,
         RetryBudget(settings.retry.budget_share, settings.retry.budget_least),
         settings,
@@ -483,7 +485,7 @@ async def test_settings_can_change(gateway: Gateway) -> None:
     keys = ClientKeys(Callers(KeyUsage()))
     api = PassthroughApi(
         *(gateway.pools[Role.PREFILL], gateway.session, gateway.keys(), keys),
-        *(admission, RetryBudget(), settings, gateway.metrics),
+        *(Drain(), admission, RetryBudget(), settings, gateway.metrics),
     )
     client = await gateway.serve(api.routes())
     for max_body_bytes, status in ((10, 413), (11, 200)):

@@ -523,3 +523,15 @@ def test_a_changed_policy_and_pressure_hold_for_the_next_lease() -> None:
         assert [pressed.pool.pick() for _ in range(2)] == [two, one]
     pressed.now = 2.0
     assert pressed.picked() == {0, 1, 2}
+
+
+def test_where_all_are_new_those_who_have_not_answered_yet_are_better_than_nobody(balancer: Balancer) -> None:
+    pool = balancer.decoders
+    for backend in pool.backends():
+        balancer.roster.remove(Role.DECODE, backend.host, backend.port)
+    balancer.roster.finalize()
+    balancer.roster.add(Role.DECODE, "d", 8)
+    balancer.roster.add(Role.DECODE, "d", 9)
+    assert [backend.port for backend in pool.eligible()] == [8, 9]
+    balancer.health.on_probe(pool.backends()[0], True, "200")
+    assert [backend.port for backend in pool.eligible()] == [8]

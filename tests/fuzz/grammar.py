@@ -17,7 +17,9 @@ WORDS = (
 
 
 # What vLLM makes of ids that are none, the simulated engines do not follow to the last.
-_NO_ID = re.compile(rf"{re.escape(CALL_BEGIN)}(?!\s*[\w.]+:\d+\s*{re.escape(ARGUMENT_BEGIN)})", re.ASCII)
+_NO_ID = re.compile(
+    rf"{re.escape(CALL_BEGIN)}(?!\s*(?!functions[.]:)[\w.]+:\d+\s*{re.escape(ARGUMENT_BEGIN)})", re.ASCII
+)
 
 
 def check_grammar(data: bytes) -> None:

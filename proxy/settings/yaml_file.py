@@ -1,0 +1,52 @@
+"""Reading a YAML file that people write and that may hold keys.
+
+Every mistake is one sentence that names the file, if possible the line, and never what stands there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from proxy.settings.mistakes import SettingsError
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What the file holds; None when it holds nothing. Raises SettingsError."""
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is not UTF-8 text") from None
+    except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
+        raise SettingsError(f"{path}{_line(error)}: {error.problem}") from None
+    except yaml.MarkedYAMLError as error:
+        # Not in its own words, which quote the file.
+        raise SettingsError(f"{path}{_line(error)}: this is not YAML of a known kind") from None
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError):
+        # PyYAML lets through what its constructors raise, for a date that does not exist or a number without digits.
+        raise SettingsError(f"{path} is not YAML of a known kind") from None
+
+
+def _line(error: yaml.MarkedYAMLError) -> str:
+    return f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+
+
+class _GivenTwice(yaml.constructor.ConstructorError):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                name = key.value if key.value.isidentifier() else "a member"
+                raise _GivenTwice(problem=f"{name} is given twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
