@@ -56,6 +56,7 @@ class Program:
         self._log = log
         # What is set for another gateway must not change this one.
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
+        environment["PROXY_DRAIN__NOT_READY_SECONDS"] = "0"  # no load balancer has to notice that the gateway stops
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "proxy", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment

@@ -28,9 +28,16 @@ def free_ports(count: int) -> list[int]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what is set for another gateway, and with this package importable."""
+    """Ours, without what is set for another gateway, and with this package importable. Gateways stop without a delay, as
+    no load balancer has to notice.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
-    return {**kept, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **kept,
+        "PROXY_DRAIN__NOT_READY_SECONDS": "0",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 @contextmanager

@@ -164,6 +164,7 @@ class Engines:
         self._environment = {
             **os.environ,
             **_ENGINE_ENVIRONMENT,
+            "PROXY_DRAIN__NOT_READY_SECONDS": "0",
             "VLLM_CACHE_ROOT": str(directory / "cache"),
             "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         }
