@@ -10,6 +10,7 @@ from aiohttp import web
 
 from proxy import __version__
 from proxy.api.drain import ShuttingDown
+from proxy.api.replies import error_response
 from proxy.balancer.backend import Role
 from proxy.errors import NoBackendAvailable
 
@@ -50,11 +51,12 @@ class ProbeApi:
         return _json({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
+        # Answered and not raised: a probe is no request that was refused.
         if self._drain.is_draining:
-            raise ShuttingDown
+            return error_response(ShuttingDown())
         for role, pool in self._pools.items():
             if not pool.is_ready():
-                raise NoBackendAvailable(role)
+                return error_response(NoBackendAvailable(role))
         return _json({"status": "ok"})
 
     async def _healthcheck(self, request: web.Request) -> web.Response:

@@ -77,7 +77,6 @@ class Relay:
             if self._ended:
                 break
             assert self._client is not None
-            response.pause()
             await self._client.attend()
             response.resume()
         if self._error is not None:
@@ -122,6 +121,8 @@ class Relay:
             if self._is_over:
                 break
         if output and self._client is not None and self._client.write(b"".join(output)):
+            # At once: libuv reads up to 32 times before anybody else has a turn, which is 8 MiB of a fast engine.
+            self._attempt.response.pause()
             self._wake()
         if has_content:
             self._on_output()

@@ -26,7 +26,7 @@ def read_yaml(path: str | Path) -> Any:
     except yaml.MarkedYAMLError as error:
         # Not in its own words, which quote the file.
         raise SettingsError(f"{path}{_line(error)}: this is not YAML of a known kind") from None
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError):
+    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         # PyYAML lets through what its constructors raise, for a date that does not exist or a number without digits.
         raise SettingsError(f"{path} is not YAML of a known kind") from None
 

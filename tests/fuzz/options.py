@@ -71,9 +71,9 @@ WORDS: Final = (
 )
 
 _folder = tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-")
-_FILE = Path(_folder.name) / "options.yaml"
+FILE = Path(_folder.name) / "options.yaml"
 
-_CANARY = "s3cr3t"
+CANARY = "s3cr3t"
 # Where it is a secret, the gateway may not tell it; elsewhere it is what the operator must be told.
 _SECRET_LINE = re.compile(r"\s*(auth\.)?(engine_api_key|admin_key)\s*:[^,:{}\[\]]*")
 _SECRET_VARIABLE = re.compile(r"OPENAI_API_KEY|PROXY_AUTH__(ENGINE_API_KEY|ADMIN_KEY)")
@@ -85,20 +85,20 @@ def check_options(data: bytes) -> None:
     environ = dict(_variables(environment))
     argv = [word for word in _lines(line) if word not in ("-h", "--help", "--version")]
     is_told = _is_told(file, environ, argv)
-    _FILE.write_bytes(file)
+    FILE.write_bytes(file)
     try:
-        loaded = load(["--config", str(_FILE), *argv], environ, needs_backends=False)
+        loaded = load(["--config", str(FILE), *argv], environ, needs_backends=False)
     except SettingsError as error:
         text = str(error)
         assert text.splitlines() == [text]
-        assert is_told or _CANARY not in text
+        assert is_told or CANARY not in text
         return
-    assert is_told or _CANARY not in repr(loaded.settings)
+    assert is_told or CANARY not in repr(loaded.settings)
     printed = to_yaml(loaded)
-    assert is_told or _CANARY not in printed
-    _FILE.write_text(printed, encoding="utf-8")
+    assert is_told or CANARY not in printed
+    FILE.write_text(printed, encoding="utf-8")
     if loaded.settings.auth.engine_api_key is loaded.settings.auth.admin_key is None:
-        assert load(["--config", str(_FILE)], {}, needs_backends=False).settings == loaded.settings
+        assert load(["--config", str(FILE)], {}, needs_backends=False).settings == loaded.settings
 
 
 def _lines(part: bytes) -> list[str]:
@@ -113,12 +113,12 @@ def _variables(part: bytes) -> list[tuple[str, str]]:
 
 def _is_told(file: bytes, environ: dict[str, str], argv: list[str]) -> bool:
     """Whether the canary stands anywhere but in the place of a secret."""
-    lines = [line for line in file.decode("utf-8", "replace").splitlines() if _CANARY in line]
-    variables = [name for name, value in environ.items() if _CANARY in name + value]
-    words = [before for before, word in pairwise(["", *argv]) if _CANARY in word.partition("=")[0]]
+    lines = [line for line in file.decode("utf-8", "replace").splitlines() if CANARY in line]
+    variables = [name for name, value in environ.items() if CANARY in name + value]
+    words = [before for before, word in pairwise(["", *argv]) if CANARY in word.partition("=")[0]]
     return not (
         all(map(_SECRET_LINE.fullmatch, lines))
         and all(map(_SECRET_VARIABLE.fullmatch, variables))
         and not words
-        and not any(_CANARY in word for word in argv)
+        and not any(CANARY in word for word in argv)
     )

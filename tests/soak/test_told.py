@@ -55,6 +55,12 @@ def test_differences_are_told(answer: bytes, expected: str) -> None:
     assert bool(found) == bool(expected)
 
 
+def test_usage_that_is_not_expected_is_not_compared() -> None:
+    other = told(message(usage=b'{"prompt_tokens":1,"completion_tokens":3}'), stream=False)
+    assert unlike(other, told(message(), stream=False))
+    assert not unlike(other, told(message(), stream=False) | {"usage": None})
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[1]}'])
 def test_what_is_no_answer(body: bytes) -> None:
     with pytest.raises(Unreadable):
