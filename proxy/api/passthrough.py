@@ -180,7 +180,7 @@ class PassthroughApi:
                     return await self._exchange(path, request, body, lease.backend, record)
                 except UpstreamError as error:
                     failed.append(error.backend)
-                    self._check_retry(error, len(failed), turn, record)
+                    await self._await_retry(error, len(failed), turn, record)
                     try:
                         lease.move(failed, because=error)
                     except NoBackendAvailable as nobody:
@@ -189,12 +189,13 @@ class PassthroughApi:
                     self._metrics.retries_total.labels(self._pool.role, error.failure).inc()
                 await asyncio.sleep(backoff_seconds(self._settings.retry, len(failed)))
 
-    def _check_retry(self, error: UpstreamError, attempts: int, turn: Repeat, record: _Record) -> None:
-        """Raise the error if the request must not be tried again."""
+    async def _await_retry(self, error: UpstreamError, attempts: int, turn: Repeat, record: _Record) -> None:
+        """Wait until the request may be tried again. Raises the error if it must not be."""
         most = self._settings.retry.max_attempts
         if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=most):
             raise error
-        if not turn.try_begin():
+        is_free = error.failure is Failure.CONNECT
+        if not is_free and not await turn.begin(self._settings.retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
 

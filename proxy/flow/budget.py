@@ -1,8 +1,8 @@
 """How many requests may be repeated at once, so that failing engines are not buried under second attempts.
 
 A share of the requests in flight may be repeated at the same time (as Envoy's retry budget: concurrency, not a rate),
-and a small number always. A retry that finds the budget used up is refused. An answer that had begun is too dear for
-that: its resume waits, and whoever waits longest is next. One budget per worker.
+and a small number always. Others wait for their turn, and whoever waits longest is next: when one engine dies, many
+requests fail at once, and none of them has to fail its client. One budget per worker.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Repeat:
         self.end()
 
     def try_begin(self) -> bool:
-        """Begin to repeat the request; False when the budget is used up. True also if it is being repeated already."""
+        """Begin to repeat the request; False when it is not its turn yet. True also if it is being repeated already."""
         budget = self._budget
         if not self.is_repeating and budget.repeating < budget.capacity:
             self._take()

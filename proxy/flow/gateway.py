@@ -304,7 +304,8 @@ class _Work:
             error, sent_to_client=self._is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
         ):
             raise self._given_up(error, "no instance could go on") if self._delivery.goes_on else error
-        if not turn.try_begin():
+        # What was never sent costs the engines nothing to repeat.
+        if error.failure is not Failure.CONNECT and not await turn.begin(retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()

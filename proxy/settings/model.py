@@ -136,10 +136,13 @@ class Retry(Section):
     max_delay_seconds: Delay = Field(default_factory=lambda earlier: max(0.25, earlier["base_delay_seconds"]))
     """Where that doubling ends; by default 0.25, or base_delay_seconds where that is larger."""
     budget_share: Ratio = 0.2
-    """Share of the requests in flight that may be repeated or taken up again at the same time. A repetition beyond is
-    refused, an answer that had begun waits for its turn."""
+    """Share of the requests in flight that may be repeated or taken up again at the same time; others wait for their
+    turn. What could not even connect is not counted."""
     budget_least: Positive = 3
     """So many may be at any time."""
+    budget_wait_seconds: Delay = 5.0
+    """How long a request may wait for its turn to be repeated. An answer that had begun may wait for
+    resume.deadline_seconds."""
 
     @model_validator(mode="after")
     def _cap_is_not_below_base(self) -> Self:

@@ -277,7 +277,7 @@ async def test_the_last_engines_words_are_passed_on(gateway: Gateway, status: in
 
 async def test_retries_have_a_budget(gateway: Gateway) -> None:
     engines = [await gateway.engine(Role.PREFILL, saying(503)) for _ in range(2)]
-    client = await client_of(gateway, retry={"budget_share": 0.0, "budget_least": 1})
+    client = await client_of(gateway, retry={"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0})
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request) -> web.Response:

@@ -369,3 +369,33 @@ async def test_a_client_that_leaves_while_its_answer_waits_ends_the_waiting(depl
         await decoder.wait_until(lambda state: state.kills == 1)
         await client.leave()
     await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_an_engine_dies_all_its_requests_are_repeated_a_few_at_a_time(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 2, retry={"budget_share": 0.0, "budget_least": 2})
+    dying, other = gateway.decoders
+    dying.faults.add("hang_before_headers", path="chat")
+    body = request(Api.CHAT, stream=stream, max_tokens=8)
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(gateway.ask(body)) for _ in range(20)]
+        await until(lambda: len(generations(dying)) == 10, "half of the requests")
+        await dying.kill()
+    text = await answer_alone(body)
+    assert [(task.result().status, task.result().text) for task in asking] == [(200, text)] * 20
+    assert len(generations(other)) == 20
+    assert gateway.metrics("pdproxy_retry_budget_exhausted_total") == {}
+
+
+async def test_who_waits_for_a_second_attempt_does_not_wait_for_ever(deploy: Deploy) -> None:
+    gateway = await deploy(
+        1, 2, retry={"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0, "max_attempts": 2}
+    )
+    gateway.decoders[0].faults.add("refuse_status", path="chat", status=500)
+    gateway.decoders[1].faults.add("slow_headers", path="chat", seconds=0.3)
+    body = request(Api.CHAT, stream=True)
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(gateway.ask(body)) for _ in range(8)]
+    statuses = sorted(task.result().status for task in asking)
+    assert set(statuses) == {200, 500}
+    assert gateway.metrics("pdproxy_retry_budget_exhausted_total") == {(): statuses.count(500)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import h11
 
 from proxy.balancer.backend import Backend, Role
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection
-from tests.fuzz.cutting import cut, singly, spelled
+from tests.fuzz.cutting import cut, singly, spelled, words
 
 if TYPE_CHECKING:
     from proxy.upstream.response import Response
@@ -26,21 +26,16 @@ ENGINE = Backend(Role.DECODE, "127.0.0.1", 7100)
 _LONG_HEAD_BYTES = 60_000
 
 
-WORDS = (
-    *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 503 Busy\r\n", b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    *(b"HTTP/1.1 204 No Content\r\n", b"HTTP/1.1 304 Not Modified\r\n", b"HTTP/1.1 101 Switching Protocols\r\n"),
-    *(b"HTTP/2 200\r\n", b"Content-Length: ", b"Transfer-Encoding: ", b"chunked", b"identity", b"gzip, chunked"),
-    *(b"Connection: close\r\n", b"Connection: keep-alive\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n"),
-    *(
-        b"\r\n",
-        b"\r\n\r\n",
-        b"0\r\n\r\n",
-        b"2\r\nab\r\n",
-        b";x=1\r\n",
-        b"0\r\nX: 1\r\n\r\n",
-        b"Content-Length: 2\r\n\r\nok",
-    ),
-    *(b"Trailer: X\r\n", b"Set-Cookie: a\r\n", b"X: ", b"\x80\xff", b"x" * 300, b"fffffffffffffffff", b"-1", b"+2"),
+WORDS: Final = words(
+    r"""
+    HTTP/1.1\x20200\x20OK\r\n HTTP/1.1\x20503\x20Busy\r\n HTTP/1.0\x20200\x20OK\r\n
+    HTTP/1.1\x20100\x20Continue\r\n\r\n HTTP/1.1\x20204\x20No\x20Content\r\n
+    HTTP/1.1\x20304\x20Not\x20Modified\r\n HTTP/1.1\x20101\x20Switching\x20Protocols\r\n HTTP/2\x20200\r\n
+    Content-Length:\x20 Transfer-Encoding:\x20 chunked identity gzip,\x20chunked Connection:\x20close\r\n
+    Connection:\x20keep-alive\r\n Connection:\x20upgrade\r\nUpgrade:\x20h2c\r\n \r\n \r\n\r\n 0\r\n\r\n
+    2\r\nab\r\n ;x=1\r\n 0\r\nX:\x201\r\n\r\n Content-Length:\x202\r\n\r\nok Trailer:\x20X\r\n
+    Set-Cookie:\x20a\r\n X:\x20 \x80\xff x*300 fffffffffffffffff -1 +2
+    """
 )
 
 

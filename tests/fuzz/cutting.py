@@ -5,6 +5,7 @@ The same for the same input, so that what was found can be found again.
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from typing import TYPE_CHECKING, Final
@@ -15,18 +16,21 @@ if TYPE_CHECKING:
 _SIZES: Final = (1, 1, 2, 3, 5, 8, 20, 100)
 _FIRST: Final = 0x80
 _LARGE: Final = re.compile(rb"[\x80-\xff]")
+_REPEATED: Final = re.compile(r"(.+)\*(\d+)")
 
 
-def spelled(data: bytes, words: Sequence[bytes]) -> bytes:
+def words(text: str) -> tuple[bytes, ...]:
+    """Words between white space, spelled as in Python; `x*30` is one of 30 times x."""
+    found = []
+    for word in text.split():
+        spelling, times = repeated.groups() if (repeated := _REPEATED.fullmatch(word)) else (word, 1)
+        found.append(ast.literal_eval(f"b'{spelling}'") * int(times))
+    return tuple(found)
+
+
+def spelled(data: bytes, vocabulary: Sequence[bytes]) -> bytes:
     """A byte above 127 stands for a word, as long as there are words: single bytes would not come upon it."""
-    return _LARGE.sub(lambda found: b"".join(words[found[0][0] - _FIRST :][:1]) or found[0], data)
-
-
-def shortened(text: bytes, words: Sequence[bytes]) -> bytes:
-    """An input that is spelled so, if text has only words and bytes up to 127."""
-    for index in sorted(range(len(words)), key=lambda index: -len(words[index])):
-        text = text.replace(words[index], bytes([_FIRST + index]))
-    return text
+    return _LARGE.sub(lambda found: b"".join(vocabulary[found[0][0] - _FIRST :][:1]) or found[0], data)
 
 
 def cut(chance: int, whole: bytes) -> list[bytes]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import orjson
 
 from proxy.wire.document import REMOVED, Document, InvalidDocument
-from tests.fuzz.cutting import spelled
+from tests.fuzz.cutting import spelled, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORDS = (
-    *(b'"a"', b'"stream"', b'"model"', b'"messages"', b'"prompt"', b'"kv_transfer_params"', b'""', b":", b",", b" : "),
-    *(b"true", b"null", b"NaN", b"-Infinity", b"1e400", b"-0.0", b"18446744073709551616", b"1.50", b"1E+5", b"01"),
-    *(b"[1,2]", b'{"a":1}', b"[[", b"]]", b'{"b":[', b"]}", b"[" * 40, b"]" * 40, b"[" * 260, b"]" * 260),
-    *(b"\\u0061", b"\\ud83d\\ude42", b"\\ud800", b'\\"', b"\\\\", b"\\n", b'"\\u0061"', b'"\\\\"'),
-    *(b"\xc3\xbc", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"x" * 100, b"\\" * 70, b"a" * 9000),
+WORDS: Final = words(
+    r"""
+    "a" "stream" "model" "messages" "prompt" "kv_transfer_params" "" : , \x20:\x20 true null NaN -Infinity 1e400
+    -0.0 18446744073709551616 1.50 1E+5 01 [1,2] {"a":1} [[ ]] {"b":[ ]} [*40 ]*40 [*260 ]*260 \\u0061
+    \\ud83d\\ude42 \\ud800 \\" \\\\ \\n "\\u0061" "\\\\" \xc3\xbc \xff \xed\xa0\x80 \xef\xbb\xbf \xe2\x80\xa8
+    x*100 \\*70 a*9000
+    """
 )
 
 # One of them is made, as the first byte says.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from proxy.wire.sse import Event, EventSplitter, EventTooLong
-from tests.fuzz.cutting import cut, singly, spelled
+from tests.fuzz.cutting import cut, singly, spelled, words
 from tests.wire.test_sse import reference
 
 _SHORT_BYTES = 24
 
-WORDS = (
-    *(b"data: ", b"data:", b"data", b"event: x", b": ping", b"id: 1", b"retry: 2", b"[DONE]", b"{}"),
-    *(b"\n\n", b"\r\n", b"\r\n\r\n", b"\r\r", b"\n\r", b"\xef\xbb\xbf", b"\xff", b"\xe2\x80\xa8", b"x" * 30),
+WORDS: Final = words(
+    r"""
+    data:\x20 data: data event:\x20x :\x20ping id:\x201 retry:\x202 [DONE] {} \n\n \r\n \r\n\r\n \r\r \n\r
+    \xef\xbb\xbf \xff \xe2\x80\xa8 x*30
+    """
 )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from proxy.sim import parser as sim
-from proxy.wire.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, MARKERS, KimiParser
-from tests.fuzz.cutting import cut, spelled
+from proxy.wire.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
+from tests.fuzz.cutting import cut, spelled, words
 from tests.wire.test_kimi import Said, added_up
 
-WORDS = (
-    *(marker.encode() for marker in MARKERS),
-    *(b"functions.f:0", b"functions.", b":1", b"f", b'{"a":', b'"b"}', b"{}", b"[1]", b" ", b"\n", b"\x85", b"\xa0"),
-    *(b"<|tool_call", b"<|tool_calls_section_", b"</thin", b"<thi", b"<|", b"s_section_begin|>", b"_end|>", b"k>"),
+WORDS: Final = words(
+    r"""
+    <think> </think> <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|>
+    <|tool_call_argument_begin|> <|tool_call_end|> functions.f:0 functions. :1 f {"a": "b"} {} [1] \x20 \n \x85
+    \xa0 <|tool_call <|tool_calls_section_ </thin <thi <| s_section_begin|> _end|> k>
+    """
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import h11
 import httptools
@@ -20,7 +20,7 @@ from proxy.errors import UpstreamError
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
-from tests.fuzz.cutting import spelled
+from tests.fuzz.cutting import spelled, words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,21 +28,14 @@ if TYPE_CHECKING:
     import aiohttp
     from multidict import CIMultiDict, CIMultiDictProxy
 
-WORDS = (
-    *(
-        b"X-Request-Id: ",
-        b"traceparent: ",
-        b"tracestate: ",
-        b"Authorization: ",
-        b"Bearer k",
-        b"Host: x",
-        b"\r\n",
-        b"\r\n\r\n",
-    ),
-    *(b"Content-Length: 0", b"Content-Length: 3", b"Transfer-Encoding: chunked", b"Connection: close, x-a", b"X-A: b"),
-    *(b"Connection: upgrade\r\nUpgrade: h2c", b"Expect: 100-continue", b"GET /x HTTP/1.1\r\nHost: y\r\n\r\n"),
-    *(b"Content-Type: text/plain", b"Retry-After: 3", b"0\r\n\r\n", b"\r", b"\n", b"\0", b"\t", b" ", b"\x7f", b"\x0b"),
-    *(b"\xc3\xbc", b"\xff", b"\xe2\x80\xa8", b"\xc4\x8a", b"x" * 200, b"\x85", b"\xa0", b"\xad", b";", b",", b":"),
+WORDS: Final = words(
+    r"""
+    X-Request-Id:\x20 traceparent:\x20 tracestate:\x20 Authorization:\x20 Bearer\x20k Host:\x20x \r\n \r\n\r\n
+    Content-Length:\x200 Content-Length:\x203 Transfer-Encoding:\x20chunked Connection:\x20close,\x20x-a
+    X-A:\x20b Connection:\x20upgrade\r\nUpgrade:\x20h2c Expect:\x20100-continue
+    GET\x20/x\x20HTTP/1.1\r\nHost:\x20y\r\n\r\n Content-Type:\x20text/plain Retry-After:\x203 0\r\n\r\n \r \n
+    \x00 \t \x20 \x7f \x0b \xc3\xbc \xff \xe2\x80\xa8 \xc4\x8a x*200 \x85 \xa0 \xad ; , :
+    """
 )
 
 _upstream = Upstream(Timeouts(), EngineKeys(None))

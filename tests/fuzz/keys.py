@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from proxy.settings import SettingsError
 from proxy.settings.client_keys import load_client_keys
-from tests.fuzz.cutting import spelled
+from tests.fuzz.cutting import spelled, words
 from tests.fuzz.options import CANARY, FILE
 
-WORDS = (
-    *(b"keys:\n", b"  - name: ", b"    key: ", b"    key_sha256: ", b"    max_concurrent: "),
-    *(
-        b"    requests_per_minute: ",
-        b"team-a",
-        CANARY.encode(),
-        b"sk-",
-        b"0" * 64,
-        b"16",
-        b"\n",
-        b'"',
-        b"'",
-        b"- ",
-        b": ",
-    ),
-    *(b"{", b"}", b"[", b"]", b",", b"*", b"&a ", b"!x ", b"!!binary ", b"!!timestamp ", b"|\n ", b"null", b"true"),
-    *(b"1.5", b"-1", b"\xc3\xbc", b"\xff"),
+WORDS: Final = words(
+    r"""
+    keys:\n \x20\x20-\x20name:\x20 \x20\x20\x20\x20key:\x20 \x20\x20\x20\x20key_sha256:\x20
+    \x20\x20\x20\x20max_concurrent:\x20 \x20\x20\x20\x20requests_per_minute:\x20 team-a s3cr3t sk-
+    0000000000000000000000000000000000000000000000000000000000000000 16 \n " \' -\x20 :\x20 { } [ ] , * &a\x20
+    !x\x20 !!binary\x20 !!timestamp\x20 |\n\x20 null true 1.5 -1 \xc3\xbc \xff
+    """
 )
 _NAME = re.compile(rf"name['\"]?\s*:[^\n]*{CANARY}")
 

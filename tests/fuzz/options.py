@@ -12,62 +12,16 @@ from pathlib import Path
 from typing import Final
 
 from proxy.settings import SettingsError, load, to_yaml
-from tests.fuzz.cutting import spelled
+from tests.fuzz.cutting import spelled, words
 
-WORDS: Final = (
-    *(b"prefill", b"decode", b"connector", b"workers", b"passthrough", b"host", b"port", b"seconds", b"networks"),
-    *(b"admin_key", b"engine_api_key_file", b"client_keys_file", b"level", b"base_delay_seconds", b"on_missing"),
-    *(
-        b"listen:\n",
-        b"auth:\n",
-        b"admin:\n",
-        b"\n  ",
-        b": ",
-        b"\n",
-        b"\f",
-        b"- ",
-        b"*",
-        b"&a ",
-        b"!!int ",
-        b"!!binary ",
-        b"|\n ",
-    ),
-    *(
-        b"PROXY_",
-        b"__",
-        b"OPENAI_API_KEY=",
-        b"PROXY_AUTH__ADMIN_KEY=",
-        b"PROXY_LISTEN__PORT=",
-        b"--prefill\n",
-        b"--port\n",
-    ),
-    *(
-        b"10.0.0.1:7100-7115",
-        b"[::1]:80",
-        b"http://",
-        b"s3cr3t",
-        b"2001-99-99",
-        b"0x1f",
-        b"1:60",
-        b".inf",
-        b".nan",
-        b"1e400",
-    ),
-    *(
-        b"null",
-        b"true",
-        b"{",
-        b"}",
-        b"[" * 120,
-        b"9" * 4400,
-        b"\xc3\xbc",
-        b"\xff",
-        b"\xed\xa0\x80",
-        b"\0",
-        b"<<: ",
-        b"? ",
-        b"10.0.0.0/8",
-    ),
+WORDS: Final = words(
+    r"""
+    prefill decode connector workers passthrough host port seconds networks admin_key engine_api_key_file
+    client_keys_file level base_delay_seconds on_missing listen:\n auth:\n admin:\n \n\x20\x20 :\x20 \n \x0c
+    -\x20 * &a\x20 !!int\x20 !!binary\x20 |\n\x20 PROXY_ __ OPENAI_API_KEY= PROXY_AUTH__ADMIN_KEY=
+    PROXY_LISTEN__PORT= --prefill\n --port\n 10.0.0.1:7100-7115 [::1]:80 http:// s3cr3t 2001-99-99 0x1f 1:60
+    .inf .nan 1e400 null true { } [*120 9*4400 \xc3\xbc \xff \xed\xa0\x80 \x00 <<:\x20 ?\x20 10.0.0.0/8
+    """
 )
 
 _folder = tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-")

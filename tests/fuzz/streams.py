@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 
@@ -17,7 +17,7 @@ from proxy.upstream.response import Response
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.fuzz.answers import LOOP, Line, connected
-from tests.fuzz.cutting import cut, singly, spelled
+from tests.fuzz.cutting import cut, singly, spelled, words
 
 if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
@@ -30,73 +30,18 @@ _BODIES = [
 ]
 
 
-WORDS = (
-    *(
-        b'data: {"choices":[{',
-        b"}]}\n\n",
-        b'data: {"id":"i","choices":[{"index":0,',
-        b'"delta":{',
-        b'"content":',
-        b'"text":',
-    ),
-    *(
-        b'"role":"assistant"',
-        b'"finish_reason":',
-        b"null",
-        b'"stop"',
-        b'"stop_reason":',
-        b'"recomputed"',
-        b'"token_ids":',
-    ),
-    *(
-        b"[1,2]",
-        b'"logprobs":',
-        b'{"tokens":["a","b"],"token_logprobs":[0,-1],"text_offset":[0,1]}',
-        b'{"content":[{}]}',
-    ),
-    *(b'"tool_calls":', b'[{"index":0,"id":"c","function":{"name":"f","arguments":"{"}}]', b'"index":', b'"function":'),
-    *(
-        b'"arguments":',
-        b'"reasoning":',
-        b'"prompt_token_ids":[',
-        b'"usage":',
-        b'{"prompt_tokens":1,"completion_tokens":2}',
-    ),
-    *(
-        b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\n',
-        b'"error":',
-        b'"code":',
-        b"data: [DONE]\n\n",
-        b"data: ",
-    ),
-    *(
-        b"[]",
-        b"{}",
-        b"0",
-        b"-1",
-        b"1e9",
-        b"1.5",
-        b"true",
-        b'"a"',
-        b'""',
-        b",",
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b"\n\n",
-        b"\r\n\r\n",
-    ),
-    *(
-        b": ping\n\n",
-        b'{"choices":[',
-        b"\xc3\xbc",
-        b"\xff",
-        b"\\ud800",
-        b'"prompt_tokens_details":',
-        b'"system_fingerprint":',
-    ),
-    *(b'"text_offset":', b'"tokens":', b'"name":', b'"id":', b"4294967296", b"163607", b"99999999999999999999"),
+WORDS: Final = words(
+    r"""
+    data:\x20{"choices":[{ }]}\n\n data:\x20{"id":"i","choices":[{"index":0, "delta":{ "content": "text":
+    "role":"assistant" "finish_reason": null "stop" "stop_reason": "recomputed" "token_ids": [1,2] "logprobs":
+    {"tokens":["a","b"],"token_logprobs":[0,-1],"text_offset":[0,1]} {"content":[{}]} "tool_calls":
+    [{"index":0,"id":"c","function":{"name":"f","arguments":"{"}}] "index": "function": "arguments":
+    "reasoning": "prompt_token_ids":[ "usage": {"prompt_tokens":1,"completion_tokens":2}
+    data:\x20{"choices":[],"usage":{"completion_tokens":2}}\n\n "error": "code": data:\x20[DONE]\n\n data:\x20
+    [] {} 0 -1 1e9 1.5 true "a" "" , { } [ ] \n\n \r\n\r\n :\x20ping\n\n {"choices":[ \xc3\xbc \xff \\ud800
+    "prompt_tokens_details": "system_fingerprint": "text_offset": "tokens": "name": "id": 4294967296 163607
+    99999999999999999999
+    """
 )
 
 
