@@ -44,6 +44,7 @@ class Notes:
     def __init__(self) -> None:
         self.up = b""
         self.down = b""
+        self.ends: list[Direction] = []
         self.is_closed = asyncio.Event()
 
     def on_data(self, direction: Direction, data: bytes) -> None:
@@ -51,6 +52,9 @@ class Notes:
             self.up += data
         else:
             self.down += data
+
+    def on_end(self, direction: Direction) -> None:
+        self.ends.append(direction)
 
     def on_close(self) -> None:
         self.is_closed.set()
@@ -135,6 +139,7 @@ async def test_an_end_is_passed_on_from_either_side(proxy: ToxicProxy, server: S
         assert await reader.read() == b"HELLO"
     await notes.is_closed.wait()
     assert server.ended_with == ["closed", "closed"]
+    assert notes.ends == [Direction.DOWN, Direction.UP, Direction.UP, Direction.DOWN]
 
 
 @pytest.mark.parametrize(

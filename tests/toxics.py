@@ -37,6 +37,9 @@ class Watcher(Protocol):
 
     def on_data(self, direction: Direction, data: bytes) -> None: ...
 
+    def on_end(self, direction: Direction) -> None:
+        """Nothing more will come this way, though something may the other way."""
+
     def on_close(self) -> None: ...
 
 
@@ -274,6 +277,8 @@ class ToxicProxy:
                 writer.write(part)
                 await writer.drain()
                 passed_bytes += len(part)
+        if watcher is not None:
+            watcher.on_end(direction)
         if not writer.is_closing():
             writer.write_eof()
 

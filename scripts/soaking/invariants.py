@@ -45,7 +45,8 @@ INVARIANTS = (
         "I3",
         "loads add up",
         "At every sample: prefillers in use <= decoders in use (a decoder is reserved first) <= requests x sequences. "
-        "Equality holds only at the end, since a request that waits or is parsed has no instance; see I4.",
+        "Equality holds only at the end, since a request that waits or is parsed has no instance; see I4. Not within a "
+        "second of a worker's death.",
         accounts.sums,
     ),
     Invariant(
@@ -119,8 +120,8 @@ INVARIANTS = (
     Invariant(
         "I14",
         "well again at once",
-        "Of each fault: a clean request sent within a health interval of it is answered in time, and all instances are "
-        "up again soon after it is over.",
+        "Of each fault: a clean request sent within a health interval of it is answered, a second later than usual at "
+        "most, and all instances are up again soon after it is over.",
         answers.soon_well,
     ),
     Invariant(

@@ -49,6 +49,11 @@ class Tap:
         with suppress(httptools.HttpParserError):
             (self._requests if direction is Direction.UP else self._answers).feed_data(data)
 
+    def on_end(self, direction: Direction) -> None:
+        if direction is Direction.UP:
+            # The gateway has hung up: what an engine still says reaches nobody.
+            self.end(is_whole=False)
+
     def on_close(self) -> None:
         self.end(is_whole=False)
 

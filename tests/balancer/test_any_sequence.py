@@ -65,6 +65,7 @@ class Open:
     worker: int
     load: Load
     is_trial: bool
+    is_running: bool = True
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -94,6 +95,7 @@ class AnySequence(RuleBasedStateMachine):
             for worker in range(2)
             for role in Role
         }
+        self.configured = {member.backend for role in Role for member in self.roster.members(role)}
         self.states: list[dict[Backend, HealthState]] = [{}, {}]
         self.open: dict[Lease, Open] = {}
         self.look()
@@ -167,6 +169,7 @@ class AnySequence(RuleBasedStateMachine):
         lease, opened = self.some_lease(number)
         lease.free_compute()
         opened.load = Load(compute=0, kv=opened.load.kv)
+        opened.is_running = False
         opened.is_trial &= not lease._is_proof
 
     @precondition(lambda self: self.open)
@@ -274,6 +277,40 @@ class AnySequence(RuleBasedStateMachine):
         known = {member.backend for member in self.roster.members(role)}
         assert self.roster.remove(role, backend.host, backend.port) == (backend in known)
 
+    @rule(
+        chosen=avoided,
+        eject_after=st.sampled_from([1, 3, 5]),
+        slow_start_seconds=st.sampled_from([0.0, 15.0]),
+        max_running=st.sampled_from([None, 1, 2]),
+        policy=st.sampled_from(list(POLICIES)),
+    )
+    def reload(
+        self,
+        chosen: set[tuple[Role, int]],
+        eject_after: int,
+        slow_start_seconds: float,
+        max_running: int | None,
+        policy: str,
+    ) -> None:
+        """Another configuration: other instances in one step, and other settings."""
+        configured = {self.backend(*each) for each in chosen}
+        before = {member.backend: member.draining for role in Role for member in self.roster.members(role)}
+        try:
+            self.roster.replace(self.configured, configured)
+        except ValueError:
+            after = {member.backend: member.draining for role in Role for member in self.roster.members(role)}
+            assert after == before
+            return
+        enabled = {backend for role in Role for backend in self.enabled(role)}
+        added_by_hand = {backend for backend, draining in before.items() if not draining} - self.configured
+        assert enabled == configured | added_by_hand
+        self.configured = configured
+        checks = CHECKS.model_copy(update={"eject_after": eject_after, "slow_start_seconds": slow_start_seconds})
+        for health in self.healths:
+            health.configure(checks)
+        for pool in self.pools.values():
+            pool.configure(POLICIES[policy](), max_running, 5.0)
+
     @rule()
     def finalize(self) -> None:
         draining = {member.backend for role in Role for member in self.roster.members(role) if member.draining}
@@ -288,6 +325,7 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def every_open_lease_and_nothing_else_is_on_the_books(self) -> None:
         requests: Counter[int] = Counter()
+        running: Counter[int] = Counter()
         compute: Counter[int] = Counter()
         kv: Counter[int] = Counter()
         for lease, opened in self.open.items():
@@ -295,7 +333,9 @@ class AnySequence(RuleBasedStateMachine):
             requests[slot] += 1
             compute[slot] += opened.load.compute
             kv[slot] += opened.load.kv
+            running[slot] += opened.is_running
         for slot in range(SLOTS):
+            assert self.scoreboard.running(slot) == running[slot]
             assert self.scoreboard.requests(slot) == requests[slot]
             assert self.scoreboard.load(slot) == Load(compute[slot], kv[slot])
 

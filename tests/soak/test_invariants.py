@@ -134,6 +134,23 @@ def test_what_died_with_its_worker_is_counted_apart() -> None:
     assert "I1" not in wrong(**cut, faults=[fault("kill worker")], limits=workers(2))
 
 
+def test_what_a_dead_worker_held_is_erased_a_moment_later() -> None:
+    held = gauge("instance_inflight", 3, **on(D, "decode"))
+    killed = {"faults": [fault("kill worker")], "limits": workers(2), "answers": CLEAN, "lines": CLEAN_LINES}
+    many = {key: 10 * value for key, value in held.items()}
+    assert "I3" not in wrong(samples=[sample(11.5, metrics=many)], **killed)
+    assert "I3" in wrong(samples=[sample(13.0, metrics=many)], **killed)
+
+
+def test_a_busy_machine_answers_late_without_a_fault_too() -> None:
+    late = [answer(id="soak-2.300", began=11.2, ended=13.0, is_clean=True, stream=False, is_done=False)]
+    usual = [answer(id=f"soak-{n}.300", began=9.0, ended=10.5, is_clean=True) for n in range(3, 8)]
+    assert "I14" in wrong(
+        faults=[fault()], answers=[*late, *CLEAN[:1]] + [answer(began=9.0, ended=9.1, is_clean=True)] * 5
+    )
+    assert "I14" not in wrong(faults=[fault()], answers=[*late, *usual])
+
+
 def test_repeats_are_counted_against_the_budget() -> None:
     """Six of 10 requests have their second prefill at the same time, and 3 may."""
     answers = [answer(id=f"soak-{n}.1") for n in range(10)]

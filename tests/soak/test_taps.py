@@ -100,6 +100,16 @@ def test_a_connection_that_is_lost_before_the_answer(network: Network) -> None:
     assert (leg.answered, leg.status, leg.is_whole, leg.ended) == (None, None, False, 1.0)
 
 
+def test_what_an_engine_says_to_nobody_does_not_count(network: Network) -> None:
+    network.ask(DECODE)
+    network.answer(WHOLE[0], ends=False)
+    network.tap.on_end(UP)
+    network.answer(WHOLE[1], DONE)
+    network.tap.on_end(DOWN)
+    [leg] = network.legs
+    assert (leg.ended, leg.is_whole, leg.is_finished) == (3.0, False, False)
+
+
 def test_a_release_is_told_apart(network: Network) -> None:
     network.ask(orjson.dumps({"model": RELEASE_MODEL, "prompt": "x", "kv_transfer_params": {}}))
     network.answer(b"{}", status="404 Not Found")
