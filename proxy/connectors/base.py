@@ -56,8 +56,9 @@ class Attempt:
     """None: the connector has no prefill leg."""
     kv_handed_over: bool
     """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
-    on_arrival: Callable[[], None]
-    """Settles with both backends that the KV has arrived; for `kv_arrived`. May be called again."""
+    on_arrival: Callable[[bool], None]
+    """Settles with both backends that the prefiller holds nothing for this attempt any more, and whether the decoder
+    works; for `kv_arrived` and `kv_lost`. May be called again."""
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
@@ -67,7 +68,12 @@ class Attempt:
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
-        self.on_arrival()
+        self.on_arrival(True)
+        self.journey.enter(Stage.STREAM)
+
+    def kv_lost(self) -> None:
+        """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
+        self.on_arrival(False)
         self.journey.enter(Stage.STREAM)
 
 

@@ -68,5 +68,5 @@ class Plain:
                     journey,
                     prefiller=None,
                     kv_handed_over=False,
-                    on_arrival=lease.confirm,
+                    on_arrival=lambda works: lease.confirm() if works else None,
                 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
+from proxy import logs
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import new_attempt_id
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
@@ -69,10 +70,10 @@ class Custody:
         self._releaser = releaser
         self._kv = kv
 
-    def end(self, decoder: Backend) -> None:
-        """The decoder has the KV. May be called again."""
+    def end(self, decoder: Backend, has_it: bool) -> None:
+        """The decoder has fetched the KV, or has failed to. May be called again."""
         if self._kv is not None:
-            self._releaser.pairs.succeeded(self._kv.prefiller, decoder)
+            self._releaser.handed_over(self._kv.prefiller, decoder, has_it)
         self._kv = None
 
     def __enter__(self) -> Self:
@@ -84,7 +85,8 @@ class Custody:
         if self._kv is not None:
             if isinstance(error, UpstreamError):
                 self.failed.add(error.backend)
-                self._releaser.not_handed_over(self._kv, error)
+                if _is_about_the_pair(error):
+                    self._releaser.handed_over(self._kv.prefiller, error.backend, False)
             self._releaser.orphaned(self._kv, self.failed)
 
 
@@ -95,7 +97,7 @@ class Releaser:
     """
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Kv, ledger: Ledger, metrics: Metrics) -> None:
-        self.pairs = pools.pairs
+        self._pairs = pools.pairs
         self._pools = pools
         self._upstream = upstream
         self._settings = settings
@@ -148,16 +150,18 @@ class Releaser:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def not_handed_over(self, kv: PrefilledKv, error: UpstreamError) -> None:
-        """A decoder failed before it had the KV: with which of the two there is something wrong, nobody knows."""
-        is_about_the_pair = error.failure is Failure.RECOMPUTED or (
-            is_to_blame(error) and error.failure is not Failure.CONNECT
-        )
-        if is_about_the_pair and self.pairs.failed(kv.prefiller, error.backend):
+    def handed_over(self, prefiller: Backend, decoder: Backend, ok: bool) -> None:
+        """A hand-over went well, or the decoder failed before it had the KV: with which of the two there is something
+        wrong then, nobody knows.
+        """
+        if ok:
+            self._pairs.succeeded(prefiller, decoder)
+        elif self._pairs.failed(prefiller, decoder):
             self._metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
-                *(kv.prefiller.name, error.backend.name),
+                *(prefiller.name, decoder.name),
+                extra=logs.ALWAYS,
             )
 
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
@@ -227,6 +231,11 @@ class Releaser:
     def _ended(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()
         logger.debug("orphaned KV on prefill instance %s: %s", kv.prefiller.name, result)
+
+
+def _is_about_the_pair(error: UpstreamError) -> bool:
+    """Whether a decoder's failure before its first output may be one to fetch the KV."""
+    return is_to_blame(error) and error.failure is not Failure.CONNECT
 
 
 def may_have_pinned(error: UpstreamError) -> bool:

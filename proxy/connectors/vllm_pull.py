@@ -121,10 +121,11 @@ class VllmPull:
             prefiller.free_compute()
             with self._releaser.custody(handover.kv, avoid) as custody:
 
-                def on_arrival() -> None:
+                def on_arrival(works: bool) -> None:
                     prefiller.free_kv()
-                    custody.end(decoder.backend)
-                    decoder.confirm()
+                    custody.end(decoder.backend, works)
+                    if works:
+                        decoder.confirm()
 
                 async with AsyncExitStack() as stack:
                     response = await self._decode(stack, call, handover, decoder, custody.failed, journey)

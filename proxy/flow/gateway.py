@@ -270,6 +270,8 @@ class _Work:
         except UpstreamError as error:
             self._last = error
             self._avoid.add(error.backend)
+            if not self._delivery.is_touched:
+                self._prefer = None  # the KV may never have arrived, and who knows on whose account
             if self._is_incident(error):
                 return await self._resume(error, turn)
             await self._repeat(error, turn)

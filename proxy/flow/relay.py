@@ -137,9 +137,7 @@ class Relay:
         """Treat an event that is not content."""
         segment, delivery, attempt = self.segment, self._delivery, self._attempt
         part = b""
-        if meaning is Meaning.OPENING:
-            if not self._opened:
-                self._open()
+        if meaning is Meaning.OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
             delivery.opening(segment, event)
         elif meaning is Meaning.USAGE:
             details = attempt.journey.prompt_details
@@ -169,7 +167,8 @@ class Relay:
         if self._delivery.is_touched:
             return fail(Failure.BROKEN, "the stream ended without a finish reason")
         if not self._opened:
-            self._open()  # it had begun: so the KV cache is there
+            self._opened = True
+            self._attempt.kv_lost()
         # So ends in vLLM 0.18 to 0.30 what was preempted before its first token, and what could not load its KV cache.
         return fail(Failure.RECOMPUTED, "the stream ended before its first token")
 

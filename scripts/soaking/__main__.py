@@ -17,7 +17,7 @@ from benchmark.processes import clean_environment
 
 from soaking.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
 from soaking.faults import Misfortune
-from soaking.invariants import INVARIANTS
+from soaking.invariants import INVARIANTS, judged
 from soaking.orders import book, order_number
 from soaking.report import details, table
 from soaking.scene import LIMITS, staged
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _WARM_UP_SECONDS = 5.0
 _QUIET_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
+_LAG_EVERY_SECONDS = 0.05
 # What the last fault may take, beyond the time of the soak, and the answers after it.
 _TAIL_SECONDS = 10.0
 
@@ -44,7 +45,7 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         evidence = uvloop.run(_soak(options, directory))
         _leave(evidence, directory)
-        verdicts = {invariant: invariant.judge(evidence) for invariant in INVARIANTS}
+        verdicts = judged(evidence)
         tracebacks = [line for line in evidence.lines if line.get("traceback") or not line.get("logger")]
         if explained := details(evidence, verdicts):
             print(f"\n{explained}")
@@ -87,6 +88,7 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
     orders = book(options.seed)
     legs: list[Leg] = []
     samples: list[Sample] = []
+    lag = _Lag()
 
     def sent_by_client(user: str) -> bytes | None:
         return orders[order_number(user)].body(user) if user.startswith("soak-") else None
@@ -104,11 +106,13 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
             await asyncio.sleep(_QUIET_SECONDS)
             base = await scene.sample()
             sampling = asyncio.create_task(_keep_sampling(scene, samples))
+            lagging = asyncio.create_task(lag.keep_looking())
             asking = asyncio.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
             await misfortune.strike_for(options.seconds, _tell)
             await asking
             await asyncio.sleep(_QUIET_SECONDS)
             sampling.cancel()
+            lagging.cancel()
             rest = await scene.sample()
             engines = {engine.name: await scene.state(engine) for engine in scene.engines}
     lines = log_lines((directory / "gateway.log").read_text(errors="replace"))
@@ -124,7 +128,22 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         base=base,
         rest=rest,
         engines=engines,
+        judges_lag_seconds=lag.worst_seconds,
     )
+
+
+class _Lag:
+    """How late this process is for what it wants to do."""
+
+    def __init__(self) -> None:
+        self.worst_seconds = 0.0
+
+    async def keep_looking(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_EVERY_SECONDS
+            await asyncio.sleep(_LAG_EVERY_SECONDS)
+            self.worst_seconds = max(self.worst_seconds, loop.time() - due)
 
 
 class _Traffic:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from soaking.evidence import Evidence, Leg
 
-# Processes note what they see when they get to it, and they share two cores: of two things that different ones have
-# noted, the later one is known to be later only if there is more than this between them.
+# Processes note what they see when they get to it: of two things that different ones have noted, the later one is known
+# to be later only if there is more than this between them, and more than what they were seen to lag behind.
 _SKEW_SECONDS = 0.5
 # When requests end the budget gets smaller, and those that are being repeated go on: it is that of the last seconds.
 _BUDGET_SECONDS = 2.0
@@ -35,10 +35,11 @@ _EDITS_RESUMED = {
 
 def nothing_after_the_end(evidence: Evidence) -> list[str]:
     ends = {line["id"]: line["at"] for line in evidence.ends}
+    skew = _SKEW_SECONDS + evidence.lag_seconds
     return [
         f"{leg.user}: a {leg.stage} leg was sent {leg.sent - ends[leg.user]:.3f} s after its end"
         for leg in evidence.legs
-        if leg.user in ends and leg.sent > ends[leg.user] + _SKEW_SECONDS
+        if leg.user in ends and leg.sent > ends[leg.user] + skew
     ]
 
 
@@ -51,11 +52,12 @@ def only_who_is_there(evidence: Evidence) -> list[str]:
     for leg in evidence.legs:
         if leg.stage == "prefill":
             chosen[leg.attempt] = min(leg.sent, chosen.get(leg.attempt, leg.sent))
+    skew = _SKEW_SECONDS + evidence.lag_seconds
     wrong = []
     for leg in evidence.legs:
         times = (leg.sent, chosen.get(leg.attempt, leg.sent))
         for began, ended, why in absences[leg.instance]:
-            if all(began + _SKEW_SECONDS < at < ended - _SKEW_SECONDS for at in times) and leg.stage != "release":
+            if all(began + skew < at < ended - skew for at in times) and leg.stage != "release":
                 wrong.append(f"{leg.user}: a {leg.stage} leg {leg.sent - began:.3f} s after {leg.instance} {why}")
     return wrong
 
@@ -109,7 +111,7 @@ def _repeats(evidence: Evidence) -> Iterator[Leg]:
 
 def handed_over_in_time(evidence: Evidence) -> list[str]:
     prefilled = {leg.attempt: leg.ended for leg in evidence.legs if leg.stage == "prefill" and leg.is_whole}
-    deadline = evidence.limits.handoff_seconds + _SKEW_SECONDS
+    deadline = evidence.limits.handoff_seconds + _SKEW_SECONDS + evidence.lag_seconds
     wrong = []
     for leg in evidence.legs:
         if leg.stage == "decode" and leg.attempt in prefilled:

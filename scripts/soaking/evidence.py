@@ -120,6 +120,10 @@ class Sample:
         wanted = set(labels.items())
         return sum(value for (n, found), value in self.metrics.items() if n == name and wanted <= set(found))
 
+    def most(self, name: str) -> float:
+        """The largest value of a metric."""
+        return max((value for (n, _), value in self.metrics.items() if n == name), default=0.0)
+
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """A metric's values, those that are not zero, by the values of these labels."""
         values: dict[tuple[str, ...], float] = {}
@@ -162,11 +166,19 @@ class Evidence:
     rest: Sample
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each engine said of itself in the end, by instance."""
+    judges_lag_seconds: float = 0.0
+    """How late the process was at worst that saw the legs."""
 
     @cached_property
     def ends(self) -> list[dict[str, Any]]:
         """The access lines."""
         return [line for line in self.lines if line.get("logger") == "proxy.access"]
+
+    @property
+    def lag_seconds(self) -> float:
+        """By how much what was seen may have been noted late, on both sides together."""
+        gateways = max((sample.most("pdproxy_loop_lag_seconds") for sample in self.samples), default=0.0)
+        return self.judges_lag_seconds + gateways
 
     @cached_property
     def failures(self) -> list[Answer]:

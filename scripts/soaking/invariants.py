@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from soaking import accounts, answers, conduct
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from soaking.evidence import Evidence
 
     Judge = Callable[[Evidence], list[str]]
     """What is wrong, a text for each case. Pure."""
+    Verdicts = Mapping["Invariant", list[str] | None]
+    """None: it was not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Invariant:
     title: str
     how: str
     judge: Judge
+    of_one_worker: bool = False
+    """It cannot be judged if there are several."""
 
 
 INVARIANTS = (
@@ -45,9 +49,10 @@ INVARIANTS = (
         "I3",
         "loads add up",
         "At every sample: prefillers in use <= decoders in use (a decoder is reserved first) <= requests x sequences. "
-        "Equality holds only at the end, since a request that waits or is parsed has no instance; see I4. Not within a "
-        "second of a worker's death.",
+        "Equality holds only at the end, since a request that waits or is parsed has no instance; see I4. With one "
+        "worker: others go on while one reads all their rows.",
         accounts.sums,
+        of_one_worker=True,
     ),
     Invariant(
         "I4",
@@ -79,15 +84,15 @@ INVARIANTS = (
     Invariant(
         "I8",
         "nothing after the end",
-        "No leg is sent 0.5 s or more after its request's access line. Less is not seen: processes note what happens "
-        "when they get to it.",
+        "No leg is sent 0.5 s or more after its request's access line. Less is not seen, nor what may be explained by "
+        "the lag of the processes that note it.",
         conduct.nothing_after_the_end,
     ),
     Invariant(
         "I9",
         "only to those who are there",
         "No leg goes to an instance that had been removed, or was down by the log, when its attempt began and when it "
-        "was sent, by 0.5 s or more. The log's part only with one worker: lines do not say whose they are.",
+        "was sent, by 0.5 s and that lag, or more. The log's part with one worker: lines do not say whose they are.",
         conduct.only_who_is_there,
     ),
     Invariant(
@@ -132,3 +137,9 @@ INVARIANTS = (
         accounts.nothing_grows,
     ),
 )
+
+
+def judged(evidence: Evidence) -> Verdicts:
+    """All of them."""
+    is_one = evidence.limits.workers == 1
+    return {one: one.judge(evidence) if is_one or not one.of_one_worker else None for one in INVARIANTS}

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from soaking.evidence import Answer, Evidence
-    from soaking.invariants import Invariant
+    from soaking.invariants import Verdicts
 
 _SHOWN = 3
 
 
-def table(evidence: Evidence, verdicts: Mapping[Invariant, list[str]]) -> str:
+def table(evidence: Evidence, verdicts: Verdicts) -> str:
     """Everything that counts, in two columns."""
     outcomes = Counter(answer.outcome for answer in evidence.answers)
     faults = Counter(fault.kind for fault in evidence.faults)
@@ -37,7 +37,8 @@ def table(evidence: Evidence, verdicts: Mapping[Invariant, list[str]]) -> str:
         ("ejections", _by(rest.by("pdproxy_instance_ejected_total", "role", "reason"))),
         ("memory, MiB", f"{base.rss_bytes / 2**20:.1f} before, {rest.rss_bytes / 2**20:.1f} after"),
         ("file descriptors", f"{base.fds} before, {rest.fds} after"),
-        *((f"{i.name} {i.title}", f"VIOLATED {len(wrong)} times" if wrong else "ok") for i, wrong in verdicts.items()),
+        ("lag, seconds at worst", f"{evidence.lag_seconds:.2f}"),
+        *((f"{invariant.name} {invariant.title}", _verdict(wrong)) for invariant, wrong in verdicts.items()),
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label.ljust(width)}  {text}" for label, text in lines)
@@ -48,7 +49,7 @@ def causes(failures: Iterable[Answer]) -> list[tuple[str, int]]:
     return Counter(f"{answer.outcome}: {answer.problem}" for answer in failures).most_common()
 
 
-def details(evidence: Evidence, verdicts: Mapping[Invariant, list[str]]) -> str:
+def details(evidence: Evidence, verdicts: Verdicts) -> str:
     """What one needs to find out why: the first failures of each kind with their access lines, and violations."""
     ends = {line["id"]: line for line in evidence.ends}
     lines = []
@@ -62,10 +63,16 @@ def details(evidence: Evidence, verdicts: Mapping[Invariant, list[str]]) -> str:
         }
         fault = evidence.during(answer.ended) or evidence.during(answer.began) or "no fault"
         lines.append(f"{answer.id} during {fault}: {answer.outcome} {answer.problem}\n    {end or 'no access line'}")
-    for invariant, wrong in verdicts.items():
+    for invariant, wrong in ((invariant, wrong) for invariant, wrong in verdicts.items() if wrong):
         lines += [f"{invariant.name} {text}" for text in wrong[:_SHOWN]]
         lines += [f"{invariant.name} … and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
     return "\n".join(lines)
+
+
+def _verdict(wrong: list[str] | None) -> str:
+    if wrong is None:
+        return "not judged with several workers"
+    return f"VIOLATED {len(wrong)} times" if wrong else "ok"
 
 
 def _by(values: Mapping[tuple[str, ...], float]) -> str:

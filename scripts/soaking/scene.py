@@ -49,7 +49,7 @@ def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[s
         },
         "resume": {"mode": "exact", "max_attempts": LIMITS.max_resumes, "deadline_seconds": 10.0},
         "timeouts": {
-            "connect_seconds": 0.5,
+            "connect_seconds": 1.0,
             "prefill_seconds": 10.0,
             "handoff_seconds": LIMITS.handoff_seconds,
             "first_token_seconds": 10.0,
@@ -58,7 +58,7 @@ def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[s
         },
         "health": {
             "interval_seconds": LIMITS.health_seconds,
-            "timeout_seconds": 0.5,
+            "timeout_seconds": 1.0,
             "changing_interval_seconds": 0.2,
             "fall": 2,
             "rise": 2,

@@ -205,6 +205,14 @@ async def test_a_pair_is_used_all_the_same_when_there_is_no_other(deploy: Deploy
     assert (await gateway.ask(request(Api.CHAT, stream=True))).status == 200
 
 
+@pytest.mark.parametrize("profile", ["v0.18", "v0.30", "v0.33"])
+async def test_kv_that_cannot_be_loaded_is_a_failed_hand_over(deploy: Deploy, profile: str) -> None:
+    gateway = await deploy(1, 1, engine={"profile_name": profile}, health={"quarantine_after": 1})
+    gateway.decoders[0].faults.add("load_failure", path="chat", times=1)
+    await gateway.ask(request(Api.CHAT, stream=True))
+    assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1}
+
+
 @pytest.mark.parametrize("status", [400, 429, 503])
 async def test_what_says_nothing_about_a_decoder_says_nothing_about_a_pair(deploy: Deploy, status: int) -> None:
     gateway = await deploy(1, 1, health={"quarantine_after": 1}, retry={"max_attempts": 1})

@@ -81,7 +81,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     whole = WholeAnswer() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), 200, {})
-    attempt = Attempt(response, Journey(), None, kv_handed_over=True, on_arrival=lambda: None)
+    attempt = Attempt(response, Journey(), None, kv_handed_over=True, on_arrival=lambda works: None)
     client = Client()
     relay = Relay(attempt, delivery, None if whole else cast("ClientStream", client), lambda: None, lambda: None)
     for piece in filter(None, pieces):

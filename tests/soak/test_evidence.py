@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soaking.evidence import Outcome, absences, log_lines
-from soaking.invariants import INVARIANTS
+from soaking.invariants import judged
 from soaking.report import details, table
 
 from tests.soak.logs import D, answer, evidence, fault, line, sample
@@ -50,7 +50,7 @@ def test_the_table_says_what_counts() -> None:
         lines=[line(), line(id="soak-2.7", code=502, term="SD", error="the engine is gone")],
         faults=[fault()],
     )
-    verdicts = {invariant: invariant.judge(of_failure) for invariant in INVARIANTS}
+    verdicts = judged(of_failure)
     shown = table(of_failure, verdicts)
     for words in ("requests", "client-visible failures", "cut: reset", "I15 nothing grows"):
         assert words in shown

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 from soaking.evidence import Absence, Outcome
-from soaking.invariants import INVARIANTS
+from soaking.invariants import INVARIANTS, judged
 
 from tests.soak.logs import D, P, answer, evidence, fault, leg, line, sample, workers
 
 
 def wrong(**fields: Any) -> dict[str, list[str]]:
     """What is said about evidence that differs like this from one where all is well, by invariant."""
-    judged = {invariant.name: invariant.judge(evidence(**fields)) for invariant in INVARIANTS}
-    return {name: texts for name, texts in judged.items() if texts}
+    return {one.name: texts for one, texts in judged(evidence(**fields)).items() if texts}
 
 
 def gauge(name: str, value: float, **labels: str) -> dict[Any, float]:
@@ -134,12 +133,16 @@ def test_what_died_with_its_worker_is_counted_apart() -> None:
     assert "I1" not in wrong(**cut, faults=[fault("kill worker")], limits=workers(2))
 
 
-def test_what_a_dead_worker_held_is_erased_a_moment_later() -> None:
-    held = gauge("instance_inflight", 3, **on(D, "decode"))
-    killed = {"faults": [fault("kill worker")], "limits": workers(2), "answers": CLEAN, "lines": CLEAN_LINES}
-    many = {key: 10 * value for key, value in held.items()}
-    assert "I3" not in wrong(samples=[sample(11.5, metrics=many)], **killed)
-    assert "I3" in wrong(samples=[sample(13.0, metrics=many)], **killed)
+def test_some_cannot_be_judged_with_several_workers() -> None:
+    not_judged = [one.name for one, verdict in judged(evidence(limits=workers(2))).items() if verdict is None]
+    assert not_judged == ["I3"]
+
+
+def test_what_is_noted_late_is_no_violation() -> None:
+    late = [leg("prefill", attempt="a2", sent=14.0), leg("decode")]
+    assert "I8" in wrong(legs=late)
+    assert "I8" not in wrong(legs=late, judges_lag_seconds=2.0)
+    assert "I8" not in wrong(legs=late, samples=[sample(11.0, metrics=gauge("loop_lag_seconds", 2.0))])
 
 
 def test_a_busy_machine_answers_late_without_a_fault_too() -> None:
