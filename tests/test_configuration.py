@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from proxy.configuration.current import option_of
 from proxy.metrics import Metrics
 from proxy.settings import OPTIONS, SettingsError, load
 from tests.asking import until
+from tests.forking import in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,19 +69,6 @@ class Files:
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
-
-
-def in_child(action: Callable[[], object]) -> None:
-    """Run a callable in a forked process and expect it to succeed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 INSTANCES = "prefill: [p:1, p:2]\ndecode: [d:1, d:2]\n"

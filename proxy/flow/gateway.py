@@ -1,31 +1,29 @@
-"""The life of one request: split it, open an attempt, relay it; and the only loop that repeats or resumes one."""
+"""The life of one request: split it into units, let each work, and put the answers together for the client."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.flow import answer as answers
 from proxy.flow import fanout
 from proxy.flow.admission import Admission
 from proxy.flow.answer import WholeAnswer
-from proxy.flow.budget import Repeat, RetryBudget
-from proxy.flow.delivery import Delivery, observed
+from proxy.flow.budget import RetryBudget
+from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
-from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, can_be_observed, plan
-from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.flow.resume import can_be_observed
+from proxy.flow.work import Work
 from proxy.wire.openai import DONE_EVENT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.backend import Backend
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.pool import Pool
     from proxy.call import Call
@@ -40,17 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-
-# From here on vLLM takes `kv_transfer_params.prompt_token_ids` in chats (renderers/online_renderer.py, PR #48145).
-_NATIVE_CHAT_TOKENS: Final = (0, 27)
-# From here on the length that ends an answer is not hidden by its tool calls (vLLM chat_completion/serving.py).
-_LENGTH_IS_KEPT: Final = (0, 32)
-# From here on the usage of a chat counts reasoning tokens, if engines have a parser for it.
-_COUNTS_REASONING: Final = (0, 30)
-# From here on white space at the end of reasoning is kept back (vLLM `parser/engine/parser_engine.py`).
-_BLANKS_ARE_KEPT_BACK: Final = (0, 27)
-# Between two looks for a backend that could go on with an answer.
-_LOOK_AGAIN_SECONDS: Final = 0.25
 
 
 class Gateway:
@@ -120,7 +107,7 @@ class Gateway:
             attempt.saw_usage(answer.values.get("usage"))
             body = answers.client_body(attempt, answer)
 
-        await _Work(self, call, record, Delivery(call, is_observed=False), None).run(read)
+        await Work(self, call, record, Delivery(call, is_observed=False), None).run(read)
         return body
 
     async def _assemble(self, call: Call, record: Record) -> dict[str, Any]:
@@ -138,7 +125,7 @@ class Gateway:
                 attempt.saw_usage(answer.values.get("usage"))
                 values = answers.client_values(attempt, answer)
 
-        await _Work(self, call, record, delivery, None).run(read)
+        await Work(self, call, record, delivery, None).run(read)
         return whole.values(delivery) if delivery.is_observed else values
 
     async def _stream_merged(self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record) -> None:
@@ -161,7 +148,7 @@ class Gateway:
             if merger is not None:
                 await client.attend()  # the other units may take long
 
-        await _Work(self, call, record, delivery, client).run(copy)
+        await Work(self, call, record, delivery, client).run(copy)
         return delivery
 
     async def _copy(
@@ -212,244 +199,6 @@ class Gateway:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
-
-
-class _Work:
-    """One unit's attempts: opened on fresh backends until its answer is complete, or must not be tried again.
-
-    An attempt that failed before its decoder said anything is *repeated*; an answer that had begun is *resumed*.
-    """
-
-    def __init__(
-        self, gateway: Gateway, call: Call, record: Record, delivery: Delivery, client: ClientStream | None
-    ) -> None:
-        self._gateway = gateway
-        self._settings = gateway.settings
-        self._metrics = gateway.metrics
-        self._whole_call = observed(call) if delivery.is_observed else call
-        self._caller = record.caller
-        self._is_first = not record.journeys
-        self._journey = record.journey()
-        self._delivery = delivery
-        self._client = client
-        # Of the next attempt.
-        self._call = self._whole_call
-        self._avoid: set[Backend] = set()
-        self._prefer: Backend | None = None
-        self._action: Action | None = None
-        """How the answer is being resumed; None before the first incident."""
-        # Of the attempts so far.
-        self._failures: dict[Role, int] = {}
-        self._soonest = math.inf
-        self._last: UpstreamError | None = None
-        self._resumes = 0
-        self._resume_until = 0.0
-        self._chats: ChatTokens | None = None
-
-    async def run(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]]) -> None:
-        """Open attempts until `use` succeeds with one; it calls its second argument when the decoder begins to answer.
-
-        Raises Overloaded, NoBackendAvailable, UpstreamError.
-        """
-        # A request that was let in is let in whole: its further units wait as long as it takes.
-        async with self._gateway.admission.admit(self._caller, patient=not self._is_first):
-            # No await before the first lease: the room that was seen is still there.
-            with self._gateway.budget.request() as turn:
-                while not await self._try(use, turn):
-                    pass
-
-    async def _try(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]], turn: Repeat) -> bool:
-        """One attempt: whether the answer is complete, or else what to do next is decided."""
-        try:
-            async with self._gateway.connector.open(self._call, self._avoid, self._journey, self._prefer) as attempt:
-                self._prefer = attempt.prefiller
-                await use(attempt, turn.end)
-                return True
-        except NoBackendAvailable as nobody:
-            await self._look_again(nobody)
-        except UpstreamError as error:
-            self._last = error
-            self._avoid.add(error.backend)
-            if not self._delivery.is_touched:
-                self._prefer = None  # the KV may never have arrived, and who knows on whose account
-            if self._is_incident(error):
-                return await self._resume(error, turn)
-            await self._repeat(error, turn)
-        finally:
-            self._journey.leave()
-        return False
-
-    async def _look_again(self, nobody: NoBackendAvailable) -> None:
-        """There was no backend: decide whether there may be one soon, or raise."""
-        last = self._last
-        resuming = self._action is not None and asyncio.get_running_loop().time() < self._resume_until
-        if self._avoid and last is not None and (resuming or last.failure is Failure.RECOMPUTED):
-            # A decoder that is short of memory is not sick, and others may be well again: where there is no other, the
-            # same one is asked again.
-            self._avoid.clear()
-        elif resuming:
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        # What the last engine said is more to the point, except that it could not be reached.
-        elif last is None or (last.failure is Failure.CONNECT and self._action is None):
-            raise nobody
-        else:
-            raise self._given_up(last, "no instance could go on") if self._action else last from None
-
-    async def _repeat(self, error: UpstreamError, turn: Repeat) -> None:
-        """Wait for the next try of an attempt whose decoder said nothing, or raise."""
-        role, retry = error.backend.role, self._settings.retry
-        self._failures[role] = self._failures.get(role, 0) + 1
-        attempts = self._failures[role]
-        if error.retry_after_seconds is not None:  # where all are busy, the client may come when the first one is not
-            self._soonest = error.retry_after_seconds = min(error.retry_after_seconds, self._soonest)
-        if not may_retry(
-            error, sent_to_client=self._is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
-        ):
-            raise self._given_up(error, "no instance could go on") if self._delivery.goes_on else error
-        # What was never sent costs the engines nothing to repeat.
-        if error.failure is not Failure.CONNECT and not await turn.begin(retry.budget_wait_seconds):
-            self._metrics.retry_budget_exhausted_total.inc()
-            raise error
-        self._metrics.retries_total.labels(role.value, error.failure.value).inc()
-        if not self._delivery.goes_on:
-            self._delivery.begin_anew()
-        self._journey.leave()
-        await asyncio.sleep(backoff_seconds(retry, attempts))
-
-    @property
-    def _is_unrepeatable(self) -> bool:
-        """The client has a part of an answer of which nobody knows what it is."""
-        delivery = self._delivery
-        return delivery.has_output and (delivery.has_lost_track or not delivery.is_observed)
-
-    # Resuming
-
-    def _is_incident(self, error: UpstreamError) -> bool:
-        """Did an answer break off, and not only an attempt at one?"""
-        return self._delivery.is_touched or error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
-
-    async def _resume(self, error: UpstreamError, turn: Repeat) -> bool:
-        """Decide how the answer goes on: True when it is over, False when it is up to the next attempt.
-
-        Raises the error when the answer cannot be saved.
-        """
-        settings = self._settings.resume
-        if settings.mode == "off" or self._is_unrepeatable or (error.is_clients_fault and not self._delivery.goes_on):
-            raise error
-        if self._resumes >= settings.max_attempts:
-            raise self._given_up(error, f"it broke off {self._resumes + 1} times")
-        self._resumes += 1
-        self._resume_until = asyncio.get_running_loop().time() + settings.deadline_seconds
-        try:
-            resumption = await self._plan(error)
-        except CannotResume as reason:
-            raise self._given_up(error, str(reason)) from None
-        self._account(error, resumption)
-        self._failures.clear()
-        self._avoid = {error.backend}
-        self._action = resumption.action
-        if resumption.call is None:
-            self._delivery.close(self._journey.prompt_details, self._client)
-            self._journey.saw_completion_usage(self._delivery.usage)
-            return True
-        self._call = resumption.call
-        if not await turn.begin(settings.deadline_seconds):
-            self._metrics.retry_budget_exhausted_total.inc()
-            raise self._given_up(error, "too many others are being taken up")
-        if self._resumes > 1:
-            self._journey.leave()
-            await asyncio.sleep(backoff_seconds(self._settings.retry, self._resumes - 1))
-        return False
-
-    async def _plan(self, error: UpstreamError) -> Resumption:
-        """What to do next, and the delivery made ready for it. Raises CannotResume."""
-        delivery = self._delivery
-        if error.failure is Failure.NOT_RESUMED:
-            if self._action not in (Action.CHAT_TOKENS, Action.ROLL_BACK):
-                raise CannotResume("the engine did not continue it exactly")
-            self._chats = ChatTokens.COMPLETIONS
-        elif not delivery.is_touched:
-            if not delivery.goes_on:
-                delivery.begin_anew()
-            return Resumption(self._action or Action.RESTART, self._call)
-        if delivery.is_finished:
-            return Resumption(Action.FINISH, None)
-        if delivery.has_lost_track or not delivery.is_observed:
-            delivery.begin_anew()
-            return Resumption(Action.RESTART, self._whole_call)
-        version = self._gateway.engine_version()
-        # The prefiller's answer tells it, but with connector plain there is none.
-        delivery.counts_reasoning |= (
-            self._journey.counts_reasoning
-            or (delivery.segment.usage or {}).get("completion_tokens_details") is not None
-            or (version >= _COUNTS_REASONING and bool(delivery.transcript.reasoning))
-        )
-        situation = Situation(
-            call=self._whole_call,
-            head=delivery.head,
-            transcript=delivery.transcript,
-            shown=delivery.has_output,
-            shows_ids=delivery.shows_ids,
-            ahead=delivery.ahead,
-            segment=self._resumes,
-            chats=self._chats or _chat_tokens(self._settings.resume.chats, version),
-            keeps_length=version >= _LENGTH_IS_KEPT,
-            shows_blanks=version < _BLANKS_ARE_KEPT_BACK,
-            max_model_len=self._gateway.max_model_len(),
-        )
-        steps = plan(situation)
-        text: str | None = None
-        try:
-            while True:
-                ids = steps.send(text)
-                text = await self._gateway.vocabulary.text(self._call.values.get("model"), ids, self._call.headers)
-        except StopIteration as decided:
-            resumption: Resumption = decided.value
-        if resumption.seam is None:
-            delivery.begin_anew()
-        else:
-            delivery.go_on(resumption)
-        self._journey.is_resumed = resumption.kept > 0
-        return resumption
-
-    def _account(self, error: UpstreamError, resumption: Resumption) -> None:
-        """Metrics and the one line of a resume."""
-        cause, action = error.failure.value, resumption.action
-        call = resumption.call
-        prefilled = 0 if call is None else call.prompt_tokens
-        self._metrics.resumes_total.labels(cause, action.value).inc()
-        self._metrics.resumed_tokens_total.inc(prefilled)
-        self._journey.resumes += 1
-        logger.info(
-            "an answer goes on after its decoder was lost",
-            extra={
-                "fields": {
-                    "cause": cause,
-                    "action": action.value,
-                    "from": error.backend.name,
-                    "kept": len(self._delivery.transcript.ids),
-                    "prefilled": prefilled,
-                    "resume": self._resumes,
-                }
-            },
-        )
-
-    def _given_up(self, error: UpstreamError, reason: str) -> UpstreamError:
-        """The error of an answer that had begun and cannot be completed."""
-        self._metrics.resume_failures_total.labels(error.failure.value).inc()
-        if self._delivery.goes_on:
-            error.body = None  # what an engine says to a request that the client did not send is not for the client
-        if error.body is None:
-            error.message = f"{error.message}; the answer could not be resumed: {reason}"
-            error.status = 503
-            error.retry_after_seconds = 1.0
-        return error
-
-
-def _chat_tokens(configured: str, version: EngineVersion) -> ChatTokens:
-    if configured != "auto":
-        return ChatTokens(configured)
-    return ChatTokens.NATIVE if version >= _NATIVE_CHAT_TOKENS else ChatTokens.COMPLETIONS
 
 
 class _TokenClock:

@@ -212,7 +212,7 @@ async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, capl
     lost.faults.add("recompute", tokens=5)
     answer = await deployment.ask(request(Api.COMPLETIONS, "four", stream=True), x_request_id="mine")
     assert answer.is_done
-    (line,) = [record.fields for record in caplog.records if record.name == "proxy.flow.gateway"]
+    (line,) = [record.fields for record in caplog.records if record.name == "proxy.flow.work"]
     assert line == {
         "cause": "recomputed",
         "action": "completion_tokens",

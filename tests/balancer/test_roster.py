@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.backend import Backend, Role
 from proxy.balancer.roster import Member, Roster
 from proxy.balancer.scoreboard import Scoreboard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.forking import in_child
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -27,19 +24,6 @@ def names(roster: Roster, role: Role = D) -> list[str]:
 
 def slots(roster: Roster) -> list[int]:
     return [member.backend.slot for role in Role for member in roster.members(role)]
-
-
-def in_child(action: Callable[[], object]) -> None:
-    """Run a callable in a forked process and expect it to succeed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_every_backend_has_a_slot_of_its_own() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.balancer.shared import SharedValue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.forking import in_child
 
 
 @pytest.fixture
@@ -18,19 +15,6 @@ def shared() -> SharedValue:
     value = SharedValue("list", 100)
     value.write(["first"])
     return value
-
-
-def in_child(action: Callable[[], object]) -> None:
-    """Run a callable in a forked process and expect it to succeed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_another_process_sees_what_is_written(shared: SharedValue) -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import socket
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,10 @@ from tests.flow.test_relay import ENDING, chunk, held_back
 from tests.scenarios.program import gateway as gateway_program
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.conftest import Deploy
+    from tests.scenarios.program import Program
 
 STALLED = 120
 
@@ -36,14 +39,7 @@ STALLED_STREAM_BYTES = 1024 * 1024
 
 @pytest.mark.fault(17)
 async def test_clients_that_do_not_read_cost_a_bounded_memory_each() -> None:
-    engine = CannedEngine("both")
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(engine)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        options = ("--connector", "plain", "--decode", engine.url)
-        # What has been said of an answer is kept for the case that its decoder is lost, and is no buffer.
-        program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
-        await check_that_it_serves(session, program.url, engine)
+    async with serving() as (engine, program, session):
         before = resident_bytes(program.pid)
         with ExitStack() as clients:
             for number in range(STALLED):
@@ -54,6 +50,20 @@ async def test_clients_that_do_not_read_cost_a_bounded_memory_each() -> None:
             assert (resident_bytes(program.pid) - before) / STALLED < STALLED_STREAM_BYTES
             await check_that_it_serves(session, program.url, engine)
         await engine.state.wait_until(lambda state: state.disconnects == STALLED, 10.0)
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[CannedEngine, Program, aiohttp.ClientSession]]:
+    """A gateway as a process of its own, in front of one engine, that has served a request."""
+    engine = CannedEngine("both")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(engine)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        options = ("--connector", "plain", "--decode", engine.url)
+        # What has been said of an answer is kept for the case that its decoder is lost, and is no buffer.
+        program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
+        await check_that_it_serves(session, program.url, engine)
+        yield engine, program, session
 
 
 def say_for_ever(engine: CannedEngine) -> None:
@@ -89,13 +99,7 @@ IDLE_CONNECTION_BYTES = 32 * 1024
 
 @pytest.mark.fault(20)
 async def test_idle_connections_cost_little_and_are_in_nobodys_way() -> None:
-    engine = CannedEngine("both")
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(engine)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        options = ("--connector", "plain", "--decode", engine.url)
-        program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
-        await check_that_it_serves(session, program.url, engine)
+    async with serving() as (engine, program, session):
         before = resident_bytes(program.pid)
         with ExitStack() as clients:
             for _ in range(IDLE):
