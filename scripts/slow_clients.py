@@ -179,7 +179,7 @@ async def _counted(url: str) -> dict[str, float]:
 
 async def _attack_all(url: str, pid: int) -> bool:
     heads = ("attack", "connections", "rid of them after, s", "counted as", "others asked", "failed", "slowest, s", "")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for attack in _ATTACKS:
         print(f"{attack.name} …", file=sys.stderr, flush=True)
         rows.append(await _suffer(attack, url, pid))

@@ -280,7 +280,8 @@ class ToxicProxy:
         if watcher is not None:
             watcher.on_end(direction)
         if not writer.is_closing():
-            writer.write_eof()
+            with suppress(OSError):  # it has just been reset
+                writer.write_eof()
 
     async def _treated(self, data: bytes, passed_bytes: int, toxics: tuple[Toxic, ...]) -> AsyncIterator[bytes]:
         if not toxics:

@@ -28,8 +28,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what is set for another gateway, and with this package importable. Gateways stop without a delay, as
-    no load balancer has to notice.
+    """Ours, without what is set for another gateway, and with this package importable. Gateways stop without a delay:
+    there is no load balancer that has to notice.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
     return {

@@ -50,7 +50,7 @@ def main() -> None:
     if options.reference is not None:
         # scripts/kill-timing changes the directory and tells from where it was called.
         compared.append(peers.reference(Path(os.environ.get("CALLED_FROM", ".")) / options.reference))
-    rows = [("program", "killed", "last touch, s", "touches", "errors", "of requests")]
+    rows: list[tuple[str, ...]] = [("program", "killed", "last touch, s", "touches", "errors", "of requests")]
     for role in _NOUNS:
         for peer in compared:
             measured = []

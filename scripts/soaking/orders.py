@@ -106,16 +106,15 @@ def _order(number: int, draw: random.Random) -> Order:
 def _mistake(number: int, draw: random.Random) -> Order:
     """Some the gateway refuses by itself, others only an engine can."""
     text = _text(number, draw)
-    fields, status = draw.choice(
-        [
-            ({}, 400),
-            ({"model": MODEL, "prompt": text, "stream": "yes"}, 400),
-            ({"model": MODEL, "prompt": text, "n": 0}, 400),
-            ({"model": MODEL, "prompt": text, "max_tokens": -1}, 400),
-            ({"model": "none such", "prompt": text}, 404),
-            ({"model": MODEL}, 400),
-        ]
-    )
+    mistakes: list[tuple[dict[str, Any], int]] = [
+        ({}, 400),
+        ({"model": MODEL, "prompt": text, "stream": "yes"}, 400),
+        ({"model": MODEL, "prompt": text, "n": 0}, 400),
+        ({"model": MODEL, "prompt": text, "max_tokens": -1}, 400),
+        ({"model": "none such", "prompt": text}, 404),
+        ({"model": MODEL}, 400),
+    ]
+    fields, status = draw.choice(mistakes)
     return Order(number, Api.COMPLETIONS, fields, status)
 
 

@@ -88,6 +88,9 @@ class Line:
     def on_data(self, direction: Direction, data: bytes) -> None:
         (self.up if direction is Direction.UP else self.down).extend(data)
 
+    def on_end(self, direction: Direction) -> None:
+        pass
+
     def on_close(self) -> None:
         pass
 
