@@ -250,7 +250,7 @@ class ToxicProxy:
                 pipes.create_task(self._pipe(Direction.DOWN, from_server, to_client, watcher))
         except* EOFError:
             pass
-        except* ConnectionError:
+        except* OSError:  # mostly a ConnectionError
             for transport in link:
                 reset_transport(transport)
         finally:

@@ -172,3 +172,35 @@ def check(answer: Answer, text: str) -> None:
     else:
         assert answer.error
         assert answer.status != 200 or text.startswith(answer.text)
+
+
+class Memory:
+    """As much of it in use as the test says."""
+
+    used = 0.0
+
+    def share(self) -> float:
+        return self.used
+
+
+@pytest.mark.fault(40)
+async def test_without_memory_new_requests_are_refused_until_there_is_some_again(deploy: Deploy) -> None:
+    gateway = await deploy()
+    worker = gateway.worker
+    memory = worker.monitor._memory = Memory()  # type: ignore[assignment]
+    body = request(Api.CHAT, stream=True)
+    for used, status, connection in ((0.93, 200, "close"), (0.96, 503, "close"), (0.5, 200, None)):
+        memory.used = used
+        expected = (status == 503, connection == "close")
+        await until(
+            lambda expected=expected: (
+                expected == (worker.gateway.admission.is_short_of_memory, worker.front.close_after_each_answer)
+            ),
+            "the monitor",
+        )
+        answer = await gateway.ask(body)
+        assert (answer.status, answer.headers.get("connection")) == (status, connection)
+        if status == 503:
+            assert answer.error["code"] == "memory"
+            assert int(answer.headers["retry-after"]) >= 1
+    assert gateway.metrics("pdproxy_rejected_total") == {("memory",): 1}

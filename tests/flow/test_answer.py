@@ -154,6 +154,16 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(
     assert (got["id"][:5], type(got["created"])) == (expected.json["id"][:5], int)
 
 
+async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() -> None:
+    """Older engines say `tool_calls` instead of `length` in a whole answer, and only there."""
+    async with SimulatedEngine(profile_name="v0.33", **ENGINE) as engine, aiohttp.ClientSession() as session:
+        for max_tokens in range(1, 60):
+            body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
+            expected = await ask(session, engine.url, body)
+            stream = await ask(session, engine.url, orjson.loads(observed(call_of(body)).body({})))
+            assert comparable(put_together(body, stream.body)) == comparable(expected.json), max_tokens
+
+
 @pytest.mark.parametrize("api", Api)
 async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
