@@ -155,7 +155,7 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(
 
 
 async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() -> None:
-    """But for the reason: `length`, as in a stream, where an engine says `tool_calls` of a whole answer all the same."""
+    """But for the reason: `length`, as in a stream. Of a whole answer an engine says `tool_calls` all the same."""
     async with SimulatedEngine(profile_name="v0.33", **ENGINE) as engine, aiohttp.ClientSession() as session:
         for max_tokens in range(1, 60):
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
