@@ -92,13 +92,14 @@ class Admission:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
         return Hold(self, body_bytes)
 
-    def admit(self, caller: str, *, patient: bool = False) -> Entry:
+    def admit(self, caller: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
         """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long.
 
         The block must lease before its first await: only then is the room that was seen still there, and gone for the
-        next. `patient`: a further unit of a request that was let in already, which is not refused any more.
+        next. `patient`: a further unit of a request that was let in already, which is not refused any more. `on_wait`
+        is called if there is a wait, when it begins.
         """
-        return Entry(self, caller, patient)
+        return Entry(self, caller, patient, on_wait)
 
     def notify(self) -> None:
         """There may be room now. May be called from the middle of what makes it."""
@@ -205,14 +206,15 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = ("_admission", "caller", "is_patient", "refusal", "arrived", "turn")
+    __slots__ = ("_admission", "_on_wait", "caller", "is_patient", "refusal", "arrived", "turn")
 
     # Of one that waits.
     arrived: float
     turn: asyncio.Future[None]
 
-    def __init__(self, admission: Admission, caller: str, is_patient: bool) -> None:
+    def __init__(self, admission: Admission, caller: str, is_patient: bool, on_wait: Callable[[], None] | None) -> None:
         self._admission = admission
+        self._on_wait = on_wait
         self.caller = caller
         self.is_patient = is_patient
         self.refusal: Overloaded | None = None
@@ -220,6 +222,8 @@ class Entry:
     async def __aenter__(self) -> Self:
         admission, caller = self._admission, self.caller
         if admission._lines or not admission._has_room():
+            if self._on_wait is not None:
+                self._on_wait()
             await admission._wait(self)
         # From here to the block's first await nothing can come in between, and no cancellation either.
         running = admission._running

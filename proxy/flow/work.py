@@ -11,6 +11,7 @@ from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.flow.delivery import observed
 from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, plan
 from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.record import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -77,11 +78,16 @@ class Work:
         Raises Overloaded, NoBackendAvailable, UpstreamError.
         """
         # A request that was let in is let in whole: its further units wait as long as it takes.
-        async with self._gateway.admission.admit(self._caller, patient=not self._is_first):
+        admission = self._gateway.admission
+        async with admission.admit(self._caller, patient=not self._is_first, on_wait=self._enter_queue):
+            self._journey.leave()
             # No await before the first lease: the room that was seen is still there.
             with self._gateway.budget.request() as turn:
                 while not await self._try(use, turn):
                     pass
+
+    def _enter_queue(self) -> None:
+        self._journey.enter(Stage.QUEUE)
 
     async def _try(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]], turn: Repeat) -> bool:
         """One attempt: whether the answer is complete, or else what to do next is decided."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import logging
@@ -13,7 +14,7 @@ import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request
+from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
 from tests.deployment import generations
 
@@ -203,6 +204,31 @@ async def test_a_request_has_one_line_that_tells_its_way(deploy: Deploy, caplog:
     assert (line["p"], line["d"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
     assert (line["units"], line["attempts"], line["tokens_out"], line["error"]) == (1, 1, 8, None)
     assert all(line[name] > 0 for name in ("t_prefill", "t_handoff", "t_first_token", "ttft", "dur", "tokens_in"))
+
+
+async def test_the_line_tells_who_waited_for_room_and_who_did_so_in_vain(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    limits = {"max_running_decode": 1, "max_waiting": 2, "wait_seconds": 0.3}
+    deployment = await deploy(1, 1, admission=limits, engine={"decode_step_ms": 20.0})
+    body = request(Api.CHAT, stream=True, max_tokens=4)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(deployment.ask(body, x_request_id="first"))
+        await until(lambda: deployment.metrics("pdproxy_instance_inflight"), "the first request")
+        second = group.create_task(deployment.ask(body, x_request_id="second"))
+    assert (first.result().status, second.result().status) == (200, 200)
+    long = request(Api.CHAT, stream=True, max_tokens=200)
+    async with deployment.asking(long) as leaving:
+        await leaving.has_tokens(1)
+        late = await deployment.ask(body, x_request_id="late")
+    assert (late.status, late.error["code"]) == (503, "queue_timeout")
+    assert float(late.headers["retry-after-ms"]) >= 1000
+    await until(lambda: not deployment.leaks(), "quiet")
+    lines = {line["id"]: line for line in (r.fields for r in caplog.records if r.name == "proxy.access")}
+    assert lines["first"]["t_queue"] == 0 < lines["second"]["t_queue"]
+    assert (lines["late"]["term"], lines["late"]["code"]) == ("PQ", 503)
+    assert deployment.metrics("pdproxy_rejected_total") == {("queue_timeout",): 1}
 
 
 async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
