@@ -216,15 +216,18 @@ async def test_a_reset_is_one_at_both_ends(proxy: ToxicProxy, server: Server, no
     assert server.ended_with == ["reset"] * 2
 
 
-async def test_a_black_hole_gives_back_what_it_took(proxy: ToxicProxy, notes: Notes) -> None:
+async def test_a_black_hole_gives_back_what_it_took(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
     async with connected(proxy) as (reader, writer):
         with proxy.toxic(Blackhole()):
             writer.write(b"hello")
-            await until(lambda: notes.down, "an answer")
+            await until(lambda: server.received, "the question")
             reading = asyncio.create_task(reader.readexactly(5))
             done, _ = await asyncio.wait([reading], timeout=0.01)
             assert not done
+            assert notes.down == b""
         assert await reading == b"HELLO"
+    await notes.is_closed.wait()
+    assert notes.down == b"HELLO"
 
 
 async def test_connections_are_refused_for_a_while(proxy: ToxicProxy) -> None:

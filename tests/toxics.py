@@ -33,7 +33,7 @@ class Direction(Enum):
 
 
 class Watcher(Protocol):
-    """Told of everything that comes on one connection, before any toxic works on it."""
+    """Told of one connection as the client sees it: what it sent, before any toxic works on that, and what it got."""
 
     def on_data(self, direction: Direction, data: bytes) -> None: ...
 
@@ -269,7 +269,7 @@ class ToxicProxy:
     ) -> None:
         passed_bytes = 0
         while data := await reader.read(65536):
-            if watcher is not None:
+            if watcher is not None and direction is Direction.UP:
                 watcher.on_data(direction, data)
             async for part in self._treated(data, passed_bytes, tuple(self._toxics[direction])):
                 if writer.is_closing():
@@ -277,6 +277,8 @@ class ToxicProxy:
                 writer.write(part)
                 await writer.drain()
                 passed_bytes += len(part)
+                if watcher is not None and direction is Direction.DOWN:
+                    watcher.on_data(direction, part)
         if watcher is not None:
             watcher.on_end(direction)
         if not writer.is_closing():

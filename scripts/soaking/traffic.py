@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 _PATIENCE_SECONDS = 60.0
-_CLEAN_EVERY_SECONDS = 0.25
+_CLEAN_EVERY_SECONDS = 0.1
 
 
 class Traffic:
