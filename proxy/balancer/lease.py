@@ -65,7 +65,9 @@ class Lease:
         self._pool.released()
         if isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
-        elif error is None or self._has_served:
+        elif self._has_served:
+            self._pool.count_served(backend)
+        elif error is None:
             self._pool.report(backend, None, self._trial, self._is_proof)
         else:
             # The client left, or another part failed: that says nothing about this backend.
@@ -82,8 +84,11 @@ class Lease:
 
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
-        self._has_served = True
-        self.confirm()
+        if not self._has_served:
+            self._has_served = True
+            # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
+            self._pool.confirm(self.backend, self._trial, self._is_proof)
+            self._trial = 0
         self._pool.row.add(self.backend.slot, running=-self._running, compute=-self._compute)
         self._running = self._compute = 0
         self._pool.released()

@@ -150,9 +150,14 @@ class Pool:
         self._tell(self._health.on_stall(backend, self._enabled))
         return backend not in self._enabled or not self._health.is_healthy(backend)
 
-    def confirm(self, backend: Backend, trial: int) -> None:
-        """A trial has succeeded before its request ended."""
-        self._tell(self._health.on_outcome(backend, None, trial=trial))
+    def confirm(self, backend: Backend, trial: int, is_proof: bool = True) -> None:
+        """A request has gone well before its lease ended, or a trial before its request did."""
+        self._tell(self._health.on_outcome(backend, None, trial=trial, is_proof=is_proof))
+
+    def count_served(self, backend: Backend) -> None:
+        """The lease of such a request has ended."""
+        if self._on_end is not None:
+            self._on_end(backend, "ok")
 
     def abandon(self, backend: Backend, trial: int = 0) -> None:
         """A request on a backend was broken off, and the backend is not to blame."""

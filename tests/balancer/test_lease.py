@@ -159,6 +159,16 @@ def test_a_clean_end_confirms_the_backend(balancer: Balancer) -> None:
     assert balancer.health.is_confirmed(lease.backend)
 
 
+def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(balancer: Balancer) -> None:
+    pool = balancer.prefillers
+    with pool.lease(COST) as lease:
+        lease.free_compute()
+        for _ in range(2):
+            pool.report(lease.backend, refused(lease.backend))
+        assert lease.backend not in pool.eligible()
+    assert lease.backend not in pool.eligible()
+
+
 def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Balancer) -> None:
     with (
         pytest.raises(UpstreamError),
