@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all unless given")
     parser.add_argument("--seconds", type=float, default=60, help="for all of them together (60)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the same one tries the same inputs; 0: others each time (0)"
+    )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="try one input of one target, without atheris")
     options = parser.parse_args(argv)
     targets = options.targets or TARGETS
@@ -42,17 +45,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"{target}: nothing is wrong with {options.replay}")
         return 0
     seconds = max(1, round(options.seconds / len(targets)))
-    return max(hunt(target, seconds) for target in targets)
+    return max(hunt(target, seconds, options.seed) for target in targets)
 
 
-def hunt(target: str, seconds: int) -> int:
+def hunt(target: str, seconds: int, seed: int) -> int:
     """Look for so long; 1 if something was found."""
     _FOUND.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-") as new:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "tests.fuzz.hunt", target),
-                *(f"-max_total_time={seconds}", f"-max_len={_MAX_BYTES}", "-print_final_stats=1"),
+                *(f"-max_total_time={seconds}", f"-max_len={_MAX_BYTES}", "-print_final_stats=1", f"-seed={seed}"),
                 *(f"-timeout={_SLOW_SECONDS}", f"-rss_limit_mb={_MAX_MEGABYTES}"),
                 *(f"-artifact_prefix={_FOUND}/{target}-", new, str(CORPUS / target)),
             ],
