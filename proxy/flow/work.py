@@ -113,12 +113,11 @@ class Work:
     async def _look_again(self, nobody: NoBackendAvailable) -> None:
         """There was no backend: decide whether there may be one soon, or raise."""
         last = self._last
-        resuming = self._action is not None and asyncio.get_running_loop().time() < self._resume_until
-        if self._avoid and last is not None and (resuming or last.failure is Failure.RECOMPUTED):
+        if self._avoid and last is not None and (self._is_resuming or last.failure is Failure.RECOMPUTED):
             # A decoder that is short of memory is not sick, and others may be well again: where there is no other, the
             # same one is asked again.
             self._avoid.clear()
-        elif resuming:
+        elif self._is_resuming:
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         # What the last engine said is more to the point, except that it could not be reached.
         elif last is None or (last.failure is Failure.CONNECT and self._action is None):
@@ -136,6 +135,10 @@ class Work:
         if not may_retry(
             error, sent_to_client=self._is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
         ):
+            if error.failure is Failure.CONNECT and self._is_resuming:
+                # The last instance of a role is not taken out, however often it refuses: it may be on its way back.
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                return
             raise self._given_up(error, "no instance could go on") if self._delivery.goes_on else error
         # What was never sent costs the engines nothing to repeat.
         if error.failure is not Failure.CONNECT and not await turn.begin(retry.budget_wait_seconds):
@@ -154,6 +157,11 @@ class Work:
         return delivery.has_output and (delivery.has_lost_track or not delivery.is_observed)
 
     # Resuming
+
+    @property
+    def _is_resuming(self) -> bool:
+        """An answer that had begun is looking for an instance that can go on with it, and still may."""
+        return self._action is not None and asyncio.get_running_loop().time() < self._resume_until
 
     def _is_incident(self, error: UpstreamError) -> bool:
         """Did an answer break off, and not only an attempt at one?"""

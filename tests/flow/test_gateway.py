@@ -335,15 +335,18 @@ async def test_an_answer_that_cannot_be_saved_says_why(deploy: Deploy, stream: b
     assert gateway.metrics("pdproxy_resume_failures_total") == {("recomputed",): 1.0}
 
 
-async def test_an_answer_waits_for_an_instance_that_can_take_it_up(deploy: Deploy) -> None:
-    """There is none when the only decoder dies, and one when it is back."""
-    gateway = await deploy(
-        connector="plain", resume={"deadline_seconds": 5.0}, health={"rise": 1, "interval_seconds": 0.05}
-    )
+@pytest.mark.parametrize("health", [{"rise": 1, "interval_seconds": 0.05}, {}], ids=["probed", "not probed"])
+async def test_an_answer_waits_for_an_instance_that_can_take_it_up(deploy: Deploy, health: dict[str, Any]) -> None:
+    """There is none when the only decoder dies, and one when it is back, after more refusals than a retry may have."""
+    gateway = await deploy(connector="plain", resume={"deadline_seconds": 5.0}, health=health)
     (decoder,) = gateway.decoders
     decoder.faults.add("kill", tokens=5, times=1)
     asking = asyncio.create_task(gateway.ask(request(Api.COMPLETIONS, max_tokens=20, stream=True)))
     await decoder.wait_until(lambda state: state.kills == 1)
+    refused = ("127.0.0.1:" + str(decoder.port), "connect", "decode")
+    if not health:
+        most = gateway.worker.settings.retry.max_attempts
+        await until(lambda: gateway.metrics("pdproxy_instance_requests_total").get(refused, 0) > most, "refusals")
     await decoder.start()
     answer = await asking
     assert answer.is_done
