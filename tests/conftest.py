@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
+import hypothesis
 import pytest
 import uvloop
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.faults.plugin"]
 
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+# How long an example takes says nothing on a machine that does other things as well.
+hypothesis.settings.register_profile("pdproxy", deadline=None)
+hypothesis.settings.load_profile("pdproxy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

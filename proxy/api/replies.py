@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import secrets
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
@@ -20,6 +19,7 @@ from aiohttp import web
 from proxy import logs
 from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
 from proxy.metrics import REJECTIONS
+from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def request_id(request: web.BaseRequest) -> str:
 
 def new_request_id() -> str:
     """For a request whose client gave none."""
-    return secrets.token_hex(16)
+    return new_id()
 
 
 def rejection(error: GatewayError) -> str | None:

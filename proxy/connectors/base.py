@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +9,7 @@ from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
 from proxy.record import Journey, Stage
 from proxy.wire.document import Document, InvalidDocument
+from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -107,7 +107,7 @@ def new_attempt_id() -> str:
     """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id,
     which may collide with a live one, is never used.
     """
-    return secrets.token_hex(16)
+    return new_id()
 
 
 def prefill_seconds(timeouts: Timeouts, call: Call) -> float:

@@ -60,7 +60,7 @@ class Relay:
         self._ended = False
         self._idle_seconds = 0.0
         self._error: UpstreamError | None = None
-        self._wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wakeup: asyncio.Future[None] = attempt.response.loop.create_future()
 
     async def run(self, timeouts: Timeouts) -> None:
         """Copy until the answer is complete, up to `[DONE]`, which whoever finishes the client's stream adds.
@@ -73,7 +73,7 @@ class Relay:
         response.attach(self)
         while True:
             await self._wakeup
-            self._wakeup = asyncio.get_running_loop().create_future()
+            self._wakeup = response.loop.create_future()
             if self._ended:
                 break
             assert self._client is not None

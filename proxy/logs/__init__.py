@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
 
 from proxy.logs.floods import Floods
 from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from proxy.settings import Log
 
-__all__ = ["ALWAYS", "Lost", "access_line", "configure", "flush", "lost", "request_id", "setup"]
+__all__ = ["ALWAYS", "Lost", "access_line", "batch", "configure", "flush", "lost", "request_id", "setup"]
+
+
+_BATCH_SECONDS: Final = 0.05
 
 
 class Lost(NamedTuple):
@@ -73,6 +76,15 @@ def access_line(fields: Mapping[str, object]) -> None:
         record = logging.LogRecord(access.name, logging.INFO, "", 0, "request", (), None)
         record.fields = fields
         access.handle(record)
+
+
+def batch(call_later: Callable[[float, Callable[[], None]], object]) -> None:
+    """From now on the lines of finished requests may wait a moment for others: to write them costs a system call each.
+
+    `call_later` is an event loop's. All other lines are written at once, and those that wait before them.
+    """
+    for handler in _line_handlers():
+        handler.batch(lambda: call_later(_BATCH_SECONDS, flush))
 
 
 def flush() -> None:

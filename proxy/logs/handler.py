@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.logs.floods import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.logs.floods import Floods
     from proxy.logs.writer import LineWriter
 
@@ -27,6 +29,8 @@ class LineHandler(logging.Handler):
         self._writer = writer
         self._floods = floods
         self._told_dropped = 0
+        self._flush_later: Callable[[], object] | None = None
+        self._will_flush = False
 
     @property
     def dropped(self) -> int:
@@ -37,6 +41,10 @@ class LineHandler(logging.Handler):
     def suppressed(self) -> int:
         """Lines left out because too many like them came at once."""
         return self._floods.suppressed
+
+    def batch(self, flush_later: Callable[[], object]) -> None:
+        """From now on lines of finished requests may wait for others: `flush_later` has `flush` called soon."""
+        self._flush_later = flush_later
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = _kind(record)
@@ -51,11 +59,16 @@ class LineHandler(logging.Handler):
             # As with every logging handler, a mistake in a log call does not fail what the line is about.
             self._add("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
         else:
-            self._write(line)
+            if self._flush_later is None or record.name != access.name:
+                self._write(line)
+            elif self._writer.keep(_encoded(line)) and not self._will_flush:
+                self._will_flush = True
+                self._flush_later()
 
     def flush(self) -> None:
         """Write what had to be kept, and tell of what was left out. To be called now and then."""
         self.acquire()
+        self._will_flush = False
         try:
             for kind in list(self._floods.overdue()):
                 known: dict[str, object] = {"term": kind.term, "code": kind.code, "suppressed": self._floods.tell(kind)}
@@ -73,7 +86,7 @@ class LineHandler(logging.Handler):
         self._writer.close()
 
     def _write(self, line: str) -> None:
-        if self._writer.write(f"{line}\n".encode(errors="backslashreplace")):
+        if self._writer.write(_encoded(line)):
             self._tell_dropped()
 
     def _tell_dropped(self) -> None:
@@ -88,6 +101,10 @@ class LineHandler(logging.Handler):
         record.fields = fields
         # In an empty context, because it is no line of the request that is being worked on.
         self._write(Context().run(self.format, record))
+
+
+def _encoded(line: str) -> bytes:
+    return f"{line}\n".encode(errors="backslashreplace")
 
 
 def _kind(record: logging.LogRecord) -> Kind | None:

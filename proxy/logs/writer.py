@@ -13,6 +13,7 @@ import select
 import socket
 import stat
 from collections import deque
+from itertools import accumulate, islice, takewhile
 from typing import Final, Protocol
 
 MAX_KEPT_BYTES: Final = 1024 * 1024
@@ -35,6 +36,10 @@ class LineWriter:
 
     def write(self, line: bytes) -> bool:
         """Write a line if that can be done at once, otherwise keep or drop it; whether it, and all else, is written."""
+        return self.keep(line) and self.flush()
+
+    def keep(self, line: bytes) -> bool:
+        """Keep a line for the next flush; False when it had to be dropped."""
         if self._kept_bytes + len(line) > self._max_kept_bytes:
             self.flush()
         if self._kept_bytes + len(line) > self._max_kept_bytes:
@@ -42,33 +47,46 @@ class LineWriter:
             return False
         self._kept.append(line)
         self._kept_bytes += len(line)
-        return self.flush()
+        return True
 
     def flush(self) -> bool:
         """Write what was kept, as far as that can be done at once; whether lines flow again, or still do."""
         while self._kept:
-            line = self._kept[0]
+            lines = self._next()
             try:
-                taken = self._raw.write(line) or 0
+                taken = self._raw.write(lines) or 0
             except OSError:  # the disk is full, or the reader is gone
                 self._is_failing = True
                 self._drop()
                 return False
             self._is_failing = False
-            self._kept_bytes -= taken
-            if taken == len(line):
-                self._kept.popleft()
-                self._is_begun = False
-            elif taken:
-                self._kept[0] = line[taken:]
-                self._is_begun = True
-            else:
+            self._take_out(taken)
+            if not taken:
                 return False
         return not self._is_failing
 
     def close(self) -> None:
         """Close the description. What is kept is lost."""
         self._raw.close()
+
+    def _next(self) -> bytes:
+        """As many lines as a pipe takes whole, or one that is longer."""
+        first = self._kept[0]
+        if len(self._kept) == 1:
+            return first
+        sizes = accumulate(map(len, self._kept))
+        count = sum(1 for _ in takewhile(lambda size: size <= select.PIPE_BUF, sizes))
+        return b"".join(islice(self._kept, count)) if count else first
+
+    def _take_out(self, taken_bytes: int) -> None:
+        """So many bytes of the lines are written."""
+        self._kept_bytes -= taken_bytes
+        while taken_bytes:
+            line = self._kept.popleft()
+            self._is_begun = taken_bytes < len(line)
+            if self._is_begun:
+                self._kept.appendleft(line[taken_bytes:])
+            taken_bytes -= min(taken_bytes, len(line))
 
     def _drop(self) -> None:
         """Drop all lines of which nothing is written."""

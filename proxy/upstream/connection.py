@@ -33,8 +33,9 @@ SOCKET_OPTIONS: Final = [
 class Connection(asyncio.Protocol):
     """One connection to one backend: idle, or busy with exactly one exchange."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
         self.backend = backend
+        self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
         self.exchanges = 0
         self.idle_since = 0.0
         self.closed = False
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
         self.complete = self._message_complete = self._answered = self._active = self._is_stream = False
         self._response = None
         self._head_bytes = 0
-        self._head = asyncio.get_running_loop().create_future()
+        self._head = self.loop.create_future()
         self._quiet_since, self._silence_seconds = now, silence_seconds
         self._transport.writelines((head, body))
         return self._head

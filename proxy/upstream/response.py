@@ -42,14 +42,21 @@ class Response:
         self._ended = False
         self._error: UpstreamError | None = None
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """On which the body arrives."""
+        return self._connection.loop
+
     def attach(self, sink: Sink) -> None:
         """Give the body to `sink`, beginning with what has arrived already."""
-        self._sink = sink
         if self._arrived:
-            sink.received(b"".join(self._arrived))
+            arrived = b"".join(self._arrived)
             self._arrived.clear()
+            sink.received(arrived)
         if self._ended:
             sink.ended(self._error)
+        else:
+            self._sink = sink
 
     async def read(self) -> bytes:
         """The whole body. Raises UpstreamError when it ends early or is larger than the bound."""
@@ -88,8 +95,9 @@ class Response:
     def end(self, error: UpstreamError | None) -> None:
         if not self._ended:
             self._ended, self._error = True, error
-            if self._sink is not None:
-                self._sink.ended(error)
+            sink, self._sink = self._sink, None  # a sink knows its response: one cycle of garbage less
+            if sink is not None:
+                sink.ended(error)
 
 
 class _Reader:
@@ -99,7 +107,7 @@ class _Reader:
         self._response = response
         self._parts: list[bytes] = []
         self._size = 0
-        self.whole: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.whole: asyncio.Future[bytes] = response.loop.create_future()
 
     def received(self, data: bytes) -> None:
         self._size += len(data)

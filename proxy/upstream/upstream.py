@@ -244,8 +244,8 @@ async def _connect_to_any(backend: Backend, addresses: Sequence[str]) -> Connect
     *others, last = addresses
     for address in others:
         with suppress(OSError):
-            return (await loop.create_connection(lambda: Connection(backend), address, backend.port))[1]
-    return (await loop.create_connection(lambda: Connection(backend), last, backend.port))[1]
+            return (await loop.create_connection(lambda: Connection(backend, loop), address, backend.port))[1]
+    return (await loop.create_connection(lambda: Connection(backend, loop), last, backend.port))[1]
 
 
 def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:

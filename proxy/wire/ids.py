@@ -1,0 +1,24 @@
+"""Random ids: of requests, and of the attempts that are made for them."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+_ID_BYTES: Final = 16
+_IDS_AT_ONCE: Final = 256
+
+# Drawn from the system's generator a block at a time: a system call for each id costs more than all else about it.
+_block: list[str] = []
+
+
+def new_id() -> str:
+    """128 random bits as 32 hexadecimal digits: nobody can guess it, and no other process has it."""
+    if not _block:
+        drawn = os.urandom(_ID_BYTES * _IDS_AT_ONCE).hex()
+        _block.extend(drawn[start : start + 2 * _ID_BYTES] for start in range(0, len(drawn), 2 * _ID_BYTES))
+    return _block.pop()
+
+
+# A forked process must not have what its parent is about to give out.
+os.register_at_fork(after_in_child=_block.clear)

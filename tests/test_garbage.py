@@ -1,0 +1,61 @@
+"""What a request leaves behind is freed at once: the collector has nothing to look for, however many requests there are."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Deploy
+
+
+@contextmanager
+def cycles_of_ours() -> Iterator[list[str]]:
+    """The kinds of this program's objects that only the collector could free, at the end of the block."""
+    found: list[str] = []
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        modules = ((type(each).__module__, type(each).__qualname__) for each in gc.garbage)
+        found += [f"{module}.{name}" for module, name in modules if is_ours(module)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+def is_ours(module: str) -> bool:
+    return module.startswith("proxy.") and not module.startswith("proxy.sim")
+
+
+@pytest.mark.parametrize("mode", ["exact", "restart-only"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True, "max_tokens": 1},
+        {"stream": True, "max_tokens": 40},
+        {"max_tokens": 40},
+        {"stream": True, "n": 2, "max_tokens": 4},
+        {"n": 2, "max_tokens": 4},
+    ],
+    ids=str,
+)
+async def test_a_request_that_was_served_leaves_no_cycles(deploy: Deploy, mode: str, fields: dict[str, Any]) -> None:
+    gateway = await deploy(resume={"mode": mode})
+    answer = await gateway.ask(request(Api.CHAT, **fields))  # opens connections, and fills what is kept
+    assert answer.status == 200
+    with cycles_of_ours() as found:
+        for _ in range(3):
+            await gateway.ask(request(Api.CHAT, **fields))
+        await gateway.worker.drain.idle()
+        await until(lambda: not gateway.leaks(), "quiet")
+    assert found == []
