@@ -6,7 +6,7 @@ with the bytes the client sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.backend import Load
@@ -87,17 +87,23 @@ class Call:
         """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""
         return self.document.with_changes({**self.changes, **changes})
 
-    def changed(self, changes: Mapping[str, object], *, prompt_tokens: int | None = None) -> Call:
-        """The same call with more members changed, and a new cost where the prompt is another one."""
-        return replace(
-            self,
-            changes={**self.changes, **changes},
+    def changed(
+        self, changes: Mapping[str, object], *, prompt_tokens: int | None = None, stream: bool | None = None
+    ) -> Call:
+        """The same call with more members changed, a new cost where the prompt is another one, and the answer streamed
+        or not whatever the client asked for.
+        """
+        return Call(
+            api=self.api,
+            document=self.document,
             prompt_tokens=self.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            output_tokens=self.output_tokens,
+            stream=self.stream if stream is None else stream,
+            include_usage=self.include_usage,
+            headers=self.headers,
+            changes={**self.changes, **changes},
+            kv_params=self.kv_params,
         )
-
-    def streamed(self, changes: Mapping[str, object]) -> Call:
-        """The same call with a streamed answer, whatever the client asked for."""
-        return replace(self.changed(changes), stream=True)
 
 
 def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:

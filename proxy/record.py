@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.wire.openai import prompt_details
 
@@ -29,6 +29,9 @@ class Stage(StrEnum):
     def label(self) -> str:
         """The metric label: the member's name in lower case."""
         return self.name.lower()
+
+
+_STAGE_FIELDS: Final = tuple((f"t_{stage.label}", stage) for stage in Stage)
 
 
 @dataclass(slots=True)
@@ -145,6 +148,11 @@ class Record:
     def fields(self, status: int, term: str, duration_seconds: float) -> dict[str, object]:
         """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""
         journeys = self.journeys or [Journey(self.clock)]
+        first, *others = journeys
+        seconds = first.seconds
+        if others:
+            spent = {stage for journey in journeys for stage in journey.seconds}
+            seconds = {stage: max(journey.seconds.get(stage, 0.0) for journey in journeys) for stage in spent}
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
@@ -153,15 +161,12 @@ class Record:
             "stream": self.stream,
             "code": status,
             "term": term,
-            "p": journeys[0].prefiller,
-            "d": journeys[0].decoder,
+            "p": first.prefiller,
+            "d": first.decoder,
             "units": len(self.journeys),
             "attempts": sum(journey.attempts for journey in self.journeys),
             "resumes": sum(journey.resumes for journey in self.journeys),
-            **{
-                f"t_{stage.label}": round(max(journey.seconds.get(stage, 0.0) for journey in journeys), 4)
-                for stage in Stage
-            },
+            **{name: round(seconds.get(stage, 0.0), 4) for name, stage in _STAGE_FIELDS},
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(duration_seconds, 4),
             "tokens_in": prompt,

@@ -1,4 +1,4 @@
-"""What a request leaves behind is freed at once: the collector has nothing to look for, however many requests there are."""
+"""What a request leaves behind is freed at once: the collector has nothing to look for."""
 
 from __future__ import annotations
 

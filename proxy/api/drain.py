@@ -53,7 +53,8 @@ class Drain:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count a request as long as it is being answered."""
-        task = asyncio.current_task()
+        # Without being told the loop, Python 3.11 makes a system call to find it.
+        task = asyncio.current_task(request.task.get_loop())
         assert task is not None
         self._tasks.add(task)
         self._idle.clear()

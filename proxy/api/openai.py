@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +19,7 @@ from proxy.record import Record
 from proxy.wire.openai import Api, error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
@@ -67,20 +66,34 @@ class GenerationApi:
         return await self._serve(Api.COMPLETIONS, request)
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
+        """One access line and one set of observations per request, however it ends."""
         record = Record(api, request[REQUEST_ID])
-        with self._account(record), self._drain:
-            caller = self._keys.identify(request)
-            record.caller = caller.name
-            admission = self._gateway.admission
-            admission.check(caller.name)  # what will be refused anyhow is not read first
-            with self._keys.enter(caller), admission.hold(0) as held:
-                raw = await read_body(request, self._settings.listen, held.resize)
-                call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
-                record.stream = call.stream
-                if call.stream:
-                    return await self._stream(call, request, record)
-                body = await self._gateway.complete(call, record)
-                return web.Response(body=body, content_type="application/json")
+        inflight = self._inflight(api)
+        inflight.inc()
+        try:
+            with self._drain:
+                return await self._answer(api, request, record)
+        except BaseException as error:
+            record.error = error
+            raise
+        finally:
+            inflight.dec()
+            self._observe(record)
+
+    async def _answer(self, api: Api, request: web.Request, record: Record) -> web.StreamResponse:
+        caller = self._keys.identify(request)
+        record.caller = caller.name
+        admission = self._gateway.admission
+        admission.check(caller.name)  # what will be refused anyhow is not read first
+        with self._keys.enter(caller), admission.hold(0) as held:
+            raw = await read_body(request, self._settings.listen, held.resize)
+            call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
+            del raw  # which the call has, if it needs it
+            record.stream = call.stream
+            if call.stream:
+                return await self._stream(call, request, record)
+            body = await self._gateway.complete(call, record)
+            return web.Response(body=body, content_type="application/json")
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """The headers that reach the engines."""
@@ -103,20 +116,6 @@ class GenerationApi:
         finally:
             record.committed = client.is_committed
         return client.response
-
-    @contextmanager
-    def _account(self, record: Record) -> Iterator[None]:
-        """One access line and one set of observations per request, however it ends."""
-        inflight = self._inflight(record.api)
-        inflight.inc()
-        try:
-            yield
-        except BaseException as error:
-            record.error = error
-            raise
-        finally:
-            inflight.dec()
-            self._observe(record)
 
     def _observe(self, record: Record) -> None:
         metrics, api = self._metrics, record.api

@@ -36,11 +36,18 @@ class Backend:
     port: int
     slot: int = field(default=0, compare=False)
     trusted: bool = field(default=False, compare=False)
+    name: str = field(init=False, compare=False, repr=False)
+    """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
+    _hash: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def name(self) -> str:
-        """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+    def __post_init__(self) -> None:
+        # Once: a request asks for both many times.
+        name = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "_hash", hash((self.role, self.host, self.port)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def url(self) -> str:

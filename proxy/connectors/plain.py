@@ -54,7 +54,7 @@ class Plain:
             journey.begin_attempt()
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
             journey.decoder = lease.backend.name
-            async with self._upstream.open(
+            with await self._upstream.open(
                 lease.backend,
                 call.api.path,
                 call.body(changes),

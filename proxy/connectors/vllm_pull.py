@@ -7,7 +7,7 @@ that KV cache is never pinned while no decoder has room for it.
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -127,8 +127,8 @@ class VllmPull:
                     if works:
                         decoder.confirm()
 
-                async with AsyncExitStack() as stack:
-                    response = await self._decode(stack, call, handover, decoder, custody.failed, journey)
+                with await self._decode(call, handover, decoder, custody.failed, journey) as response:
+                    await check_status(response)
                     if call.stream:
                         journey.enter(Stage.FIRST_TOKEN)
                     yield Attempt(
@@ -199,13 +199,7 @@ class VllmPull:
             raise missing
 
     async def _decode(
-        self,
-        stack: AsyncExitStack,
-        call: Call,
-        handover: _Handover,
-        lease: Lease,
-        refused: set[Backend],
-        journey: Journey,
+        self, call: Call, handover: _Handover, lease: Lease, refused: set[Backend], journey: Journey
     ) -> Response:
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder, which is
         not one of `refused`.
@@ -217,17 +211,13 @@ class VllmPull:
         while True:
             journey.decoder = lease.backend.name
             try:
-                response = await stack.enter_async_context(
-                    self._upstream.open(
-                        lease.backend,
-                        call.api.path,
-                        body,
-                        {**call.headers, "x-request-id": handover.attempt_id},
-                        silence_seconds=self._handoff_seconds(handover.kv, call),
-                    )
+                return await self._upstream.open(
+                    lease.backend,
+                    call.api.path,
+                    body,
+                    {**call.headers, "x-request-id": handover.attempt_id},
+                    silence_seconds=self._handoff_seconds(handover.kv, call),
                 )
-                await check_status(response)
-                return response
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self._moved(lease, refused, error):
                     self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()

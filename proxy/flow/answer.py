@@ -99,7 +99,7 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
                 "id": call.id,
                 "type": "function",
                 # Arguments that never began are told as none, but only in a whole answer (vLLM `parser/kimi_k2.py`).
-                "function": {"name": call.name, "arguments": call.arguments.getvalue() or "{}"},
+                "function": {"name": call.name, "arguments": call.arguments or "{}"},
             }
             for call in transcript.tools
         ]

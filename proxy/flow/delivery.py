@@ -44,7 +44,7 @@ def observed(call: Call) -> Call:
     }
     if values.get("include_reasoning") is False:
         changes["include_reasoning"] = REMOVED  # its ids would be missing
-    return call.streamed(changes)
+    return call.changed(changes, stream=True)
 
 
 class Delivery:

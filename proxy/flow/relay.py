@@ -6,7 +6,6 @@ at the end. What the client gets of each event is the Delivery's to say.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Final
 
 from proxy.errors import Failure
@@ -15,6 +14,7 @@ from proxy.flow.transcript import Meaning, Segment
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
     from typing import Any
 

@@ -282,7 +282,7 @@ class _Repeated:
     def __init__(self, transcript: Transcript) -> None:
         self.ids = transcript.ids.tolist()
         self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
-        self._arguments = [call.arguments.getvalue() for call in transcript.tools]
+        self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
         self._calls_left = set(range(len(transcript.tools)))
         self._is_past_reasoning = bool(transcript.content or transcript.tools)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -131,7 +130,13 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: StringIO = field(default_factory=StringIO)
+    written: bytearray = field(default_factory=bytearray)
+    """The arguments, UTF-8."""
+
+    @property
+    def arguments(self) -> str:
+        """JSON, as far as it goes."""
+        return self.written.decode()
 
 
 class Transcript:
@@ -162,22 +167,23 @@ class Transcript:
         self._offsets: list[int] = []  # of the ids in the text, as far as a completion's log probabilities tell
         self._offset_end = 0
         self._reasoned = 0  # reasoning_ids before the last chunk of reasoning
-        self._reasoning = StringIO()
-        self._content = StringIO()
+        # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
+        self._reasoning = bytearray()
+        self._content = bytearray()
 
     @property
     def reasoning(self) -> str:
-        return self._reasoning.getvalue()
+        return self._reasoning.decode()
 
     @property
     def content(self) -> str:
         """The content of a chat, or the text of a completion."""
-        return self._content.getvalue()
+        return self._content.decode()
 
     @property
     def has_text(self) -> bool:
         """Is there anything that a client can see?"""
-        return bool(self._content.tell() or self._reasoning.tell() or self.tools)
+        return bool(self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
         """Add one chunk's choice, which stands for these token ids. True when it shows anything."""
@@ -192,7 +198,7 @@ class Transcript:
             text = choice.get("text")
             if not text:
                 return False
-            self._content.write(text)
+            self._content += text.encode()
         elif not self._take_delta(delta, before):
             return False
         self.chunk_start = before
@@ -207,7 +213,7 @@ class Transcript:
 
     def reasoning_among(self, kept: int) -> int:
         """How many of the first `kept` ids are reasoning."""
-        is_past_reasoning = bool(self._content.tell() or self.tools) or not self._reasoning.tell()
+        is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
         return min(kept, self.reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
 
     def cut(self, kept: int) -> None:
@@ -225,17 +231,17 @@ class Transcript:
             if not self.has_text:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
-            self._reasoning.write(reasoning)
+            self._reasoning += reasoning.encode()
             self._reasoned = self.reasoning_ids
             self.reasoning_ids = self._marker_behind(before, len(self.ids))
             shows = True
         if content := delta.get("content"):
-            if self._reasoning.tell() and not self._content.tell():
+            if self._reasoning and not self._content:
                 self._end_reasoning(before)
-            self._content.write(content)
+            self._content += content.encode()
             shows = True
         for part in delta.get("tool_calls") or ():
-            if self._reasoning.tell() and not self._content.tell() and not self.tools:
+            if self._reasoning and not self._content and not self.tools:
                 self._end_reasoning(before)
             self._take_tool_call(part)
             shows = True
@@ -261,7 +267,7 @@ class Transcript:
         call = self.tools[index]
         call.id = part.get("id") or call.id
         call.name = function.get("name") or call.name
-        call.arguments.write(function.get("arguments") or "")
+        call.written += (function.get("arguments") or "").encode()
 
 
 def _is_opening(choice: dict[str, Any]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -53,6 +54,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     """
     # Until there is somebody to reload, a hang-up must not end the program.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _raise_fd_limit()
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
@@ -73,6 +75,15 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
         if settings.workers == 1:
             return run(shared, 0, None)
         return _Supervisor(shared, run, restarts or RestartPolicy()).keep_alive()
+
+
+def _raise_fd_limit() -> None:
+    """Allow this process and its workers as many file descriptors as they may have: most systems begin with 1,024, for
+    the sake of programs that still use select().
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has a lower limit than it tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _metrics_directory() -> tempfile.TemporaryDirectory[str]:

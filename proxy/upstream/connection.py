@@ -12,6 +12,8 @@ from proxy.errors import Failure, UpstreamError
 from proxy.upstream.response import Response, upstream_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.balancer.backend import Backend
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
@@ -33,9 +35,13 @@ SOCKET_OPTIONS: Final = [
 class Connection(asyncio.Protocol):
     """One connection to one backend: idle, or busy with exactly one exchange."""
 
-    def __init__(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, backend: Backend, loop: asyncio.AbstractEventLoop, on_exchanged: Callable[[Connection], None]
+    ) -> None:
+        """`on_exchanged`: takes the connection back when whoever began an exchange needs it no longer."""
         self.backend = backend
         self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
+        self.on_exchanged = on_exchanged
         self.exchanges = 0
         self.idle_since = 0.0
         self.closed = False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Mapping
+    from types import TracebackType
 
     from proxy.balancer.backend import Backend
     from proxy.upstream.connection import Connection
@@ -27,7 +28,11 @@ class Sink(Protocol):
 
 
 class Response:
-    """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches."""
+    """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches.
+
+    `with` it: leaving gives the connection back, or drops it when the answer is not complete. There is nothing to wait
+    for.
+    """
 
     __slots__ = ("_arrived", "_connection", "_ended", "_error", "_sink", "backend", "headers", "status")
 
@@ -41,6 +46,14 @@ class Response:
         self._arrived: list[bytes] = []
         self._ended = False
         self._error: UpstreamError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.on_exchanged(self._connection)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

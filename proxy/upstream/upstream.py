@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.progress import Progress
@@ -14,7 +15,7 @@ from proxy.upstream.names import connect_problem
 from proxy.upstream.response import upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -87,7 +88,6 @@ class Upstream:
         """Exchanges under way."""
         return len(self._busy)
 
-    @asynccontextmanager
     async def open(
         self,
         backend: Backend,
@@ -97,8 +97,8 @@ class Upstream:
         *,
         silence_seconds: float,
         resend_if_stale: bool = False,
-    ) -> AsyncIterator[Response]:
-        """POST a JSON body and yield the answer once its headers are there. Leaving early drops the connection.
+    ) -> Response:
+        """POST a JSON body; the answer once its headers are there, which the caller enters at once, and leaves.
 
         `headers` have lower-case names; an `authorization` among them is the client's own.
         `silence_seconds` bounds the wait for the headers and then, until `limit_silence`, every gap in the body.
@@ -108,11 +108,17 @@ class Upstream:
         Raises UpstreamError.
         """
         head = self._head(backend, path, len(body), headers)
-        connection, response = await self._exchange(backend, head, body, silence_seconds, resend_if_stale)
-        try:
-            yield response
-        finally:
-            self._put_back(connection)
+        connection = self._take_idle(backend) or await self._connect(backend)
+        while True:
+            self._busy.add(connection)
+            try:
+                return await connection.send(head, body, silence_seconds=silence_seconds, now=self._clock())
+            except BaseException as error:
+                self._put_back(connection)
+                stale = isinstance(error, UpstreamError) and error.failure is Failure.RESET and connection.exchanges > 1
+                if not (stale and resend_if_stale):
+                    raise
+            connection = await self._connect(backend)
 
     async def fetch(
         self,
@@ -125,38 +131,30 @@ class Upstream:
         resend_if_stale: bool = False,
     ) -> tuple[Response, bytes]:
         """POST a JSON body and return the answer with its whole body. See `open`. Raises UpstreamError."""
-        head = self._head(backend, path, len(body), headers)
-        connection, response = await self._exchange(backend, head, body, silence_seconds, resend_if_stale)
-        try:
+        with await self.open(
+            backend, path, body, headers, silence_seconds=silence_seconds, resend_if_stale=resend_if_stale
+        ) as response:
             return response, await response.read()
-        finally:
-            self._put_back(connection)
-
-    async def _exchange(
-        self, backend: Backend, head: bytes, body: bytes, silence_seconds: float, resend_if_stale: bool
-    ) -> tuple[Connection, Response]:
-        connection = self._take_idle(backend) or await self._connect(backend)
-        while True:
-            self._busy.add(connection)
-            try:
-                sent = connection.send(head, body, silence_seconds=silence_seconds, now=self._clock())
-                return connection, await sent
-            except BaseException as error:
-                self._put_back(connection)
-                stale = isinstance(error, UpstreamError) and error.failure is Failure.RESET and connection.exchanges > 1
-                if not (stale and resend_if_stale):
-                    raise
-            connection = await self._connect(backend)
 
     async def _connect(self, backend: Backend) -> Connection:
         try:
             async with asyncio.timeout(self._timeouts.connect_seconds):
-                return await _connect_to_any(backend, await self._addresses(backend.host))
+                return await self._connect_to_any(backend, await self._addresses(backend.host))
         except OSError as error:  # TimeoutError is one
             problem = connect_problem(error)
         except ValueError:  # a name that can be no host's
             problem = "not a host name"
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
+
+    async def _connect_to_any(self, backend: Backend, addresses: Sequence[str]) -> Connection:
+        """A connection to the first of the addresses that takes one. Raises the last one's OSError."""
+        loop = asyncio.get_running_loop()
+        make = partial(Connection, backend, loop, self._put_back)
+        *others, last = addresses
+        for address in others:
+            with suppress(OSError):
+                return (await loop.create_connection(make, address, backend.port))[1]
+        return (await loop.create_connection(make, last, backend.port))[1]
 
     async def _addresses(self, host: str) -> Sequence[str]:
         if self._names is None:
@@ -236,16 +234,6 @@ class Upstream:
                 self._idle[backend] = kept
             else:
                 del self._idle[backend]
-
-
-async def _connect_to_any(backend: Backend, addresses: Sequence[str]) -> Connection:
-    """A connection to the first of the addresses that takes one. Raises the last one's OSError."""
-    loop = asyncio.get_running_loop()
-    *others, last = addresses
-    for address in others:
-        with suppress(OSError):
-            return (await loop.create_connection(lambda: Connection(backend, loop), address, backend.port))[1]
-    return (await loop.create_connection(lambda: Connection(backend, loop), last, backend.port))[1]
 
 
 def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:

@@ -48,7 +48,7 @@ class Document:
     of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
     """
 
-    __slots__ = ("_members", "raw", "values")
+    __slots__ = ("_members", "_raw", "values")
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -58,7 +58,6 @@ class Document:
             raise InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})") from None
         if not isinstance(values, dict):
             raise InvalidDocument("the body must be a JSON object")
-        self.raw = raw
         self.values: dict[str, Any] = values
         self._members: dict[str, tuple[int, int, int]] | None = None
         """Where each member's key begins, and its value begins and ends; None: a copy is made from the values."""
@@ -66,13 +65,15 @@ class Document:
             self._members = _find_members(raw)
             if self._members is None:
                 _check_can_be_serialised(values)
+        # Not kept beside the values where it is not needed any more: a call lives as long as its answer takes.
+        self._raw = raw if self._members is not None else b""
 
     def raw_value(self, name: str) -> bytes | None:
         """The bytes of a member's value; None when there is no such member."""
         if self._members is None:
-            return orjson.dumps(self.values[name]) if name in self.values else None
+            return trimmed(orjson.dumps(self.values[name])) if name in self.values else None
         span = self._members.get(name)
-        return None if span is None else self.raw[span[1] : span[2]]
+        return None if span is None else self._raw[span[1] : span[2]]
 
     def with_changes(self, changes: Mapping[str, object]) -> bytes:
         """The object with members replaced, added at the end, or left out (REMOVED).
@@ -82,7 +83,7 @@ class Document:
         if self._members is None:
             members = {**self.values, **changes}
             return orjson.dumps({name: value for name, value in members.items() if value is not REMOVED})
-        source = memoryview(self.raw)
+        source = memoryview(self._raw)
         parts: list[bytes | memoryview] = [b"{"]
         for name, (key_start, value_start, value_end) in self._members.items():
             if name not in changes:
@@ -96,6 +97,13 @@ class Document:
             parts.pop()
         parts.append(b"}")
         return b"".join(parts)
+
+
+def trimmed(serialised: bytes) -> bytes:
+    """A copy of what orjson wrote, for keeping: orjson does not give back what it had allocated beyond it, which may be
+    ten times as much.
+    """
+    return bytes(memoryview(serialised))
 
 
 def _is_plainly_spelled(raw: bytes, values: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -191,8 +192,11 @@ def _balance(
     ledger = Ledger(row)
     pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
 
+    # Finding a series by its labels costs more than counting with it, and there are few.
+    counters = cache(metrics.instance_requests_total.labels)
+
     def count(backend: Backend, result: str) -> None:
-        metrics.instance_requests_total.labels(backend.role.value, backend.name, result).inc()
+        counters(backend.role.value, backend.name, result).inc()
 
     def pool(role: Role) -> Pool:
         policy, max_running = _choices(settings, role)

@@ -44,7 +44,7 @@ def bodies(units: list[Unit]) -> list[dict[str, Any]]:
 def test_one_prompt_with_one_sample_stays_as_it_is(call: Call) -> None:
     (unit,) = split_up(call)
     assert unit == Unit(call, 0, True)
-    assert unit.call.body({}) == call.document.raw
+    assert unit.call.body({}) == call.document.with_changes({})
 
 
 def test_samples_become_units_with_one_sample_each() -> None:

@@ -534,7 +534,7 @@ def said_together(chunks: Iterable[Chunk], transcript: Transcript) -> tuple[Any,
     """Everything the client has in the end."""
     for chunk, ids in chunks:
         transcript.take(chunk["choices"][0], ids)
-    calls = [(call.id, call.name, call.arguments.getvalue()) for call in transcript.tools]
+    calls = [(call.id, call.name, call.arguments) for call in transcript.tools]
     return transcript.reasoning, transcript.content, calls, transcript.ids.tolist()
 
 

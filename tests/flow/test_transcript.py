@@ -399,7 +399,7 @@ def test_tool_calls_are_put_together() -> None:
             [3],
         ),
     )
-    assert [(call.id, call.name, call.arguments.getvalue()) for call in transcript.tools] == [
+    assert [(call.id, call.name, call.arguments) for call in transcript.tools] == [
         ("functions.f:0", "f", '{"a": 1}'),
         ("functions.g:1", "g", "{}"),
     ]

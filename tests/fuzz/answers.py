@@ -66,7 +66,7 @@ class Line:
 
 def connected(line: Line) -> Connection:
     """One connection to the engine."""
-    connection = Connection(ENGINE, asyncio.get_running_loop())
+    connection = Connection(ENGINE, asyncio.get_running_loop(), lambda _: None)
     connection.connection_made(cast("asyncio.Transport", line))
     return connection
 

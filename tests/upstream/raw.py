@@ -19,7 +19,7 @@ from proxy.upstream import Upstream
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from proxy.upstream import Names
+    from proxy.upstream import Names, Response
 
 LONG = 3600.0
 SHORT = 0.05
@@ -110,8 +110,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def exchange(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> Any:
-    return upstream.open(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options})
+@asynccontextmanager
+async def exchange(
+    upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any
+) -> AsyncIterator[Response]:
+    with await upstream.open(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options}) as response:
+        yield response
 
 
 async def fetch(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> bytes:
