@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ from proxy import __version__, logs
 from proxy.configuration import secrets_of
 from proxy.worker.listening import listening
 from proxy.worker.parts import build
+from proxy.worker.tuning import tune
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _LEFT_EVERY_SECONDS: Final = 5.0
 _STOP_ACCEPTING_SECONDS: Final = 2.0
 _CUT_OFF_SECONDS: Final = 0.5
-_COLLECT_AFTER_OBJECTS: Final = 20_000
 
 
 def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
@@ -54,22 +53,12 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         logs.batch(loop.call_later)
-        _spare_the_collector()
+        tune()
         if index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
         await stop.requested.wait()
         await _drain(worker, stop, stop_accepting)
     return stop.exit_code
-
-
-def _spare_the_collector() -> None:
-    """What lives as long as the process is not looked at again for cycles of garbage, and the rest not all the time.
-
-    Requests leave none behind, but hundreds of them at once are enough objects for Python to look every few requests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 100)
 
 
 def _on_hang_up(worker: Worker) -> None:

@@ -1,0 +1,43 @@
+"""What the interpreter and the C library do about memory, set for a process that serves requests and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Final
+
+_COLLECT_AFTER_OBJECTS: Final = 20_000
+
+# Parameters of glibc's mallopt(3), malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_MIB: Final = 1024 * 1024
+
+
+def tune() -> None:
+    """Call it once in each process, when everything is there that lives as long as the process."""
+    _spare_the_collector()
+    _keep_pages()
+
+
+def _spare_the_collector() -> None:
+    """Let Python look for cycles of garbage seldom, and not among what stays.
+
+    Requests leave no cycles behind, but a few of them at once are enough objects for a look at all of them each time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 100)
+
+
+def _keep_pages() -> None:
+    """Let the pages of one long body be used for the next one, instead of getting and clearing new ones for each.
+
+    A body that is longer than the threshold still has pages of its own, which go back when it is freed.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return
+    mallopt(_M_MMAP_THRESHOLD, 4 * _MIB)
+    mallopt(_M_TRIM_THRESHOLD, 64 * _MIB)
+    mallopt(_M_TOP_PAD, _MIB)
