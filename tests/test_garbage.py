@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Deploy
+    from tests.deployment import Deployment
 
 
 @contextmanager
@@ -31,6 +32,12 @@ def cycles_of_ours() -> Iterator[list[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+
+
+async def settled(gateway: Deployment) -> None:
+    """Wait until nothing is in flight."""
+    await gateway.worker.drain.idle()
+    await until(lambda: not gateway.leaks(), "quiet")
 
 
 def is_ours(module: str) -> bool:
@@ -56,6 +63,14 @@ async def test_a_request_that_was_served_leaves_no_cycles(deploy: Deploy, mode: 
     with cycles_of_ours() as found:
         for _ in range(3):
             await gateway.ask(request(Api.CHAT, **fields))
-        await gateway.worker.drain.idle()
-        await until(lambda: not gateway.leaks(), "quiet")
+        await settled(gateway)
     assert found == []
+
+
+async def test_a_connection_that_was_closed_leaves_no_cycles(deploy: Deploy) -> None:
+    gateway = await deploy()
+    with cycles_of_ours() as found:
+        await gateway.ask(request(Api.CHAT, stream=True, max_tokens=2))
+        await settled(gateway)
+        await gateway.end()
+    assert not [name for name in found if name.startswith("proxy.upstream.connection")]

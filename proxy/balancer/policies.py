@@ -24,12 +24,31 @@ WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (
 
 
 class Policy(Protocol):
-    """Choose one of `candidates`; `weights[i]` belongs to `candidates[i]`."""
+    """Choose one of `candidates`; `weights[i]` belongs to `candidates[i]`. `worker`: the number of who asks, for what
+    takes turns; see _Turns.
+    """
 
     weighs_load: bool
     """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
 
-    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend: ...
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int], worker: int = 0) -> Backend: ...
+
+
+class _Turns:
+    """Whose turn it is among equals. Turns go by slot and not by position, which changes as backends come and go.
+
+    Workers that pick at the same moment see the same loads. Were all of them to take whose turn it is, a burst would
+    fall on one backend after the other; so each takes the one that comes as many places later as its own number says.
+    """
+
+    def __init__(self) -> None:
+        self._last_slot = -1
+
+    def take(self, backends: Sequence[Backend], worker: int) -> Backend:
+        behind = (place for place, backend in enumerate(backends) if backend.slot > self._last_slot)
+        place = next(behind, 0)
+        self._last_slot = backends[place].slot
+        return backends[(place + worker) % len(backends)]
 
 
 class LeastLoad:
@@ -38,14 +57,12 @@ class LeastLoad:
     weighs_load = True
 
     def __init__(self) -> None:
-        self._last_slot = -1
+        self._turns = _Turns()
 
-    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int], worker: int = 0) -> Backend:
         lowest = min(weights)
         ties = [backend for backend, weight in zip(candidates, weights, strict=True) if weight == lowest]
-        chosen = _next_in_turn(ties, self._last_slot)
-        self._last_slot = chosen.slot
-        return chosen
+        return self._turns.take(ties, worker)
 
 
 class RoundRobin:
@@ -54,12 +71,10 @@ class RoundRobin:
     weighs_load = False
 
     def __init__(self) -> None:
-        self._last_slot = -1
+        self._turns = _Turns()
 
-    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
-        chosen = _next_in_turn(candidates, self._last_slot)
-        self._last_slot = chosen.slot
-        return chosen
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int], worker: int = 0) -> Backend:
+        return self._turns.take(candidates, worker)
 
 
 class PowerOfTwo:
@@ -70,7 +85,7 @@ class PowerOfTwo:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int], worker: int = 0) -> Backend:
         count = len(candidates)
         if count == 1:
             return candidates[0]
@@ -87,7 +102,7 @@ class Random:
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
 
-    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int]) -> Backend:
+    def __call__(self, candidates: Sequence[Backend], weights: Sequence[int], worker: int = 0) -> Backend:
         return self._rng.choice(candidates)
 
 
@@ -98,8 +113,3 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "power_of_two": PowerOfTwo,
     "random": Random,
 }
-
-
-def _next_in_turn(backends: Sequence[Backend], last_slot: int) -> Backend:
-    """The first behind `last_slot`. Turns go by slot and not by position, which changes as backends come and go."""
-    return next((backend for backend in backends if backend.slot > last_slot), backends[0])

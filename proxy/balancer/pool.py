@@ -54,6 +54,7 @@ class Pool:
         *,
         ledger: Ledger | None = None,
         pairs: Pairs | None = None,
+        worker: int = 0,
         max_running: int | None = None,
         pressure_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -61,9 +62,9 @@ class Pool:
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
         `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
-        `pairs` and it forget the backends that leave. `max_running`: requests a backend works on at a time; None is
-        what its engine says, or any number. `pressure_seconds`: how long a backend that ran out of KV memory is passed
-        over.
+        `pairs` and it forget the backends that leave. `worker`: the number of the worker, see Policy. `max_running`:
+        requests a backend works on at a time; None is what its engine says, or any number. `pressure_seconds`: how long
+        a backend that ran out of KV memory is passed over.
         """
         self.role = role
         self.row = row
@@ -78,6 +79,7 @@ class Pool:
         self._on_end = on_end
         self._ledger = ledger
         self._pairs = pairs
+        self._worker = worker
         self._max_running = max_running
         self._pressure_seconds = pressure_seconds
         self._clock = clock
@@ -255,7 +257,7 @@ class Pool:
         if self._is_any_slow and self._policy.weighs_load:
             cost = per_compute * load.compute + per_kv * load.kv
             weights = slow_start.slowed(weights, percents, max(1, cost))
-        return self._policy(candidates, weights)
+        return self._policy(candidates, weights, self._worker)
 
     def _has_room_on(self, backend: Backend) -> bool:
         limit = self._limits.get(backend) if self._limits else None

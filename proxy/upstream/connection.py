@@ -172,12 +172,14 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if self._head is None or self.complete:
-            return
-        if self._answered:
-            self._fail(self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer"))
-        else:
-            self._fail(self._error(Failure.RESET, "the engine closed the connection without an answer"))
+        if self._head is not None and not self.complete:
+            if self._answered:
+                self._fail(self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer"))
+            else:
+                self._fail(self._error(Failure.RESET, "the engine closed the connection without an answer"))
+        # Each knows this connection: they would be cycles of garbage.
+        self._head = self._response = None
+        del self._parser
 
     # httptools callbacks
 

@@ -204,6 +204,7 @@ def _balance(
             *(role, POLICIES[policy](), shared.scoreboard, row, shared.roster, health, heed, count),
             ledger=ledger if role is Role.PREFILL else None,
             pairs=pairs,
+            worker=index,
             max_running=max_running,
             pressure_seconds=settings.resume.pressure_seconds,
         )

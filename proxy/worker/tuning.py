@@ -26,7 +26,7 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER_OBJECTS, 20, 100)
+    gc.set_threshold(_COLLECT_AFTER_OBJECTS, 10, 10)
 
 
 def _keep_pages() -> None:
