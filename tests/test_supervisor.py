@@ -295,6 +295,16 @@ def test_workers_of_a_killed_supervisor_leave_and_free_the_port() -> None:
             socket.create_connection(("127.0.0.1", workers[0].port))
 
 
+def test_the_last_workers_of_a_killed_supervisor_remove_their_metrics() -> None:
+    with program("metrics_worker", 2) as gateway:
+        said = [gateway.hear() for _ in range(4)]
+        directory = Path(next(words[3] for words in said if words[0] == "metrics"))
+        gateway.process.kill()
+        while gateway.hear():
+            pass
+        assert not directory.exists()
+
+
 def test_workers_that_always_fail_end_the_program_with_their_traceback() -> None:
     with program("failing_worker", 2) as gateway:
         assert gateway.wait() == 1

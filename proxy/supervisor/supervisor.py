@@ -6,13 +6,15 @@ import gc
 import logging
 import os
 import resource
+import select
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy import logs
 from proxy.configuration import secrets_of
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Where prometheus-client keeps what the workers share.
+_METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 # A worker ends by itself after its drain, or at once after the second signal; one that hangs is killed this much later.
 _STOP_GRACE_SECONDS = 10.0
@@ -66,7 +70,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             return 1
         if settings.workers > 1:
             # prometheus-client looks at this once, when it is first imported: that is why the worker is imported late.
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(_metrics_directory())
+            os.environ[_METRICS_DIRECTORY] = stack.enter_context(_metrics_directory())
         if run is None:
             from proxy import worker
 
@@ -248,6 +252,8 @@ class _Supervisor:
         except BaseException:
             logger.exception("worker %d failed", worker)
         finally:
+            if select.select([self._alive_reader], [], [], 0)[0]:  # the supervisor was killed, and cannot do it
+                shutil.rmtree(os.environ[_METRICS_DIRECTORY], ignore_errors=True)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_code)
