@@ -274,7 +274,7 @@ def test_stop_strings_are_read_however_they_are_given(stop: Any, expected: list[
 
 def test_an_answer_may_be_streamed_that_nobody_asked_to_be() -> None:
     call = chat(request_id="mine")
-    streamed = call.streamed({"stream": True, "seed": 3})
+    streamed = call.changed({"stream": True, "seed": 3}, stream=True)
     assert streamed.stream
     assert not call.stream
     assert json.loads(streamed.body({})) == {

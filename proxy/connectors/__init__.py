@@ -10,13 +10,9 @@ from proxy.connectors.vllm_pull import VllmPull
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.connectors.base import Connector, Pools
-    from proxy.connectors.releaser import Releaser
-    from proxy.metrics import Metrics
-    from proxy.settings import Settings
-    from proxy.upstream import Upstream
+    from proxy.connectors.base import Connector, Kit
 
-CONNECTORS: Final[Mapping[str, Callable[[Pools, Upstream, Settings, Metrics, Releaser], Connector]]] = {
+CONNECTORS: Final[Mapping[str, Callable[[Kit], Connector]]] = {
     "plain": Plain,
     "vllm_pull": VllmPull,
 }

@@ -12,15 +12,21 @@ from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    import aiohttp
+    from aiohttp import web
+
     from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.call import Call
+    from proxy.connectors.releaser import Releaser
     from proxy.errors import UpstreamError
+    from proxy.metrics import Metrics
     from proxy.settings import Settings, Timeouts
-    from proxy.upstream import Response
+    from proxy.upstream import Response, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,22 @@ class Pools:
         partners = self.prefill if backend.role == self.decode.role else self.decode
         both = apart.union(avoid)
         return both if any(partner not in both for partner in partners.eligible()) else avoid
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What a connector works with: one worker's parts."""
+
+    pools: Pools
+    upstream: Upstream
+    releaser: Releaser
+    session: aiohttp.ClientSession
+    """For questions to engines that are no leg of a call."""
+    keys: EngineKeys
+    settings: Settings
+    metrics: Metrics
+    callback_url: str | None = None
+    """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +106,17 @@ class Connector(Protocol):
     """Roles that need a healthy backend before the gateway is ready."""
     one_sequence_per_call: bool
     """Only one prompt and one sample fit a hand-over: the gateway splits the rest."""
+    continues_answers: bool
+    """Engines can tell token ids and go on from them, so answers are watched and taken up again on other engines."""
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for what this protocol cannot serve."""
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """What engines call; served at the Kit's callback URL. Usually nothing."""
 
     def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None

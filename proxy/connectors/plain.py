@@ -13,15 +13,14 @@ from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new
 from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator, Collection, Sequence
+
+    from aiohttp import web
 
     from proxy.balancer.backend import Backend
     from proxy.call import Call
-    from proxy.connectors.base import Pools
-    from proxy.connectors.releaser import Releaser
-    from proxy.metrics import Metrics
+    from proxy.connectors.base import Kit
     from proxy.settings import Settings
-    from proxy.upstream import Upstream
 
 
 class Plain:
@@ -29,13 +28,12 @@ class Plain:
 
     roles: tuple[Role, ...] = (Role.DECODE,)
     one_sequence_per_call = False
+    continues_answers = True
 
-    def __init__(
-        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, releaser: Releaser
-    ) -> None:
-        self._pool = pools.decode
-        self._upstream = upstream
-        self._timeouts = settings.timeouts
+    def __init__(self, kit: Kit) -> None:
+        self._pool = kit.pools.decode
+        self._upstream = kit.upstream
+        self._timeouts = kit.settings.timeouts
 
     def check(self, call: Call) -> None:
         """Everything an engine can do alone is served."""
@@ -43,6 +41,10 @@ class Plain:
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
         self._timeouts = settings.timeouts
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Engines call nobody."""
+        return ()
 
     @asynccontextmanager
     async def open(

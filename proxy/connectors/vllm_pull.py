@@ -16,7 +16,6 @@ import orjson
 from proxy.balancer.backend import Role
 from proxy.connectors.base import (
     Attempt,
-    Pools,
     check_status,
     new_attempt_id,
     parse_answer,
@@ -30,15 +29,16 @@ from proxy.record import Journey, Stage
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+
+    from aiohttp import web
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
-    from proxy.connectors.releaser import Releaser
-    from proxy.metrics import Metrics
+    from proxy.connectors.base import Kit
     from proxy.settings import Settings
-    from proxy.upstream import Response, Upstream
+    from proxy.upstream import Response
     from proxy.wire.document import Document
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for this protocol sends.
@@ -74,16 +74,15 @@ class VllmPull:
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     one_sequence_per_call = True
+    continues_answers = True
 
-    def __init__(
-        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, releaser: Releaser
-    ) -> None:
-        self._pools = pools
-        self._upstream = upstream
-        self._timeouts = settings.timeouts
-        self._kv = settings.kv
-        self._metrics = metrics
-        self._releaser = releaser
+    def __init__(self, kit: Kit) -> None:
+        self._pools = kit.pools
+        self._upstream = kit.upstream
+        self._timeouts = kit.settings.timeouts
+        self._kv = kit.settings.kv
+        self._metrics = kit.metrics
+        self._releaser = kit.releaser
 
     def check(self, call: Call) -> None:
         """Refuse what one set of KV parameters cannot express, or what only the prefiller's discarded answer has."""
@@ -104,6 +103,10 @@ class VllmPull:
         """Take changed settings for what is opened from now on."""
         self._timeouts = settings.timeouts
         self._kv = settings.kv
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Engines call nobody."""
+        return ()
 
     @asynccontextmanager
     async def open(

@@ -179,6 +179,7 @@ class Gateway:
         """Whether an answer is watched so closely that it can be continued. It must be one sequence."""
         return (
             self.settings.resume.mode == "exact"
+            and self.connector.continues_answers
             and (self.connector.one_sequence_per_call or fanout.is_single(call))
             and can_be_observed(call)
         )

@@ -85,6 +85,11 @@ class Response:
         """Read again after `pause`."""
         self._connection.pause(False)
 
+    def abort(self, error: UpstreamError) -> None:
+        """Drop the connection now, and tell this error to whoever takes the body; nothing when the answer has ended."""
+        if not self._ended:
+            self._connection.abort(error)
+
     def limit_silence(self, seconds: float) -> None:
         """From now on this is a stream: it fails with TIMEOUT when the engine sends nothing for so long, with STALLED
         when the engine sends nothing at all while others of its role do.

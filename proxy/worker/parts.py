@@ -29,7 +29,7 @@ from proxy.balancer.pool import Pool
 from proxy.callers import Callers
 from proxy.configuration import Follower, text_of
 from proxy.connectors import CONNECTORS
-from proxy.connectors.base import Pools
+from proxy.connectors.base import Kit, Pools
 from proxy.connectors.releaser import Releaser
 from proxy.flow.gateway import Gateway
 from proxy.flow.vocabulary import Vocabulary
@@ -142,7 +142,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, metrics))
-        connector = CONNECTORS[settings.connector](pools, upstream, settings, metrics, releaser)
+        connector = CONNECTORS[settings.connector](Kit(pools, upstream, releaser, session, keys, settings, metrics))
         serving = {role: pools.of(role) for role in connector.roles}
         prober = await stack.enter_async_context(
             Prober(serving, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
