@@ -15,6 +15,7 @@ from proxy.flow.seam import Mismatch
 from proxy.flow.transcript import Segment, Transcript
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import data_event, with_prompt_details
+from proxy.wire.token import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 _TOKEN_IDS: Final = b'"token_ids":['
+# Some streams have none, and a look costs more than a token.
+_MAX_SHAPES: Final = 8
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
 
 
@@ -91,11 +94,15 @@ class Delivery:
         self._seam: Seam | None = None
         self._expected: bytes | None = None
         self._is_checked = False
+        self._shape: Shape | None = None
+        """Of the present decoder's tokens, as long as they add to the same text."""
+        self._shapes_left = 0
         self._held: list[bytes] = []
         self._wants_ids = bool(call.values.get("return_token_ids"))
         self._hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         # Chunks that go out as they came, but for the ids.
         self._passes_bytes = self._rewrite is None and not self._hides_reasoning
+        self._tells_shapes = is_observed and not self._hides_reasoning and (rewrite is None or whole is not None)
 
     @property
     def shows_ids(self) -> bool:
@@ -148,6 +155,8 @@ class Delivery:
         """Another decoder begins to answer, whose words come with this segment."""
         self.segment = segment
         self._is_checked = False
+        self._shape = None
+        self._shapes_left = _MAX_SHAPES
 
     # What a decoder says
 
@@ -157,6 +166,16 @@ class Delivery:
         if self._seam is None:
             self._note_head(segment.payload)
             self._held.append(self._as_bytes(segment, event, segment.payload))
+
+    def token(self, raw: bytes) -> bytes | None:
+        """As `content`, for an event that differs from one before it in nothing but text and id; None for others."""
+        shape = self._shape
+        if shape is None or (token := shape.find(raw)) is None:
+            return None
+        self.transcript.take_token(token.text, token.id, is_reasoning=shape.is_reasoning)
+        if self._whole is not None:
+            return b""
+        return raw if self._wants_ids else b"%bnull%b" % (raw[: token.ids_start], raw[token.ids_end :])
 
     def content(self, segment: Segment, event: Event) -> bytes:
         """A part of the answer; empty when there is nothing in it for the client. Raises Mismatch."""
@@ -175,6 +194,9 @@ class Delivery:
         shows = self.transcript.take(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
+            self._shape = None
+        elif self._tells_shapes:
+            self._look_at_shape(segment, event, choice)
         if not shows and ids and not self._wants_ids and _is_mute(choice):
             return b""
         if not self._passes_bytes:
@@ -253,6 +275,18 @@ class Delivery:
         if self.call.include_usage and self._rewrite is None:
             parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
         return self._given(b"".join(parts))
+
+    def _look_at_shape(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
+        """Learn what the next tokens look like, if this one, which was parsed, is the first of its text."""
+        has_tools = bool(self.transcript.tools)
+        delta = choice.get("delta") or {}
+        is_reasoning = bool(delta.get("reasoning") or delta.get("reasoning_content"))
+        if self._shape is not None and is_reasoning is self._shape.is_reasoning and not has_tools:
+            return
+        self._shape = None
+        if self._shapes_left and not has_tools and choice.get("logprobs") is None and segment.data is event.data:
+            self._shapes_left -= 1
+            self._shape = Shape.of(event.raw)
 
     # Writing
 

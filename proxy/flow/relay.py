@@ -91,6 +91,11 @@ class Relay:
     def received(self, data: bytes) -> None:
         if self._ended:
             return
+        if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
+            if token:
+                self._give(token)
+                self._on_output()
+            return
         try:
             events = self._splitter.feed(data)
         except EventTooLong:
@@ -120,12 +125,16 @@ class Relay:
                 self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of a kind that no engine sends"))
             if self._is_over:
                 break
-        if output and self._client is not None and self._client.write(b"".join(output)):
+        if output:
+            self._give(b"".join(output))
+        if has_content:
+            self._on_output()
+
+    def _give(self, output: bytes) -> None:
+        if self._client is not None and self._client.write(output):
             # At once: libuv reads up to 32 times before anybody else has a turn, which is 8 MiB of a fast engine.
             self._attempt.response.pause()
             self._wake()
-        if has_content:
-            self._on_output()
 
     def ended(self, error: UpstreamError | None) -> None:
         if error is None and not self.segment.is_complete:

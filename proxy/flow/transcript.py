@@ -205,6 +205,19 @@ class Transcript:
         self.settled = len(self.ids)
         return True
 
+    def take_token(self, text: bytes, token: int, *, is_reasoning: bool) -> None:
+        """Add one more token that shows this text, UTF-8. Of its kind of text there is some already."""
+        before = len(self.ids)
+        self.ids.append(token)
+        if is_reasoning:
+            self._reasoning += text
+            self._reasoned = self.reasoning_ids
+            self.reasoning_ids = self._marker_behind(before, before + 1)
+        else:
+            self._content += text
+        self.chunk_start = before
+        self.settled = before + 1
+
     def offset_behind(self, kept: int) -> int | None:
         """Where in the text the log probabilities say that the first `kept` ids end; None if they do not say."""
         if len(self._offsets) != len(self.ids):

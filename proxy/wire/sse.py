@@ -42,6 +42,11 @@ class EventSplitter:
         """Bytes after the last complete event: empty at a clean end of the stream."""
         return b"".join(self._parts)
 
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing after the last complete event?"""
+        return not self._parts
+
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes and return the events they complete. Raises EventTooLong."""
         if self._parts:

@@ -1,0 +1,112 @@
+"""Tokens that are told by their bytes: the client gets the same, and as much is known, as if all were parsed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.call import parse
+from proxy.flow.answer import WholeAnswer
+from proxy.flow.delivery import Delivery
+from proxy.flow.transcript import Meaning, Segment
+from proxy.settings import Cost
+from proxy.wire import kimi
+from proxy.wire.openai import Api
+from proxy.wire.sse import EventSplitter
+from tests.asking import request
+from tests.canned import data
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def chunk(delta: dict[str, Any], ids: Sequence[int] | None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": ids, **more}
+    return data({"id": "c", "object": "chat.completion.chunk", "choices": [choice]})
+
+
+def delivered(events: Sequence[bytes], body: dict[str, Any], *, by_shape: bool) -> tuple[bytes, list[Any], int]:
+    """What the client gets, what is known of the answer, and how many events were not parsed."""
+    call = parse(Api.CHAT, orjson.dumps(body), Cost())
+    whole = None if body["stream"] else WholeAnswer()
+    delivery = Delivery(call, is_observed=True, whole=whole)
+    segment, output, told = Segment(), [], 0
+    delivery.begin_stream(segment)
+    for raw in events:
+        token = delivery.token(raw) if by_shape else None
+        if token is not None:
+            told += 1
+            output.append(token)
+            continue
+        (event,) = EventSplitter().feed(raw)
+        if segment.read(event) is Meaning.CONTENT:
+            output.append(delivery.content(segment, event))
+        else:
+            delivery.opening(segment, event)
+    known = delivery.transcript
+    state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.settled, known.chunk_start]
+    state += [known.reasoning_ids, known.reasoning_among(len(known.ids)), known.reasoning_among(1), known.tools]
+    state += [known.offset_behind(0), delivery.is_finished, delivery.has_output, delivery.head]
+    return b"".join(output), [*state, whole.values(delivery) if whole else None], told
+
+
+TOOL = {"tool_calls": [{"index": 0, "id": "functions.f:0", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
+ROLE = chunk({"role": "assistant", "content": ""}, None)
+FINISH = chunk({"content": "end"}, [9], finish_reason="stop")
+
+TEXTS = st.sampled_from([" a", "b", "ü", "🙂", "\n", 'say "x"', "\\", "", "日本"])
+IDS = st.one_of(st.integers(1, 300_000).map(lambda token: [token]), st.lists(st.integers(1, 9), max_size=3), st.none())
+MARKERS = st.sampled_from([[kimi.THINK_END_ID], [kimi.SECTION_BEGIN_ID]])
+LOGPROBS = {"content": [{"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": []}]}
+EVENTS = st.one_of(
+    st.builds(lambda text, ids: chunk({"content": text}, ids), TEXTS, IDS),
+    st.builds(lambda text, ids: chunk({"reasoning": text}, ids), TEXTS, st.one_of(IDS, MARKERS)),
+    st.builds(lambda text, ids: chunk({"content": None, "reasoning": text}, ids), TEXTS, IDS),
+    st.builds(lambda ids: chunk({}, ids), st.one_of(IDS, MARKERS)),
+    st.just(chunk({"content": "b"}, [7], logprobs=LOGPROBS)),
+    st.just(chunk(TOOL, [8])),
+)
+
+
+@given(
+    events=st.lists(EVENTS, max_size=30),
+    fields=st.sampled_from([{}, {"return_token_ids": True}, {"stream": False}, {"include_reasoning": False}]),
+)
+def test_the_answer_is_the_same_as_if_every_event_were_parsed(events: list[bytes], fields: dict[str, Any]) -> None:
+    body = {**request(Api.CHAT, stream=True), **fields}
+    stream = [ROLE, *events, FINISH]
+    assert delivered(stream, body, by_shape=True)[:2] == delivered(stream, body, by_shape=False)[:2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("field", ["content", "reasoning"])
+def test_most_tokens_of_an_ordinary_answer_are_told_by_their_bytes(field: str, stream: bool) -> None:
+    events = [chunk({field: f" word{number}"}, [number + 100]) for number in range(50)]
+    told = delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=stream), by_shape=True)[2]
+    assert told == 49
+
+
+def test_the_shape_is_learned_anew_where_content_follows_reasoning() -> None:
+    thoughts = [chunk({"reasoning": f" r{number}"}, [number + 100]) for number in range(10)]
+    words = [chunk({"content": f" c{number}"}, [number + 200]) for number in range(10)]
+    told = delivered([ROLE, *thoughts, *words, FINISH], request(Api.CHAT, stream=True), by_shape=True)[2]
+    assert told == 18
+
+
+def test_streams_without_a_shape_are_not_looked_at_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    class Shape:
+        @staticmethod
+        def of(raw: bytes) -> None:
+            nonlocal looks
+            looks += 1
+
+    monkeypatch.setattr("proxy.flow.delivery.Shape", Shape)
+    events = [chunk({"content": "two "}, [1, 2])] * 50
+    delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), by_shape=True)
+    assert looks == 8
