@@ -1,9 +1,13 @@
-"""The benchmark behind scripts/bench: what a request and a token cost, for this gateway and for a peer beside it.
+"""The benchmark behind scripts/bench: what a request and a token cost, for this gateway and for others beside it.
 
-scenarios   what is asked for, how often and how large
-engines     simulated engines, cheap enough not to be the bottleneck (a process of its own)
-load        asks, and checks every answer (a process of its own for each measurement)
-peers       the programs that are compared, and how each is started
-processes   start, stop, CPU time
-report      medians and ratios in one table
+scenarios    what is asked for, how often and how large
+engines      simulated engines, cheap enough not to be the bottleneck (a process of its own); answers: what they send
+load         asks (a process of its own for each measurement); client: one connection, which checks every answer
+peers        the programs that are compared, and how each is started; environment: where they are installed
+processes    start, stop, CPU time, memory
+course       starts programs when they are needed, and measures them
+figures      what is told of a scenario, and how it is got from what was measured; histogram: durations
+report       figures and ratios in one table
+targets      what this gateway has to reach, and whether it does
+chart        CPU time as bars
 """

@@ -1,7 +1,6 @@
-"""Asks one program for one scenario: `python -m benchmark.load PORT SCENARIO SECONDS`; prints a Result as JSON.
+"""Asks for one scenario: `python -m benchmark.load PORT SCENARIO SECONDS [directly]`; prints a Result as JSON.
 
-Raw asyncio on uvloop, because it shares the machine with what it measures. Every answer is checked: status, number of
-tokens, finish reason, usage and the end of the stream. Whatever is not exactly as it should be is an error.
+Raw asyncio on uvloop, because it shares the machine with what it measures. `benchmark.client` checks every answer.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ import random
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import cast
+from functools import partial
+from time import perf_counter
 
-import httptools
-import orjson
 import uvloop
 
-from benchmark.engines import WORD
+from benchmark.client import Client, http_request, problem
+from benchmark.histogram import Histogram
 from benchmark.scenarios import Scenario, scenarios
 
 PATIENCE_SECONDS = 30.0
 """What is not answered so long after the scenario's own time is an error."""
-_CONTENT = f'"content":"{WORD}'.encode()
 
 
 @dataclass(slots=True)
@@ -33,146 +31,115 @@ class Result:
     completed: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    first_token_ms: list[float] = field(default_factory=list)
+    open_at_once: int = 0
+    beside: int = 0
+    """Answers to those who ask beside the scenario."""
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    """Times to the first token: the counts of a histogram."""
+    gaps: dict[int, int] = field(default_factory=dict)
+    """Times between two arrivals of tokens: the counts of a histogram."""
     errors: dict[str, int] = field(default_factory=dict)
 
-
-class _Client(asyncio.Protocol):
-    """One connection, used for one request after the other."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.first_token_at: float | None = None
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
-        self._body: list[bytes] = []
-        self._answer: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-
-    def ask(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
-        """Status and body of the answer."""
-        self.first_token_at = None
-        self._body = []
-        self._answer = self._loop.create_future()
-        self.transport.write(request)
-        return self._answer
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-        if self.first_token_at is None and _CONTENT in data:
-            self.first_token_at = self._loop.time()
-
-    def on_message_complete(self) -> None:
-        if not self._answer.done():
-            self._answer.set_result((self._parser.get_status_code(), b"".join(self._body)))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.closed = True
-        if not self._answer.done():
-            self._answer.set_exception(ConnectionError("the connection was closed before the end of the answer"))
-            self._answer.exception()  # nobody may be waiting any more
-
-
-def _problem(scenario: Scenario, status: int, body: bytes) -> str | None:
-    """What is wrong with an answer; None when nothing is."""
-    if status != 200:
-        return f"status {status}"
-    return _stream_problem(scenario, body) if scenario.stream else _answer_problem(scenario, body)
-
-
-def _answer_problem(scenario: Scenario, body: bytes) -> str | None:
-    answer = orjson.loads(body)
-    if answer["choices"][0]["message"]["content"] != WORD * scenario.max_tokens:
-        return "wrong text"
-    return None if answer["usage"]["completion_tokens"] == scenario.max_tokens else "wrong usage"
-
-
-def _stream_problem(scenario: Scenario, body: bytes) -> str | None:
-    if not body.endswith(b"data: [DONE]\n\n"):
-        return "no [DONE]"
-    if body.count(_CONTENT) != scenario.max_tokens:
-        return "wrong number of tokens"
-    if b'"finish_reason":"length"' not in body.replace(b": ", b":"):
-        return "no finish reason"
-    *_, usage, _, _ = body.split(b"\n\n")
-    return None if orjson.loads(usage[6:])["usage"]["completion_tokens"] == scenario.max_tokens else "wrong usage"
-
-
-def _request(scenario: Scenario, port: int) -> bytes:
-    body = scenario.body()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAccept: application/json\r\n"
-        "Accept-Encoding: gzip, deflate\r\nConnection: keep-alive\r\nContent-Type: application/json\r\n"
-        "User-Agent: OpenAI/Python 1.60.0\r\nAuthorization: Bearer bench\r\nX-Stainless-Lang: python\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """JSON has no numbers as keys."""
+        fields = json.loads(text)
+        for name in ("first_tokens", "gaps"):
+            fields[name] = {int(bucket): count for bucket, count in fields[name].items()}
+        return cls(**fields)
 
 
 class Load:
     """One scenario against one port. Owns the Result."""
 
-    def __init__(self, scenario: Scenario, port: int, seconds: float) -> None:
+    def __init__(self, scenario: Scenario, port: int, *, directly: bool) -> None:
         self.result = Result()
         self._scenario = scenario
         self._port = port
-        self._seconds = seconds
-        self._request = _request(scenario, port)
+        self._request = http_request(scenario, port, directly=directly)
+        self._ended = asyncio.Event()
+        self._open = 0
         self._errors: Counter[str] = Counter()
+        self._first_tokens = Histogram(self.result.first_tokens)
+        self._gaps = Histogram(self.result.gaps)
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        # Spread over a second, as streams do not begin all at once; always the same way.
+    def end(self) -> None:
+        """No further requests."""
+        self._ended.set()
+
+    async def run(self, *, until_ended: bool = False) -> None:
+        """For the scenario's time or until it is ended, and until everybody has an answer."""
+        began = perf_counter()
+        # Spread, as streams do not begin all at once; always the same way.
         draw = random.Random(0)
-        delays = [draw.random() if self._scenario.once else 0.0 for _ in range(self._scenario.connections)]
-        tasks = [asyncio.create_task(self._client(delay, began + self._seconds)) for delay in delays]
-        _, late = await asyncio.wait(tasks, timeout=self._seconds + PATIENCE_SECONDS)
+        delays = [self._scenario.spread_seconds * draw.random() for _ in range(self._scenario.connections)]
+        tasks = [asyncio.create_task(self._client(delay)) for delay in delays]
+        if not until_ended:
+            asyncio.get_running_loop().call_later(self._scenario.seconds, self.end)
+        await self._ended.wait()
+        _, late = await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
         self._errors["not answered in time"] += len(late)
-        self.result.seconds = loop.time() - began
+        self.result.seconds = perf_counter() - began
         self.result.errors = dict(+self._errors)
 
-    async def _client(self, delay: float, until: float) -> None:
+    async def _client(self, delay: float) -> None:
         await asyncio.sleep(delay)
         loop = asyncio.get_running_loop()
-        client: _Client | None = None
+        client: Client | None = None
         while True:
+            self._open += 1
+            self.result.open_at_once = max(self.result.open_at_once, self._open)
+            sent_at = perf_counter()
             try:
                 if client is None or client.closed:
-                    _, client = await loop.create_connection(_Client, "127.0.0.1", self._port)
-                sent_at = loop.time()
+                    _, client = await loop.create_connection(partial(Client, self._gaps), "127.0.0.1", self._port)
+                    sent_at = perf_counter()
                 self._take(client, sent_at, *await client.ask(self._request))
             except OSError as error:
                 self._errors[str(error)] += 1
                 await asyncio.sleep(0.01)
-            if self._scenario.once or loop.time() > until:
+            finally:
+                self._open -= 1
+            if self._scenario.spread_seconds or self._ended.is_set():
                 break
+            if self._scenario.rest_seconds:
+                await asyncio.sleep(sent_at + self._scenario.rest_seconds - perf_counter())
         if client is not None:
             client.transport.close()
 
-    def _take(self, client: _Client, sent_at: float, status: int, body: bytes) -> None:
-        problem = _problem(self._scenario, status, body)
-        if problem is not None:
-            self._errors[problem] += 1
+    def _take(self, client: Client, sent_at: float, status: int, body: bytes) -> None:
+        wrong = problem(self._scenario, status, body)
+        if wrong is not None:
+            self._errors[wrong] += 1
             return
         self.result.completed += 1
         self.result.tokens += self._scenario.max_tokens
         if client.first_token_at is not None:
-            self.result.first_token_ms.append(round(1000 * (client.first_token_at - sent_at), 3))
+            self._first_tokens.add(client.first_token_at - sent_at)
 
 
-def main(port: int, name: str, seconds: float) -> None:
+async def _ask(scenario: Scenario, port: int, *, directly: bool) -> Result:
+    """The scenario, and what others do beside it."""
+    load = Load(scenario, port, directly=directly)
+    if scenario.beside is None:
+        await load.run()
+        return load.result
+    other = Load(scenario.beside, port, directly=directly)
+    others = asyncio.create_task(other.run(until_ended=True))
+    await load.run()
+    other.end()
+    await others
+    load.result.beside = other.result.completed
+    load.result.errors = dict(Counter(load.result.errors) + Counter(other.result.errors))
+    return load.result
+
+
+def main(port: int, name: str, seconds: float, *, directly: bool) -> None:
     """Run one scenario and print what came of it."""
     (scenario,) = (scenario for scenario in scenarios(seconds) if scenario.name == name)
-    load = Load(scenario, port, seconds)
-    uvloop.run(load.run())
-    json.dump(asdict(load.result), sys.stdout)
+    result = uvloop.run(_ask(scenario, port, directly=directly))
+    json.dump(asdict(result), sys.stdout)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), directly=sys.argv[4:] == ["directly"])

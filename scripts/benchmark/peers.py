@@ -2,69 +2,122 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from benchmark.processes import HOST, clean_environment
+from benchmark import environment
+from benchmark.processes import HOST, free_ports
+from benchmark.scenarios import ALL, LARGE_PROMPT, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-_REFERENCE_PYTHON = Path(".venv-bench/bin/python")
+    from benchmark.scenarios import Scenario
+
+    Spelling: TypeAlias = Callable[[int, Sequence[int], Sequence[int]], list[str]]
+
+DIRECT = "direct"
+"""Not a program: the engines themselves."""
+OURS = "pdproxy"
+NOT_RESUMING = "not resuming"
+RUST_ROUTERS = ("vllm-router", "sglang-router")
+REFERENCE = "reference"
 # What the script asks for, and what uvicorn finds beside it wherever vLLM is installed.
 _REFERENCE_NEEDS = ("fastapi<0.124.0", "httpx", "uvicorn", "uvloop", "httptools")
+_BOOTSTRAP_PORT = "8998"
+_PYTHON = str(environment.PYTHON.absolute())
+
+
+def _as_lists(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+    """The flags that the reference has and this gateway understands."""
+    return [
+        *("--host", HOST, "--port", str(port)),
+        *("--prefiller-hosts", *[HOST] * len(prefill), "--prefiller-ports", *map(str, prefill)),
+        *("--decoder-hosts", *[HOST] * len(decode), "--decoder-ports", *map(str, decode)),
+    ]
+
+
+def _as_urls(port: int, prefill: Sequence[int], decode: Sequence[int], *behind: str) -> list[str]:
+    """The flags of the routers, with words `behind` each prefiller's URL."""
+    (metrics_port,) = free_ports(1)
+    return [
+        *("--host", HOST, "--port", str(port), "--prometheus-port", str(metrics_port)),
+        *(word for engine in prefill for word in ("--prefill", f"http://{HOST}:{engine}", *behind)),
+        *(word for engine in decode for word in ("--decode", f"http://{HOST}:{engine}")),
+    ]
+
+
+def _as_urls_with_bootstrap_ports(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+    return _as_urls(port, prefill, decode, _BOOTSTRAP_PORT)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A program and the words that start it; the flags for ports and engines follow them."""
+    """A program and the words that start it; flags for ports and engines follow them."""
 
     name: str
     words: tuple[str, ...]
     ready_path: str
+    spelling: Spelling = _as_lists
+    saturating: tuple[str, ...] = ()
+    """More words, with which it uses two cores; none when it does so anyway or never."""
+    only: frozenset[str] = ALL
+    """Names of the scenarios that are worth their time here."""
 
-    def command(self, port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
-        """The command line, with the flags that the reference has and this gateway understands."""
-        return [
-            *self.words,
-            *("--host", HOST, "--port", str(port)),
-            *("--prefiller-hosts", *[HOST] * len(prefill), "--prefiller-ports", *map(str, prefill)),
-            *("--decoder-hosts", *[HOST] * len(decode), "--decoder-ports", *map(str, decode)),
-        ]
+    def command(
+        self, port: int, prefill: Sequence[int], decode: Sequence[int], *, saturating: bool = False
+    ) -> list[str]:
+        """The command line."""
+        return [*self.words, *(self.saturating if saturating else ()), *self.spelling(port, prefill, decode)]
+
+    def takes(self, scenario: Scenario) -> bool:
+        return scenario.name in self.only
 
 
 def ours() -> Peer:
     """This gateway as it is started by default."""
-    return Peer("pdproxy", (sys.executable, "-m", "proxy"), "/readyz")
+    return Peer(OURS, (sys.executable, "-m", "proxy"), "/readyz", saturating=("--workers", "2"))
 
 
 def not_resuming() -> Peer:
     """This gateway without exact resume, so without the token ids that it takes."""
-    return Peer("not resuming", ("env", "PROXY_RESUME__MODE=restart-only", *ours().words), "/readyz")
+    only = frozenset((SHORT_STREAM, SHORT_ANSWER, PACED, LARGE_PROMPT))
+    return Peer(NOT_RESUMING, ("env", "PROXY_RESUME__MODE=restart-only", *ours().words), "/readyz", only=only)
+
+
+def routers() -> list[Peer]:
+    """The routers in Rust, as far as there are wheels for this platform."""
+    found = []
+    for peer, version in ((_vllm_router(), "0.1.17"), (_sglang_router(), "0.3.2")):
+        if environment.provide((f"{peer.name}=={version}",)):
+            found.append(peer)
+        else:
+            print(f"without {peer.name} {version}: no wheel of it could be installed", file=sys.stderr)
+    return found
+
+
+# Round robin is the cheapest policy that both have; they log only what goes wrong; everything else is as it comes.
+def _vllm_router() -> Peer:
+    """The pull protocol: the prefiller first, then the decoder with its parameters."""
+    flags = ("--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error")
+    return Peer("vllm-router", (_PYTHON, "-m", "vllm_router.launch_router", *flags), "/readiness", _as_urls)
+
+
+def _sglang_router() -> Peer:
+    """SGLang's protocol: the same request to both at once, with a room in which they meet."""
+    flags = ("--pd-disaggregation", "--policy", "round_robin", "--log-level", "error")
+    words = (_PYTHON, "-m", "sglang_router.launch_router", *flags)
+    return Peer("sglang-router", words, "/readiness", _as_urls_with_bootstrap_ports)
 
 
 def reference(script: Path) -> Peer:
-    """vllm-ascend's example proxy, with what it needs in an environment of its own."""
+    """vllm-ascend's example proxy, with what it needs in the peers' environment."""
     if not script.is_file():
         sys.exit(f"--reference: there is no file {script}")
-    check = [str(_REFERENCE_PYTHON), "-c", "import fastapi, httpx, httptools, uvicorn, uvloop"]
-    if not _REFERENCE_PYTHON.exists() or subprocess.run(check, capture_output=True, check=False).returncode:
-        _install_reference_needs()
-    return Peer("reference", (str(_REFERENCE_PYTHON.absolute()), str(script.resolve())), "/healthcheck")
-
-
-def _install_reference_needs() -> None:
-    directory = _REFERENCE_PYTHON.parents[1]
-    print(f"making {directory} with what the reference script needs (once)", file=sys.stderr)
-    # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
-    environment = clean_environment() | {"PIP_USER": "0"}
-    for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):
-        environment.pop(name, None)
-    install = (str(_REFERENCE_PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *_REFERENCE_NEEDS)
-    for command in ((sys.executable, "-m", "venv", "--clear", str(directory)), install):
-        if subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode:
-            sys.exit(f"failed: {' '.join(command)}")
-    (directory / ".gitignore").write_text("*\n")
+    if not environment.provide(_REFERENCE_NEEDS):
+        sys.exit("--reference: what the script needs could not be installed")
+    # It cannot begin 5,000 streams within the time that they last.
+    only = ALL - {SLOW_5000}
+    return Peer(REFERENCE, (_PYTHON, str(script.resolve())), "/healthcheck", only=only)

@@ -1,94 +1,77 @@
-"""Medians of the rounds, and the ratio to the peer, in one table."""
+"""Every figure of every program in one table, and the ratios."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import median
+from math import isnan
 from typing import TYPE_CHECKING
 
-from benchmark.scenarios import PACED, SHORT_STREAM, Scenario
+from benchmark.figures import FIGURES
+from benchmark.peers import OURS, REFERENCE, RUST_ROUTERS
+from benchmark.scenarios import FIRST_TOKEN_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Sequence
 
-    from benchmark.load import Result
+    from benchmark.figures import Measurements
+    from benchmark.scenarios import Scenario
 
-    ByScenario: TypeAlias = Mapping[str, Sequence["Measurement"]]
-    Figure: TypeAlias = Callable[[ByScenario], float]
+_NOTHING = "-"
+NOTES = f"""\
+CPU: user and system time of the program and its children. Further token: without what as many 1-token streams cost, and
+without their tokens. First token: from the request to the first content at the client, on an open connection;
+{1000 * FIRST_TOKEN_SECONDS:g} ms are the engine's. Added: more than without a program ("direct", in the same run).
+Between tokens: between two arrivals of content at the client. Memory: the most that was resident; per stream: what was
+added, by streams open at once, in a program just started and measured once. The load generator and the engines share
+the cores with the program; only under "both cores" does this gateway use more than one (--workers 2), the routers may
+always.
 
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One run of one scenario: what came of it, and the CPU time of the program meanwhile."""
-
-    result: Result
-    cpu_seconds: float
-
-    @property
-    def per_request(self) -> float:
-        """CPU, µs per completed request."""
-        return 1e6 * self.cpu_seconds / max(1, self.result.completed)
-
-    @property
-    def per_token(self) -> float:
-        """CPU, µs per streamed token: everything included, also what the requests cost."""
-        return 1e6 * self.cpu_seconds / max(1, self.result.tokens)
-
-    @property
-    def requests_per_second(self) -> float:
-        return self.result.completed / self.result.seconds
-
-    def first_token_ms(self, share: float) -> float:
-        """The time below which this share of the first tokens came."""
-        times = sorted(self.result.first_token_ms)
-        return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
+vllm-router speaks the same pull protocol as this gateway. sglang-router speaks SGLang's: it sends both engines the
+same request at once, so that its first token does not wait for a prefiller's answer. It leaves Nagle's algorithm on
+towards clients, so that a stream on a connection in use waits 40 ms for an acknowledgement: hence few requests/s at
+32 at a time. Both: --policy round_robin, --log-level error, everything else as it comes. Neither asks for token ids,
+which make this gateway's events larger; "not resuming" is this gateway without them (resume.mode: restart-only). 1K
+in, 1K out and so on are the loads that SGLang publishes figures for; at a realistic pace an answer takes 20 s, so
+only as many tokens are asked for as come within the time.
+"""
 
 
-def table(scenarios: Sequence[Scenario], rounds: Mapping[str, ByScenario]) -> str:
-    """The figures of every peer, by its name, side by side; the ratios are the first peer's to each other one's."""
-    first, *others = rounds
-    lines = [("", *rounds, *(f"{first} / {other}" for other in others))]
+def table(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
+    """The figures side by side; the ratios are this gateway's to each peer, and to the better one of the routers."""
+    programs = measurements.programs
+    peers = [name for name in programs if name in (*RUST_ROUTERS, REFERENCE)]
+    compares_routers = any(name in programs for name in RUST_ROUTERS)
+    head = ["", *programs, *(f"/ {peer}" for peer in peers), *(["/ better router"] if compares_routers else [])]
+    lines = [head]
     for scenario in scenarios:
-        lines.append((scenario.title, *[""] * (len(rounds) + len(others))))
-        for label, figure in _figures(scenario):
-            values = [figure(by_scenario) for by_scenario in rounds.values()]
-            ratios = [f"{values[0] / value:.3f}" if value > 0 else "-" for value in values[1:]]
-            lines.append((f"  {label}", *(f"{value:,.1f}" for value in values), *ratios))
-        errors = [sum(sum(m.result.errors.values()) for m in peer[scenario.name]) for peer in rounds.values()]
-        lines.append(("  errors", *map(str, errors), *[""] * len(others)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.append([scenario.title])
+        for name in (*scenario.figures, "errors"):
+            values = {program: measurements.figure(program, scenario.name, name) for program in programs}
+            ratios = [_ratio(values[OURS], values[peer]) for peer in peers]
+            if compares_routers:
+                ratios.append(_ratio(values[OURS], measurements.better_router(scenario.name, name)))
+            figure = FIGURES[name]
+            lines.append(
+                [f"  {figure.label}", *(_number(value, figure.decimals) for value in values.values()), *ratios]
+            )
+    return _aligned(lines)
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """Lines with one cell are titles, as long as they like."""
+    widths = [max(map(len, column)) for column in zip(*(line for line in lines if len(line) > 1), strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) if not index else cell.rjust(width) for index, (cell, width) in enumerate(cells))
-        for cells in (zip(line, widths, strict=True) for line in lines)
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(cells)
+        ).rstrip()
+        for cells in (list(zip(line, widths, strict=False)) for line in lines)
     )
 
 
-def _figures(scenario: Scenario) -> list[tuple[str, Figure]]:
-    """Labels of a scenario's figures, and how each is got from one peer's measurements."""
-
-    def of(figure: Callable[[Measurement], float]) -> Figure:
-        return lambda peer: median(figure(measurement) for measurement in peer[scenario.name])
-
-    if scenario.name == PACED:
-        return [
-            ("CPU, µs per token, all included", of(lambda m: m.per_token)),
-            ("CPU, µs per further token", _per_further_token),
-            ("first token, ms, p50", of(lambda m: m.first_token_ms(0.5))),
-            ("first token, ms, p99", of(lambda m: m.first_token_ms(0.99))),
-        ]
-    return [
-        ("CPU, µs per request", of(lambda m: m.per_request)),
-        ("requests/s", of(lambda m: m.requests_per_second)),
-    ]
+def _number(value: float, decimals: int) -> str:
+    if isnan(value):
+        return _NOTHING
+    return f"{value:,.{0 if value >= 1000 else decimals}f}"
 
 
-def _per_further_token(peer: ByScenario) -> float:
-    """Without what as many 1-token streams cost: their CPU taken off, and their tokens."""
-    if SHORT_STREAM not in peer:
-        return float("nan")
-    first = median(m.per_request for m in peer[SHORT_STREAM]) / 1e6
-    return median(
-        1e6 * (m.cpu_seconds - first * m.result.completed) / max(1, m.result.tokens - m.result.completed)
-        for m in peer[PACED]
-    )
+def _ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.2f}" if theirs > 0 and not isnan(ours) else _NOTHING
