@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # answers with 400.
 _PASSED_ON: Final = ("traceparent", "tracestate")
 
+# To read such a body as JSON holds the event loop up for a millisecond or more.
+_LONG_BYTES: Final = 1024 * 1024
+
 
 class GenerationApi:
     """The two routes that go through the connector."""
@@ -88,6 +91,8 @@ class GenerationApi:
         with self._keys.enter(caller), admission.hold(0) as held:
             raw = await read_body(request, self._settings.listen, held.resize)
             call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
+            if len(raw) > _LONG_BYTES:
+                await asyncio.sleep(0)  # tokens of others have come meanwhile, and the legs' bodies cost time, too
             del raw  # which the call has, if it needs it
             record.stream = call.stream
             if call.stream:

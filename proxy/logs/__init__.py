@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
 
 from proxy.logs.floods import Floods
 from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
-from proxy.logs.handler import ALWAYS, LineHandler, access
+from proxy.logs.handler import ALWAYS, AccessRecord, LineHandler, access
 from proxy.logs.redaction import Redaction
 from proxy.logs.writer import LineWriter
 
@@ -72,10 +72,7 @@ def access_line(fields: Mapping[str, object]) -> None:
     Of requests that no engine was asked about, which `term` or `instance` tells, too many at once are left out.
     """
     if access.isEnabledFor(logging.INFO):
-        # As `access.info` would do it, without looking for the caller.
-        record = logging.LogRecord(access.name, logging.INFO, "", 0, "request", (), None)
-        record.fields = fields
-        access.handle(record)
+        access.handle(AccessRecord(fields))
 
 
 def batch(call_later: Callable[[float, Callable[[], None]], object]) -> None:
