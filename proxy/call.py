@@ -7,12 +7,14 @@ with the bytes the client sent.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from proxy.balancer.backend import Load
 from proxy.errors import BadRequest
+from proxy.wire import sglang
 from proxy.wire.document import REMOVED, Document, InvalidDocument
 from proxy.wire.openai import RESERVED_FIELDS, Api
+from proxy.wire.sglang import NativeApi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,6 +52,11 @@ class Call:
     """Members of the document that are replaced or REMOVED on every leg."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
+
+    @property
+    def output_limit(self) -> int | None:
+        """The client's own limit on output tokens; None when it gave none."""
+        return _output_limit(self.values)
 
     @property
     def prefill_load(self) -> Load:
@@ -106,12 +113,14 @@ class Call:
         )
 
 
-def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
+def parse(api: Api | NativeApi, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """Parse a request body. Raises BadRequest for what no engine could make sense of."""
     try:
         document = Document(raw)
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
+    if api is NativeApi.GENERATE:
+        return _native(document, cost, headers or {})
     values = document.values
     stream = _boolean(values, "stream")
     options = values.get("stream_options")
@@ -138,6 +147,33 @@ def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = 
         headers=headers or {},
         changes=changes,
     )
+
+
+def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+    """A call of SGLang's own API. Its usage is part of every answer."""
+    values = document.values
+    rows = sglang.embeddings(values)
+    tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
+    tokens += (
+        _media(values.get("image_data")) * cost.image_tokens + _media(values.get("audio_data")) * cost.audio_tokens
+    )
+    return Call(
+        api=cast("Api", NativeApi.GENERATE),  # which has a path and a name, too
+        document=document,
+        prompt_tokens=max(1, tokens),
+        output_tokens=min(sglang.output_limit(values.get("sampling_params")), MAX_OUTPUT_TOKENS),
+        stream=_boolean(values, "stream"),
+        include_usage=False,
+        headers=headers,
+        changes={name: REMOVED for name in sglang.RESERVED_FIELDS if name in values},
+    )
+
+
+def _media(value: object) -> int:
+    """How many pictures or sounds there are: one, or a list, or a list of lists."""
+    if isinstance(value, list):
+        return sum(map(_media, value))
+    return int(value is not None)
 
 
 def prompt_tokens(document: Document, cost: Cost) -> int:

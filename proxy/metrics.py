@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 GENERATION_APIS: Final = ("chat", "completions")
-APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling")
+APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling", "sglang")
 STAGES: Final = ("queue", "prefill", "handoff", "first_token", "stream")
 LEGS: Final = ("prefill", "decode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
@@ -152,6 +152,9 @@ class Metrics:
         )
         self.missing_kv_total = Counter(
             "missing_kv_total", "Prefill answers without KV parameters, by what was done then.", ("action",), **new
+        )
+        self.prefills_skipped_total = Counter(
+            "prefills_skipped_total", "Prompts so short that their decoder was asked to compute them by itself.", **new
         )
         self.streams_broken_total = Counter(
             "streams_broken_total", "Answers that ended early after their status was sent.", ("side", "reason"), **new

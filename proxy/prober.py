@@ -97,13 +97,15 @@ class Prober:
 
     # Membership
 
-    def join(self, role: Role, host: str, port: int, *, trusted: bool = False) -> bool:
+    def join(
+        self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
+    ) -> bool:
         """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
 
         `trusted`: it may have the engine key, now and later. Raises ValueError when the endpoint has, or is about to
         have, the other role.
         """
-        candidate = Backend(role, host, port, trusted=trusted)
+        candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
         for other in (*self._joining, *(backend for pool in self._pools.values() for backend in pool.backends())):
             if (other.host, other.port) == (host, port) and other.role is not role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
@@ -133,7 +135,11 @@ class Prober:
         try:
             problem = await self._wait_until_it_answers(candidate)
             if not problem:
-                self._roster.add(candidate.role, candidate.host, candidate.port, trusted=candidate.trusted)
+                self._roster.add(
+                    *(candidate.role, candidate.host, candidate.port),
+                    trusted=candidate.trusted,
+                    bootstrap_port=candidate.bootstrap_port,
+                )
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)
         finally:

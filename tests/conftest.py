@@ -12,14 +12,15 @@ import uvloop
 
 from proxy.sim.engine import SimulatedEngine
 from tests.clock import Clock
-from tests.deployment import deployed
+from tests.deployment import deployed, engine_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from pathlib import Path
 
     from tests.deployment import Deployment, Engine
 
-pytest_plugins = ["tests.faults.plugin"]
+pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin"]
 
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -57,8 +58,9 @@ def clock() -> Clock:
 
 
 class Deploy(Protocol):
-    """Starts engines and a gateway. `engine` are options of all engines; `prefiller` and `decoder` of a role's; engines
-    that are given are taken as they are. The rest are sections of the settings.
+    """Starts engines, which speak the connector's protocol, and a gateway. `engine` are options of all engines;
+    `prefiller` and `decoder` of a role's; engines that are given are taken as they are. The rest are sections of the
+    settings.
     """
 
     async def __call__(
@@ -74,7 +76,7 @@ class Deploy(Protocol):
 
 
 @pytest.fixture
-async def deploy() -> AsyncIterator[Deploy]:
+async def deploy(tmp_path: Path) -> AsyncIterator[Deploy]:
     """The only way to a gateway in these tests, so that what each of them leaves behind is looked at."""
     async with AsyncExitStack() as stack:
 
@@ -87,11 +89,13 @@ async def deploy() -> AsyncIterator[Deploy]:
             decoder: Mapping[str, Any] | None = None,
             **sections: Any,
         ) -> Deployment:
-            is_plain = sections.get("connector") == "plain"
+            connector = sections.get("connector", "")
+            is_plain = connector == "plain"
+            common = {**engine_options(connector, str(tmp_path)), **(engine or {})}
             return await stack.enter_async_context(
                 deployed(
-                    _engines(0 if is_plain else prefillers, role="prefill", **(engine or {}), **(prefiller or {})),
-                    _engines(decoders, role="both" if is_plain else "decode", **(engine or {}), **(decoder or {})),
+                    _engines(0 if is_plain else prefillers, **{"role": "prefill", **common, **(prefiller or {})}),
+                    _engines(decoders, **{"role": "both" if is_plain else "decode", **common, **(decoder or {})}),
                     **sections,
                 )
             )

@@ -1,12 +1,24 @@
-"""The example configurations: every one loads, and `full.yaml` says exactly what the settings model says."""
+"""The example configurations: every one loads and serves, and `full.yaml` says exactly what the settings model says."""
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
+import yaml
 
 from proxy.settings import OPTIONS, Settings, load
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, ask, request
+from tests.deployment import generations
+from tests.scenarios.program import gateway
+
+if TYPE_CHECKING:
+    from proxy.sim.options import SimRole
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # An example has to name instances, which have no default.
@@ -31,9 +43,56 @@ def test_the_full_configuration_says_of_every_option_what_the_model_says() -> No
     assert [description for description in descriptions if description not in said] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "prefillers", "decoders"), [("kimi-k2.6-8p8d", 8, 8), ("kimi-k2.5-4p32d", 4, 32), ("single-node", 0, 2)]
-)
-def test_a_deployments_configuration_has_its_instances(name: str, prefillers: int, decoders: int) -> None:
+# Prefillers and decoders, one for each data-parallel rank that has an endpoint.
+DEPLOYMENTS = {
+    "kimi-k2.5-4p32d": ("vllm_pull", 4, 32),
+    "kimi-k2.6-2p4d": ("vllm_pull", 2, 4),
+    "kimi-k2.6-8p8d": ("vllm_pull", 8, 8),
+    "kimi-k2.6-sglang-1p2d": ("sglang_bootstrap", 1, 2),
+    "kimi-k2-thinking": ("plain", 0, 1),
+    "single-node": ("plain", 0, 2),
+}
+
+
+def test_every_configuration_is_a_deployment_or_the_full_one() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*DEPLOYMENTS, "full"}
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_deployments_configuration_has_its_instances(name: str) -> None:
     settings = load(["--config", str(CONFIGS / f"{name}.yaml")], {}).settings
-    assert (len(settings.prefill), len(settings.decode)) == (prefillers, decoders)
+    assert (settings.connector, len(settings.prefill), len(settings.decode)) == DEPLOYMENTS[name]
+
+
+def address(engine: SimulatedEngine) -> str:
+    """As a configuration has it, with the bootstrap port of a prefiller that has one."""
+    return " ".join(str(part) for part in (f"127.0.0.1:{engine.port}", engine.bootstrap_port) if part is not None)
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+async def test_a_deployment_starts_and_serves(name: str, tmp_path: Path) -> None:
+    """The file as it is, with simulated engines at other addresses."""
+    connector, prefillers, decoders = DEPLOYMENTS[name]
+    profile = "sglang" if connector == "sglang_bootstrap" else "v0.23"
+    async with AsyncExitStack() as stack:
+
+        async def engines(count: int, role: SimRole) -> list[SimulatedEngine]:
+            new = (SimulatedEngine(role=role, profile_name=profile) for _ in range(count))
+            return [await stack.enter_async_context(engine) for engine in new]
+
+        started = {
+            "prefill": await engines(prefillers, "prefill"),
+            "decode": await engines(decoders, "both" if connector == "plain" else "decode"),
+        }
+        options = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+        given = {role: [address(engine) for engine in found] for role, found in started.items() if found}
+        assert given.keys() == options.keys() & started.keys()
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(options | given), encoding="utf-8")
+        program = await stack.enter_async_context(gateway("--config", str(file), "--host", "127.0.0.1"))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        body = request(Api.CHAT, max_tokens=3, stream=True)
+        answer = await ask(session, program.url, body)
+        assert (answer.status, answer.text) == (200, await answer_alone(body))
+        asked = {role: len(generations(*found)) for role, found in started.items()}
+        assert asked == {"prefill": min(prefillers, 1), "decode": 1}

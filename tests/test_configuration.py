@@ -216,6 +216,13 @@ async def test_instances_of_the_configuration_are_there_whatever_was_done_to_the
     assert sorted(files.members()) == ["d:1", "d:2", "d:3", "p:1", "p:2"]
 
 
+async def test_a_prefillers_bootstrap_port_is_read_again(files: Files) -> None:
+    files.write("prefill: ['p:1 8998', p:2, 'p:3 8999']\ndecode: [d:1, d:2]")
+    assert (await files.configuration.reload()).options == ("prefill",)
+    ports = {member.backend.name: member.backend.bootstrap_port for member in files.roster.members(Role.PREFILL)}
+    assert ports == {"p:1": 8998, "p:2": None, "p:3": 8999}
+
+
 async def test_an_instance_cannot_take_the_other_role_in_one_step(files: Files) -> None:
     before = files.configuration.current()
     files.write("prefill: [p:1]\ndecode: [d:1, d:2, p:2]\ntimeouts: {idle_seconds: 7}")

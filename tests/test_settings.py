@@ -141,6 +141,64 @@ def test_what_is_no_endpoint_is_refused_with_the_reason(text: str, sentence: str
         parse_endpoints(text)
 
 
+# Bootstrap ports
+
+
+def ports(endpoints: tuple[Endpoint, ...]) -> dict[str, int | None]:
+    return {str(endpoint): endpoint.bootstrap_port for endpoint in endpoints}
+
+
+def test_a_bootstrap_port_follows_its_prefiller_as_with_sglangs_router() -> None:
+    line = "--prefill http://a:1 8998 --prefill b:2 none --prefill c:3 --prefill [::1]:4 65535 e:5 f:6-7 --decode d:1"
+    assert ports(settings(line).prefill) == {
+        "a:1": 8998,
+        "b:2": None,
+        "c:3": None,
+        "[::1]:4": 65535,
+        "e:5": None,
+        "f:6": None,
+        "f:7": None,
+    }
+
+
+def test_a_bootstrap_port_stands_beside_the_address_everywhere(file: Path) -> None:
+    file.write_text("prefill:\n  - http://a:1 8998\n  - b:2\ndecode: [d:1]\n")
+    assert ports(settings("", PROXY_CONFIG=str(file)).prefill) == {"a:1": 8998, "b:2": None}
+    assert ports(settings("--decode d:1", PROXY_PREFILL="a:1 8998, b:2").prefill) == {"a:1": 8998, "b:2": None}
+
+
+def test_a_bootstrap_port_is_printed_as_it_is_written(file: Path) -> None:
+    found = loaded("--prefill [::1]:1 8998 --decode d:1")
+    assert "  - '[::1]:1 8998'" in to_yaml(found).splitlines()
+    file.write_text(to_yaml(found))
+    assert settings("", PROXY_CONFIG=str(file)) == found.settings
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--prefill a:1 0", "--prefill: '0' is not a bootstrap port: it is a number from 1 to 65535, or none"),
+        ("--prefill a:1 99999", "--prefill: '99999' is not a bootstrap port: it is a number from 1 to 65535, or none"),
+        (
+            "--prefill a:1-2 8998",
+            "--prefill: 'a:1-2 8998' has one bootstrap port for several engines: write each on its own",
+        ),
+        ("--prefill a:1 8998 8999", "--prefill: '1 8998' is not a port or a port range like 7100-7115"),
+        ("--prefill 8998 a:1", "--prefill: '8998' has no port: write it as host:port"),
+        ("--prefill a:1 8998 a:1 8999", "a:1 is given twice as a prefiller"),
+    ],
+)
+def test_a_bootstrap_port_that_cannot_be_is_refused(line: str, sentence: str) -> None:
+    assert mistake(f"{line} --decode d:1") == sentence
+
+
+def test_a_decoder_has_no_bootstrap_port() -> None:
+    assert mistake("--prefill p:1 --decode d:1 8998").startswith("--decode: '8998' has no port")
+    assert mistake("--prefill p:1", {"PROXY_DECODE": "d:1 8998"}) == (
+        "d:1 is a decoder: only prefillers have bootstrap ports"
+    )
+
+
 @given(st.text())
 def test_no_text_leads_to_more_than_one_line(text: str) -> None:
     with pytest.raises(SettingsError) as error:
@@ -314,7 +372,11 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ("--port -1", "--port must be greater than or equal to 0, not '-1'"),
         ("--port 65536", "--port must be less than or equal to 65535, not '65536'"),
         ("--host a/b", "--host: 'a/b' is not a host name or an IP address"),
-        ("--connector nixl", "--connector must be 'vllm_pull' or 'plain', not 'nixl'"),
+        (
+            "--connector nixl",
+            "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'mooncake_bootstrap', 'sglang_bootstrap',"
+            " 'ascend_layerwise' or 'plain', not 'nixl'",
+        ),
         ("--policy best", "--policy must be 'least_load', 'round_robin', 'power_of_two' or 'random', not 'best'"),
         ("--max-retries 1.5", "--max-retries must be a valid integer, not '1.5'"),
         ("--config /nowhere.yaml", "/nowhere.yaml cannot be read: no such file or directory"),

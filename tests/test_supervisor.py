@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings
+from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings, SettingsError
+from proxy.settings.model import Layerwise
 from proxy.supervisor import RestartPolicy, serve
 from proxy.supervisor.inheritance import create_listener, listen
 from proxy.supervisor.supervisor import _metrics_directory
@@ -394,6 +395,36 @@ def test_the_ports_for_operators_and_probes_are_opened_with_the_clients() -> Non
     for port in ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
+
+
+def test_engines_have_a_port_for_each_worker_to_call_back() -> None:
+    settings = Settings(listen=Listen(port=0), connector="ascend_layerwise", workers=3)
+    with listen(settings) as listeners:
+        ports = {listener.getsockname()[1] for listener in listeners.callbacks}
+        assert len(ports) == 3
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    with listen(settings.model_copy(update={"connector": "vllm_pull"})) as listeners:
+        assert not listeners.callbacks
+
+
+def test_without_one_of_the_ports_for_callbacks_it_keeps_none() -> None:
+    with create_listener("127.0.0.1", 0) as taken, create_listener("127.0.0.1", 0) as free:
+        port, client_port = taken.getsockname()[1], free.getsockname()[1]
+        free.close()
+        layerwise = Layerwise(port=port)
+        listening = Listen(port=client_port)
+        with pytest.raises(OSError, match=f"^cannot listen on 127.0.0.1:{port}: "):
+            listen(Settings(listen=listening, connector="ascend_layerwise", workers=2, layerwise=layerwise))
+        create_listener("127.0.0.1", client_port).close()
+
+
+def test_engines_are_not_told_to_call_every_address_back() -> None:
+    """Also where the connector is known only when the engines have said what they are."""
+    found = Settings(listen=Listen(host="0.0.0.0", port=0)).model_copy(update={"connector": "ascend_layerwise"})
+    with pytest.raises(SettingsError, match=r"^layerwise\.advertised_host must"):
+        listen(found)
 
 
 def test_a_name_nobody_knows_is_one_sentence() -> None:

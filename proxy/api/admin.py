@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESET_TIMEOUT: Final = aiohttp.ClientTimeout(total=30.0)
+RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
+FLUSH_CACHE: Final = "/flush_cache"
+"""What vLLM and SGLang call the route that empties an engine's prefix cache."""
+
+# SGLang may be told to wait until it is idle; its benchmark lets it wait for 60 s.
+_RESET_TIMEOUT: Final = aiohttp.ClientTimeout(total=90.0, connect=5.0)
 _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
 _MAX_CHANGES_AT_ONCE: Final = 10
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
@@ -52,6 +57,7 @@ class AdminApi:
     """The routes for operators. `pools` are those of the roles that the connector uses.
 
     `reload` reads the configuration again and applies it, for the author who is named to it. It raises SettingsError.
+    `cache_path`: the engines' route that empties their prefix caches; clients may call it by that name, too.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class AdminApi:
         metrics: Metrics,
         reload: Callable[[str], Awaitable[Change]],
         admin_key: str | None,
+        cache_path: str = RESET_PREFIX_CACHE,
     ) -> None:
         self._pools = pools
         self._prober = prober
@@ -73,6 +80,7 @@ class AdminApi:
         self._metrics = metrics
         self._reload_configuration = reload
         self._admin_key = admin_key
+        self._cache_path = cache_path
         self._changes = 0
 
     def configure(self, admin_key: str | None) -> None:
@@ -86,7 +94,10 @@ class AdminApi:
             web.post("/instances/add", self._guarded(self._limited(self._add))),
             web.post("/instances/remove", self._guarded(self._limited(self._remove))),
             web.post("/admin/reload", self._guarded(self._limited(self._reload))),
-            web.post("/reset_prefix_cache", self._guarded(self._reset_prefix_cache)),
+            *(
+                web.post(path, self._guarded(self._reset_prefix_cache))
+                for path in sorted({RESET_PREFIX_CACHE, self._cache_path})
+            ),
         ]
 
     # For everybody
@@ -103,12 +114,16 @@ class AdminApi:
         for endpoint in endpoints:
             await self._check_address(endpoint)
         try:
-            joining = [e for e in endpoints if self._prober.join(role, e.host, e.port, trusted=change.send_key)]
+            joining = [e for e in endpoints if self._join(role, e, is_trusted=change.send_key)]
         except ValueError as error:
             raise BadRequest(str(error)) from None
         if joining:
             return self._members(request, f"Instances {_names(joining)} are waiting to be added.")
         return self._members(request, f"add {role} instances: {_names(endpoints)}.")
+
+    def _join(self, role: Role, endpoint: Endpoint, *, is_trusted: bool) -> bool:
+        host, port, bootstrap_port = endpoint.host, endpoint.port, endpoint.bootstrap_port
+        return self._prober.join(role, host, port, trusted=is_trusted, bootstrap_port=bootstrap_port)
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
@@ -155,7 +170,7 @@ class AdminApi:
 
     async def _reset(self, backend: Backend, query: Sequence[tuple[str, str]]) -> bool:
         request = self._session.post(
-            f"{backend.url}/reset_prefix_cache",
+            backend.url + self._cache_path,
             params=query,
             headers=self._keys.headers(backend),
             timeout=_RESET_TIMEOUT,
@@ -230,7 +245,10 @@ class _Change:
 
 
 def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
-    """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest."""
+    """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest.
+
+    Behind a prefiller may stand its bootstrap port, as in the settings.
+    """
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -251,17 +269,19 @@ def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
     if not isinstance(send_key, bool):
         raise BadRequest("send_key must be true or false", param="send_key")
     try:
-        return _Change(role, [_endpoint(text) for text in texts], send_key)
+        return _Change(role, [_endpoint(text, role) for text in texts], send_key)
     except ValueError as error:
         raise BadRequest(str(error), param="instances") from None
 
 
-def _endpoint(text: str) -> Endpoint:
+def _endpoint(text: str, role: Role) -> Endpoint:
     if "/" in text:
         raise ValueError(f"{text!r} must be host:port without scheme and path")
     found = parse_endpoints(text)
     if len(found) != 1:
         raise ValueError(f"{text!r} must name one port")
+    if found[0].bootstrap_port is not None and role is not Role.PREFILL:
+        raise ValueError(f"{text!r} has a bootstrap port, which only prefillers have")
     return found[0]
 
 

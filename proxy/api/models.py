@@ -10,8 +10,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.errors import Failure, GatewayError, UpstreamError
-from proxy.upstream import read_bounded
+from proxy.api.questions import ask, bad_answer, nobody
+from proxy.errors import GatewayError, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PATH: Final = "/v1/models"
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3.0)
-_MAX_LIST_BYTES: Final = 4 * 1024 * 1024
+_WHAT: Final = "list its models"
 _FRESH_SECONDS: Final = 2.0
 
 
@@ -75,7 +75,7 @@ class ModelsApi:
         answers = await asyncio.gather(*(self._ask(backend, credential) for backend in backends))
         lists = [answer for answer in answers if isinstance(answer, list)]
         if not lists:
-            raise _nobody([answer for answer in answers if isinstance(answer, UpstreamError)])
+            raise nobody([answer for answer in answers if isinstance(answer, UpstreamError)], "its models")
         models: dict[str, dict[str, Any]] = {}
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)
@@ -86,31 +86,10 @@ class ModelsApi:
     async def _ask(self, backend: Backend, credential: str | None) -> list[dict[str, Any]] | UpstreamError:
         """One engine's models, or why there are none."""
         headers = self._engine_keys.headers(backend, credential)
-        request = self._session.get(backend.url + _PATH, headers=headers, timeout=_TIMEOUT, allow_redirects=False)
         try:
-            async with request as answer:
-                body = await read_bounded(answer, _MAX_LIST_BYTES)
-        except TimeoutError:
-            return UpstreamError(Failure.TIMEOUT, backend, f"{backend.role} instance did not list its models in time")
-        except (aiohttp.ClientError, ValueError):  # ValueError: a name that can be no host's
-            return UpstreamError(Failure.CONNECT, backend, f"{backend.role} instance did not list its models")
-        if answer.status >= 400:
-            message = f"{backend.role} instance answered with status {answer.status}"
-            kind = {"content-type": answer.headers.get("Content-Type", "application/json")}
-            return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=kind)
-        try:
-            if answer.status == 200:
-                return [model for model in orjson.loads(body)["data"] if isinstance(model["id"], str)]
-        except (ValueError, TypeError, KeyError):
-            pass
-        return UpstreamError(Failure.BAD_ANSWER, backend, f"{backend.role} instance sent no list of models")
-
-
-def _nobody(errors: Sequence[UpstreamError]) -> GatewayError:
-    """An engine that refuses the client's credential has the word; otherwise nobody can be asked now."""
-    for error in errors:
-        if error.is_clients_fault:
+            answer = await ask(self._session, backend, _PATH, headers, _TIMEOUT, _WHAT)
+            return [model for model in answer["data"] if isinstance(model["id"], str)]
+        except UpstreamError as error:
             return error
-    nobody = GatewayError("no instance could be asked for its models", code="no_healthy_instance", status=503)
-    nobody.retry_after_seconds = 1.0
-    return nobody
+        except (TypeError, KeyError):
+            return bad_answer(backend, _WHAT)

@@ -57,8 +57,12 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
         ("POST", "/v1/rerank"),
         ("POST", "/v2/rerank"),
     ),
+    "sglang": (
+        ("GET", "/model_info"),
+        ("GET", "/get_model_info"),
+    ),
 }
-"""Method and path by group, as vLLM serves them. The group is the metric label `api`."""
+"""Method and path by group, as vLLM and SGLang serve them. The group is the metric label `api`."""
 
 _RUN_THE_MODEL: Final = frozenset(path for _, path in ROUTES["pooling"])
 
@@ -120,7 +124,8 @@ class PassthroughApi:
         self._drain = drain
         self._admission = admission
         self._budget = budget
-        self._groups = settings.passthrough
+        is_sglang = settings.connector == "sglang_bootstrap"
+        self._groups = (*settings.passthrough, *(("sglang",) if is_sglang else ()))
         self._metrics = metrics
         self.configure(settings)
 

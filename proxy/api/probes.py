@@ -37,7 +37,7 @@ class ProbeApi:
         """For the application."""
         return [
             web.get("/livez", self._live),
-            *(web.get(path, self._ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
+            *(web.get(path, self.ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
             web.get("/healthcheck", self._healthcheck),
             web.get("/version", self._version),
         ]
@@ -50,7 +50,8 @@ class ProbeApi:
         """This process answers, whatever the engines do."""
         return _json({"status": "ok"})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def ready(self, request: web.Request) -> web.Response:
+        """Answer whether new requests should come here; of several routes."""
         # Answered and not raised: a probe is no request that was refused.
         if self._drain.is_draining:
             return error_response(ShuttingDown())

@@ -28,7 +28,8 @@ class Load:
 class Backend:
     """One engine endpoint, equal to another with the same role and address.
 
-    `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key.
+    `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key. `bootstrap_port`: where
+    decoders meet a prefiller of SGLang, or of the upstream MooncakeConnector; None: they know.
     """
 
     role: Role
@@ -36,6 +37,7 @@ class Backend:
     port: int
     slot: int = field(default=0, compare=False)
     trusted: bool = field(default=False, compare=False)
+    bootstrap_port: int | None = field(default=None, compare=False)
     name: str = field(init=False, compare=False, repr=False)
     """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
     _hash: int = field(init=False, compare=False, repr=False)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _BYTES_PER_MEMBER = 512  # a host name has at most 253
 
+Address = tuple[str, int] | tuple[str, int, int | None]
+"""Host and port of a backend, and its bootstrap port if it may have one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -31,9 +34,7 @@ class Member:
 class Roster:
     """Membership of both roles. Reading it is cheap; changing it takes a lock that all workers share."""
 
-    def __init__(
-        self, prefill: Iterable[tuple[str, int]], decode: Iterable[tuple[str, int]], scoreboard: Scoreboard
-    ) -> None:
+    def __init__(self, prefill: Iterable[Address], decode: Iterable[Address], scoreboard: Scoreboard) -> None:
         """The configured endpoints, which are trusted with the engine key.
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
@@ -45,8 +46,10 @@ class Roster:
         self._by_role: dict[Role, tuple[Member, ...]] = {}
         self._write(())
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
-            for host, port in endpoints:
-                if not self.add(role, host, port, trusted=True):
+            for address in endpoints:
+                host, port = address[0], address[1]
+                bootstrap_port = address[2] if len(address) == 3 else None
+                if not self.add(role, host, port, trusted=True, bootstrap_port=bootstrap_port):
                     raise ValueError(f"{Backend(role, host, port).name} is listed twice as a {role.value} instance")
 
     @property
@@ -59,8 +62,11 @@ class Roster:
         self._read()
         return self._by_role[role]
 
-    def add(self, role: Role, host: str, port: int, *, trusted: bool = False) -> bool:
-        """Make a backend exist and enabled; False when it was. One that drains stays, with all it had.
+    def add(
+        self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
+    ) -> bool:
+        """Make a backend exist and enabled; False when it was. One that drains stays, with all it had but for a new
+        bootstrap port.
 
         Raises ValueError when it has the other role or there is no room.
         """
@@ -68,12 +74,15 @@ class Roster:
             members = self._read()
             known = _find(members, host, port)
             if known is None:
-                backend = Backend(role, host, port, self._free_slot(members), trusted)
+                backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port)
                 self._write((*members, Member(backend)))
                 return True
             _check_role(known, role)
-            if known.draining:
-                self._write(replace(member, draining=False) if member is known else member for member in members)
+            has_moved = bootstrap_port not in (None, known.backend.bootstrap_port)
+            if known.draining or has_moved:
+                newest = bootstrap_port if has_moved else known.backend.bootstrap_port
+                enabled = Member(replace(known.backend, bootstrap_port=newest))
+                self._write(enabled if member is known else member for member in members)
             return known.draining
 
     def remove(self, role: Role, host: str, port: int) -> bool:
@@ -107,7 +116,7 @@ class Roster:
                     known = Member(replace(backend, slot=self._free_slot(members.values())), draining=True)
                 if known.draining:
                     added.append(known.backend)
-                members[backend] = Member(replace(known.backend, trusted=True))
+                members[backend] = Member(replace(known.backend, trusted=True, bootstrap_port=backend.bootstrap_port))
             members |= {member.backend: replace(member, draining=True) for member in removed}
             self._write(members.values())
             return added, [member.backend for member in removed]
@@ -142,8 +151,8 @@ class Roster:
         if self._shared.version != self._read_version:
             self._read_version, rows = self._shared.read()
             self._members = tuple(
-                Member(Backend(Role(role), host, port, slot, trusted), draining)
-                for role, host, port, slot, trusted, draining in rows
+                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), draining)
+                for role, host, port, bootstrap_port, slot, trusted, draining in rows
             )
             self._by_role = {
                 role: tuple(member for member in self._members if member.backend.role is role) for role in Role
@@ -154,8 +163,9 @@ class Roster:
         ordered = sorted(members, key=lambda member: member.backend.slot)
         self._shared.write(
             [
-                (m.backend.role, m.backend.host, m.backend.port, m.backend.slot, m.backend.trusted, m.draining)
-                for m in ordered
+                (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.draining)
+                for member in ordered
+                for b in (member.backend,)
             ]
         )
 

@@ -24,6 +24,7 @@ FIXED: Final = (
     *("connector", "workers", "passthrough"),
     *("listen.host", "listen.port", "listen.backlog"),
     *("admin.host", "admin.port", "admin.probe_port"),
+    *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),
     "log.format",
 )
 """Options that a running gateway is built on: its processes, sockets and routes, and the form of its log."""
@@ -140,7 +141,11 @@ def _with_keys_anew(settings: Settings) -> Loaded:
 def _backends(current: Current) -> list[Backend]:
     """The configured instances."""
     by_role = ((Role.PREFILL, current.settings.prefill), (Role.DECODE, current.settings.decode))
-    return [Backend(role, endpoint.host, endpoint.port) for role, endpoints in by_role for endpoint in endpoints]
+    return [
+        Backend(role, endpoint.host, endpoint.port, bootstrap_port=endpoint.bootstrap_port)
+        for role, endpoints in by_role
+        for endpoint in endpoints
+    ]
 
 
 def _stamp(settings: Settings) -> Stamp | None:

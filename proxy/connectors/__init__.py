@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.connectors.ascend_layerwise import AscendLayerwise
+from proxy.connectors.mooncake_bootstrap import MooncakeBootstrap
 from proxy.connectors.plain import Plain
+from proxy.connectors.sglang_bootstrap import SglangBootstrap
 from proxy.connectors.vllm_pull import VllmPull
+from proxy.connectors.vllm_store import VllmStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -13,6 +17,10 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Connector, Kit
 
 CONNECTORS: Final[Mapping[str, Callable[[Kit], Connector]]] = {
+    "ascend_layerwise": AscendLayerwise,
+    "mooncake_bootstrap": MooncakeBootstrap,
     "plain": Plain,
+    "sglang_bootstrap": SglangBootstrap,
     "vllm_pull": VllmPull,
+    "vllm_store": VllmStore,
 }

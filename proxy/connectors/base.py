@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from proxy.metrics import Metrics
     from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response, Upstream
+
+
+# Slower than this no decoder writes an answer, or somebody would have noticed.
+_SECONDS_PER_TOKEN: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,9 @@ class Attempt:
     on_arrival: Callable[[bool], None]
     """Settles with both backends that the prefiller holds nothing for this attempt any more, and whether the decoder
     works; for `kv_arrived` and `kv_lost`. May be called again."""
+    first_token_seconds: float | None = None
+    """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
+    still under way."""
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
@@ -144,9 +151,14 @@ def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
 
 def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
     """How long an engine that does it all may take to begin its answer: one that is not streamed begins when it is
-    complete.
+    complete, which is as much later as it may have tokens.
     """
-    return timeouts.first_token_seconds if call.stream else timeouts.answer_seconds
+    if call.stream:
+        return timeouts.first_token_seconds
+    limit = call.output_limit
+    if limit is None:
+        return timeouts.answer_seconds
+    return min(timeouts.answer_seconds, timeouts.first_token_seconds + limit * _SECONDS_PER_TOKEN)
 
 
 async def check_status(response: Response) -> None:

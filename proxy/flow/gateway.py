@@ -177,8 +177,11 @@ class Gateway:
 
     def _observes(self, call: Call) -> bool:
         """Whether an answer is watched so closely that it can be continued. It must be one sequence."""
+        resume = self.settings.resume
+        limit = None if call.stream else call.output_limit
         return (
-            self.settings.resume.mode == "exact"
+            resume.mode == "exact"
+            and (limit is None or limit > resume.repeat_up_to_tokens)
             and self.connector.continues_answers
             and (self.connector.one_sequence_per_call or fanout.is_single(call))
             and can_be_observed(call)

@@ -69,7 +69,7 @@ class Relay:
         """
         response = self._attempt.response
         self._idle_seconds = timeouts.idle_seconds
-        response.limit_silence(timeouts.first_token_seconds)
+        response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
         response.attach(self)
         while True:
             await self._wakeup

@@ -10,7 +10,14 @@ import argparse
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import proxy
-from proxy.settings.endpoints import Endpoint, pair_endpoints, parse_endpoints, plain_host, port_range
+from proxy.settings.endpoints import (
+    Endpoint,
+    is_bootstrap_port,
+    pair_endpoints,
+    parse_endpoints,
+    plain_host,
+    port_range,
+)
 from proxy.settings.mistakes import SettingsError, did_you_mean, told
 from proxy.settings.sources import OPTIONS, Sourced
 
@@ -84,7 +91,8 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Sourced], str | None]:
         if origin := ", ".join(flag for flag in flags if given[flag]):
             hosts = _each(flags[0], plain_host, given[flags[0]])
             ports = _each(flags[1], port_range, given[flags[1]])
-            urls = _each(flags[2], parse_endpoints, given[flags[2]])
+            words = given[flags[2]]
+            urls = _each(flags[2], parse_endpoints, _with_bootstrap_ports(words) if role == "prefill" else words)
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
@@ -96,6 +104,17 @@ def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -
         return [convert(word) for word in words or ()]
     except ValueError as error:
         raise SettingsError(f"{flag}: {error}") from None
+
+
+def _with_bootstrap_ports(words: Sequence[str] | None) -> list[str]:
+    """Each address with the word behind it, if that is its bootstrap port: two words, as SGLang's router has it."""
+    joined: list[str] = []
+    for word in words or ():
+        if joined and is_bootstrap_port(word):
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
@@ -121,7 +140,11 @@ def _parser() -> tuple[_Parser, list[str]]:
     for role, noun, default_port in _ROLES:
         group = parser.add_argument_group(f"{noun}s")
         texts = {
-            f"--{role}": ("URL", "http://host:port, host:port or host:7100-7115, IPv6 in brackets; repeatable"),
+            f"--{role}": (
+                "URL",
+                "http://host:port, host:port or host:7100-7115, IPv6 in brackets; repeatable"
+                + ("; an URL may be followed by its bootstrap port" if role == "prefill" else ""),
+            ),
             f"--{noun}-hosts": ("HOST", "hosts, in step with the ports (localhost)"),
             f"--{noun}-ports": ("PORT", f"ports or ranges like 7100-7115; one range serves all hosts ({default_port})"),
         }

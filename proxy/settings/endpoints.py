@@ -1,4 +1,5 @@
-"""Where engines are: `host:port`, alone or as port ranges and lists of hosts.
+"""Where engines are: `host:port`, alone or as port ranges and lists of hosts; behind that of a prefiller of SGLang
+may stand its bootstrap port.
 
 Host names stay names: they are resolved when a connection is made. Every ValueError is a sentence for the operator.
 """
@@ -35,16 +36,19 @@ Host = Annotated[str, AfterValidator(plain_host)]
 
 
 class Endpoint(BaseModel):
-    """One engine's address. An IPv6 host is stored without brackets."""
+    """One engine's address. An IPv6 host is stored without brackets. As text it is `host:port`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: Host
     port: int = Field(ge=1, le=65535)
 
+    bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
+    """Where decoders meet a prefiller of SGLang or of the upstream MooncakeConnector, if not where they assume."""
+
     @model_serializer
-    def _as_text(self) -> str:
-        return str(self)
+    def _as_written(self) -> str:
+        return str(self) if self.bootstrap_port is None else f"{self} {self.bootstrap_port}"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -64,7 +68,35 @@ def port_range(text: str) -> range:
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """The endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`."""
+    """The endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`.
+
+    One may be followed by its bootstrap port or `none`, as in the options of SGLang's router.
+    """
+    address, _, last = text.rpartition(" ")
+    if not address or not is_bootstrap_port(last):
+        return _parse_address(text)
+    endpoints, port = _parse_address(address), _bootstrap_port(last)
+    if port is None:
+        return endpoints
+    if len(endpoints) > 1:
+        raise ValueError(f"{text!r} has one bootstrap port for several engines: write each on its own")
+    return (endpoints[0].model_copy(update={"bootstrap_port": port}),)
+
+
+def is_bootstrap_port(word: str) -> bool:
+    """Whether a word is meant for the bootstrap port of the address before it."""
+    return word.isdecimal() or word.lower() == "none"
+
+
+def _bootstrap_port(word: str) -> int | None:
+    if word.lower() == "none":
+        return None
+    if not re.fullmatch(r"[0-9]{1,5}", word) or not 1 <= int(word) <= 65535:
+        raise ValueError(f"{word!r} is not a bootstrap port: it is a number from 1 to 65535, or none")
+    return int(word)
+
+
+def _parse_address(text: str) -> tuple[Endpoint, ...]:
     scheme, separator, rest = text.rpartition("://")
     if "@" in rest:
         # Not shown: what stands before the @ may be a password.

@@ -9,7 +9,7 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from proxy.settings.endpoints import Endpoint, Host
+from proxy.settings.endpoints import Host
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -111,6 +111,12 @@ class Balance(Section):
     """Policy for prefillers: least_load, round_robin, power_of_two or random."""
     decode_policy: PolicyName = "least_load"
     """Policy for decoders: least_load, round_robin, power_of_two or random."""
+    prefill_dp_ranks: Positive = 1
+    """Data-parallel ranks behind the address of each vLLM prefiller, among which the gateway spreads its requests by
+    the header X-data-parallel-rank; 1: the engine spreads them itself. With connector mooncake_bootstrap the engines
+    tell."""
+    decode_dp_ranks: Positive = 1
+    """The same for decoders."""
 
 
 class Cost(Section):
@@ -168,7 +174,8 @@ class Timeouts(Section):
     first_token_seconds: Seconds = 300.0
     """Until a decoder's streamed answer begins, which includes fetching the KV cache."""
     answer_seconds: Seconds = 3600.0
-    """Until a decoder's answer that is not streamed is there: engines send nothing of it before its end."""
+    """Until a decoder's answer that is not streamed is there: engines send nothing of it before its end. At most
+    first_token_seconds and a second for each token that its client allows."""
     idle_seconds: Seconds = 300.0
     """Between two pieces of a decoder's streamed answer."""
 
@@ -181,12 +188,44 @@ class Kv(Section):
     to local_max_tokens by itself; local always lets the decoder compute it; error fails the request."""
     local_max_tokens: Natural = 2048
     """Longest prompt a decoder may compute by itself after retry_prefill did not help."""
+    prefill_min_tokens: Natural = 0
+    """A shorter prompt, as it is estimated, goes to a decoder alone, which computes it by itself; with connectors
+    vllm_pull and vllm_store."""
     release: Literal["auto", "never"] = "auto"
     """KV that no decoder fetched, because its request failed or the client left: auto has a decoder release it where
     the engines can; never leaves it to the prefiller, which frees it after pin_seconds."""
     pin_seconds: Seconds | None = None
     """How long prefillers keep KV that nobody fetches, for the account of their memory; null: what engines of their
     version and KV connector do unless configured (30 with NixlConnector since vLLM 0.23, otherwise 480)."""
+
+
+class Sglang(Section):
+    """Engines of SGLang."""
+
+    dp_size: Positive = 1
+    """Data-parallel ranks of a prefiller (its --dp-size), among which the gateway spreads requests by their load; 1
+    leaves that to chance."""
+
+
+class Layerwise(Section):
+    """Where decoders call the gateway back, with connector ascend_layerwise. Each worker has a port of its own."""
+
+    host: Host | None = None
+    """Host name or address to listen on; null: listen.host."""
+    port: ListenPort = 0
+    """TCP port of the first worker, behind which come those of the others; 0: each takes any free one."""
+    advertised_host: Host | None = None
+    """Host name or address at which decoders reach this gateway; null: the one that is listened on."""
+    callback_seconds: Seconds = 60.0
+    """Until a decoder has called back, which it does when it has room for the KV cache."""
+
+
+class Mooncake(Section):
+    """Prefillers with vLLM's own MooncakeConnector, with connector mooncake_bootstrap."""
+
+    bootstrap_port: ListenPort = Field(default=8998, ge=1)
+    """TCP port at which a prefiller tells of its engines (its VLLM_MOONCAKE_BOOTSTRAP_PORT), unless its own is given
+    with its address."""
 
 
 class Resume(Section):
@@ -203,6 +242,9 @@ class Resume(Section):
     """How chats go on from token ids: native is kv_transfer_params.prompt_token_ids of vLLM 0.27 and later,
     ascend_private the key of a vllm-ascend 0.26 patch, completions sends the ids to /v1/completions and parses the text
     here; auto chooses by the engines' version."""
+    repeat_up_to_tokens: Natural = 32
+    """An answer that is not streamed and cannot be longer than this is asked for again as a whole rather than watched
+    token by token and taken up where it broke off; 0 watches all."""
     pressure_seconds: Delay = 5.0
     """A decoder that asked for recomputation gets no new request for this long, where another one can take it."""
 
@@ -299,11 +341,17 @@ class Settings(Section):
     """All options. Loading them from the command line, the environment and a file is `proxy.settings.load`."""
 
     prefill: Endpoints = ()
-    """Prefillers, as host:port or host:first-last; none with connector plain."""
+    """Prefillers, as host:port or host:first-last; none with connector plain. One with sglang_bootstrap or
+    mooncake_bootstrap may be followed by its bootstrap port, as in `10.0.0.1:30000 8998`."""
     decode: Endpoints = ()
     """Decoders, as host:port or host:first-last."""
-    connector: Literal["vllm_pull", "plain"] = "vllm_pull"
-    """How the KV cache travels: vllm_pull (the decoder fetches it) or plain (every engine does both stages)."""
+    connector: Literal[
+        "auto", "vllm_pull", "vllm_store", "mooncake_bootstrap", "sglang_bootstrap", "ascend_layerwise", "plain"
+    ] = "vllm_pull"
+    """How the KV cache travels: vllm_pull (the decoder fetches it), vllm_store (through a store that engines share),
+    mooncake_bootstrap (vLLM's own MooncakeConnector, whose prefillers and decoders meet), sglang_bootstrap (SGLang's
+    prefillers and decoders, which meet), ascend_layerwise (the prefiller sends it when the decoder has called back) or
+    plain (every engine does both stages); auto asks the engines what they are, once, before it serves."""
     workers: Workers = 1
     """Processes that serve requests; auto is one per core."""
     passthrough: RouteGroups = ("tokenizer", "pooling")
@@ -316,6 +364,9 @@ class Settings(Section):
     retry: Retry = Retry()
     timeouts: Timeouts = Timeouts()
     kv: Kv = Kv()
+    sglang: Sglang = Sglang()
+    layerwise: Layerwise = Layerwise()
+    mooncake: Mooncake = Mooncake()
     resume: Resume = Resume()
     health: HealthChecks = HealthChecks()
     joining: Joining = Joining()
@@ -326,17 +377,35 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _every_backend_is_one_backend(self) -> Self:
-        nouns: dict[Endpoint, str] = {}
+        nouns: dict[str, str] = {}
         for noun, endpoints in (("prefiller", self.prefill), ("decoder", self.decode)):
             for endpoint in endpoints:
-                before = nouns.setdefault(endpoint, "")
+                before = nouns.setdefault(str(endpoint), "")
                 if before == noun:
                     raise ValueError(f"{endpoint} is given twice as a {noun}")
                 if before:
                     raise ValueError(f"{endpoint} is given both as a {before} and as a {noun}")
-                nouns[endpoint] = noun
+                nouns[str(endpoint)] = noun
+                if noun == "decoder" and endpoint.bootstrap_port is not None:
+                    raise ValueError(f"{endpoint} is a decoder: only prefillers have bootstrap ports")
         if self.connector == "plain" and self.prefill:
             raise ValueError("connector plain has no prefillers: give every engine as a decoder")
         if len(nouns) > MAX_BACKENDS:
             raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the most there can be")
         return self
+
+    @model_validator(mode="after")
+    def _decoders_can_call_back(self) -> Self:
+        if self.layerwise.port + self.workers - 1 > 65535:
+            raise ValueError(f"layerwise.port {self.layerwise.port} leaves no ports for {self.workers} workers")
+        if self.connector == "ascend_layerwise":
+            self.callback_host  # noqa: B018 raises
+        return self
+
+    @property
+    def callback_host(self) -> str:
+        """What decoders are told to call back, with connector ascend_layerwise. Raises ValueError if that is none."""
+        host = self.layerwise.advertised_host or self.layerwise.host or self.listen.host
+        if not host.strip("0.:"):
+            raise ValueError(f"layerwise.advertised_host must be where decoders can call back: {host} is every address")
+        return host

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from proxy.sim.sequence import Delta
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from proxy.sim.ask import Ask
     from proxy.sim.options import Options
-    from proxy.sim.sequence import Delta, Sequence
+    from proxy.sim.sequence import Sequence
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,6 +40,16 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None 
 
 def fingerprint(options: Options) -> str | None:
     return f"vllm-{options.profile.version}-sim" if options.profile.has_fingerprint else None
+
+
+class Collector:
+    """Puts the deltas of a whole answer together, one per choice."""
+
+    def __init__(self, choices: int) -> None:
+        self.deltas = [Delta(index, "", []) for index in range(choices)]
+
+    def on_delta(self, delta: Delta) -> None:
+        self.deltas[delta.index].merge(delta)
 
 
 class Answer:

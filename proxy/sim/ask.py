@@ -64,10 +64,12 @@ class Ask:
     include_reasoning: bool
     calls_tools: bool
     names_tool: bool
-
-    @property
-    def is_prefill_leg(self) -> bool:
-        return bool(self.kv_params.get("do_remote_decode"))
+    dp_rank: int | None = None
+    """The data-parallel rank that a vLLM engine is told to use; None lets it choose."""
+    is_batch: bool = False
+    """Of the native interface of SGLang: the answer is a list, whatever its length."""
+    prompt_logprobs_from: int = -1
+    """Likewise: the place in the prompt from which its own logprobs are told; -1 for nowhere."""
 
     @property
     def is_parsed(self) -> bool:
@@ -89,9 +91,7 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
                 "input_tokens",
             )
     max_tokens, min_tokens = _token_limits(body, is_chat)
-    rank = headers.get("x-data-parallel-rank", "0")
-    if rank.lstrip("-").isdigit() and int(rank) != 0:
-        raise _late(f"data_parallel_rank {rank} is out of range [0, 1).")
+    dp_rank = _dp_rank(headers, options)
     stop = body.get("stop") or ()
     stream_options = body.get("stream_options") or {}
     tools = is_chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
@@ -121,7 +121,17 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         include_reasoning=body.get("include_reasoning") is not False,
         calls_tools=calls_tools,
         names_tool=isinstance(body.get("tool_choice"), dict),
+        dp_rank=dp_rank,
     )
+
+
+def _dp_rank(headers: dict[str, str], options: Options) -> int | None:
+    given = headers.get("x-data-parallel-rank", "")
+    if not given.lstrip("-").isdigit():
+        return None
+    if not 0 <= int(given) < options.dp_size:
+        raise _late(f"data_parallel_rank {given} is out of range [0, {options.dp_size}).")
+    return int(given)
 
 
 def _late(message: str, param: str | None = None) -> EngineError:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.sim.faults import ACTIONS
-from proxy.sim.options import LoadFailurePolicy, Options, SimRole
-from proxy.sim.profile import PROFILES, ConnectorName
+from proxy.sim.options import LoadFailurePolicy, Options, ProtocolName, SimRole
+from proxy.sim.profile import ALL_PROFILES, ConnectorName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _DESCRIPTION = """\
-A simulated vLLM engine: a deterministic model behind the engine's HTTP interface, with KV hand-over between a simulated
-prefiller and decoder over real sockets. For demonstrations, tests and benchmarks; it computes nothing."""
+A simulated engine, of vLLM or SGLang: a deterministic model behind the engine's HTTP interface, with KV hand-over
+between a simulated prefiller and decoder over real sockets. For demonstrations, tests and benchmarks; it computes
+nothing."""
 
 _EPILOG = """\
 control endpoints:
@@ -62,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--profile",
         dest="profile_name",
-        choices=sorted(PROFILES),
+        choices=sorted(ALL_PROFILES),
         default=default.profile_name,
         help="the version whose wire format and defects to show (default: %(default)s)",
     )
@@ -72,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=get_args(ConnectorName),
         help="shape and rules of the KV params; default: nixl from v0.33 on, mooncake (vllm-ascend) before",
     )
-    add("--protocol", default=default.protocol, choices=("pull",), help="how KV travels (default: %(default)s)")
+    _add_protocol_flags(add, default)
     add("--api-key", help="require this key for paths under /v1")
     add("--max-model-len", type=_positive, default=default.max_model_len, metavar="TOKENS")
     add(
@@ -113,6 +117,37 @@ def build_parser() -> argparse.ArgumentParser:
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
     return parser
+
+
+def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
+    add(
+        "--protocol",
+        choices=get_args(ProtocolName),
+        help="how KV travels: vLLM's pull (the default), SGLang's bootstrap (the default of its profile), layerwise of "
+        "vllm-ascend, the transfer ids of vLLM's MooncakeConnector, or a store",
+    )
+    add(
+        "--bootstrap-port",
+        type=_port,
+        default=default.bootstrap_port,
+        help="a prefiller's second port, with the protocols bootstrap and transfer; 0 takes a free one and prints it",
+    )
+    add("--dp-size", type=_positive, default=default.dp_size, metavar="N", help="data-parallel ranks")
+    add(
+        "--waiting-seconds",
+        type=float,
+        default=default.waiting_seconds,
+        metavar="SECONDS",
+        help="how long a leg waits for its partner (default: %(default)s)",
+    )
+    add(
+        "--metaserver-delay-seconds",
+        type=float,
+        default=default.metaserver_delay_seconds,
+        metavar="SECONDS",
+        help="layerwise: how long a decoder queues before it calls back",
+    )
+    add("--store", metavar="DIRECTORY", help="store: the directory that stands for it; engines that share it share KV")
 
 
 def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:

@@ -15,8 +15,9 @@ from zlib import crc32
 from aiohttp import web
 
 from proxy.sim.ask import EngineError, read_ask
+from proxy.sim.dialect import endpoints, error_body
 from proxy.sim.faults import UnknownAction
-from proxy.sim.server import json_response, read_json, refusal
+from proxy.sim.replies import json_response, read_json, refusal
 from proxy.sim.stream import hang
 from proxy.sim.tokenizer import decode, encode, render_chat
 
@@ -32,26 +33,32 @@ class ControlRoutes:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._started_at = int(time.time())
+        self._generation_paths = endpoints(core.options.profile)
 
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/health", self._health),
             web.get("/ping", self._health),
             web.post("/ping", self._health),
-            web.get("/metrics", self._metrics),
-            web.get("/load", self._load),
-            web.get("/version", self._version),
             web.get("/v1/models", self._models),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
-            web.post("/v1/chat/completions/render", self._render),
-            web.post("/v1/completions/render", self._render),
             web.post("/v1/embeddings", self._embeddings),
-            web.post("/reset_prefix_cache", self._reset_prefix_cache),
             web.post("/_mock/faults", self._add_faults),
             web.delete("/_mock/faults", self._clear_faults),
             web.get("/_mock/faults", self._show_faults),
             web.get("/_mock/state", self._show_state),
+        ]
+
+    def routes_of_vllm(self) -> list[web.RouteDef]:
+        """What other engines do not have."""
+        return [
+            web.get("/metrics", self._metrics),
+            web.get("/load", self._load),
+            web.get("/version", self._version),
+            web.post("/v1/chat/completions/render", self._render),
+            web.post("/v1/completions/render", self._render),
+            web.post("/reset_prefix_cache", self._reset_prefix_cache),
         ]
 
     @web.middleware
@@ -61,7 +68,7 @@ class ControlRoutes:
         path = request.path
         if key is not None and path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
             return json_response({"error": "Unauthorized"}, 401)
-        if path.startswith("/_mock") or path in ("/v1/chat/completions", "/v1/completions"):
+        if path.startswith("/_mock") or path in self._generation_paths:
             return await handler(request)  # type: ignore[no-any-return]
         headers = {name.lower(): value for name, value in request.headers.items()}
         body, body_bytes = await read_json(request)
@@ -74,7 +81,8 @@ class ControlRoutes:
             await hang()
         if rule := plan.get("refuse_status"):
             error = EngineError(rule.status, "simulated fault", "InternalServerError")
-            return json_response(error.body() if rule.body is None else rule.body, rule.status, rule.headers)
+            said = error_body(error, self._core.options.profile)
+            return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
         return await handler(request)  # type: ignore[no-any-return]
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -117,7 +125,7 @@ class ControlRoutes:
             "id": options.model,
             "object": "model",
             "created": self._started_at,
-            "owned_by": "vllm",
+            "owned_by": "sglang" if options.profile.is_sglang else "vllm",
             "root": options.model,
             "parent": None,
             "max_model_len": options.max_model_len,

@@ -15,24 +15,35 @@ from typing import TYPE_CHECKING, Any, Self
 import uvloop
 from aiohttp import web
 
+from proxy.sim.bootstrap import DEFAULT_PORT, BootstrapProtocol
 from proxy.sim.cli import parse_arguments
 from proxy.sim.control import ControlRoutes
-from proxy.sim.core import Core
+from proxy.sim.core import Core, KvProtocol
 from proxy.sim.faults import Faults
 from proxy.sim.kv import Pin, PrefixCache
+from proxy.sim.layerwise import LayerwiseProtocol
 from proxy.sim.metrics import EngineMetrics
-from proxy.sim.options import Options
+from proxy.sim.options import Options, ProtocolName
 from proxy.sim.pull import PullProtocol
 from proxy.sim.scheduler import Scheduler
 from proxy.sim.server import GenerationRoutes
+from proxy.sim.sglang_control import SglangRoutes
 from proxy.sim.state import Condition, Seen, State
+from proxy.sim.store import StoreProtocol
 from proxy.sim.stream import reset_transport
+from proxy.sim.transfer import TransferProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-PROTOCOLS = {"pull": PullProtocol}
+PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, int]]], KvProtocol]] = {
+    "pull": PullProtocol,
+    "bootstrap": BootstrapProtocol,
+    "layerwise": LayerwiseProtocol,
+    "transfer": TransferProtocol,
+    "store": StoreProtocol,
+}
 """How KV travels; a new protocol is one file and one line here."""
 
 _MAX_BODY_BYTES = 256 * 1024 * 1024
@@ -57,6 +68,8 @@ class SimulatedEngine:
         self.host = host
         self.port = port
         self.options = dataclasses.replace(options or Options(), **fields)
+        self.bootstrap_port: int | None = None
+        """Where decoders ask this prefiller, once it runs, if they do in its protocol."""
         self.state = State()
         self.faults = Faults()
         self._runner: web.AppRunner | None = None
@@ -77,7 +90,7 @@ class SimulatedEngine:
     def pins(self) -> dict[str, Pin]:
         """The KV pinned right now, by remote request id."""
         protocol = self._core.protocol if self._core is not None else None
-        return protocol.table.pins if isinstance(protocol, PullProtocol) else {}
+        return protocol.pins if protocol is not None else {}
 
     @property
     def requests(self) -> list[Seen]:
@@ -101,18 +114,39 @@ class SimulatedEngine:
             scheduler=scheduler,
             cache=PrefixCache(self.options.block_size, self.options.num_gpu_blocks),
             metrics=EngineMetrics(self.options.model),
-            protocol=PROTOCOLS[self.options.protocol](self.options, self.state, self._kv_address),
+            protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
         )
-        control = ControlRoutes(self._core)
+        self._runner = web.AppRunner(
+            self._app(self._core), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
+        await self._runner.setup()
+        self.port = await self._listen(self._runner, self.port)
+        if self._core.protocol.has_bootstrap_port and self.options.role != "decode":
+            self.bootstrap_port = await self._listen(self._runner, self.bootstrap_port or self.options.bootstrap_port)
+
+    def _app(self, core: Core) -> web.Application:
+        control = ControlRoutes(core)
+        generations = GenerationRoutes(core, self._on_kill)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
         app.add_routes(control.routes())
-        app.add_routes(self._core.protocol.routes())
-        app.add_routes(GenerationRoutes(self._core, self._on_kill).routes())
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, backlog=4096, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        if self.options.profile.is_sglang:
+            app.add_routes(SglangRoutes(core, generations, self._told_bootstrap_port).routes())
+        else:
+            app.add_routes(control.routes_of_vllm())
+        app.add_routes(core.protocol.routes())
+        app.add_routes(generations.routes())
+        app.on_cleanup.append(generations.stop)
+        return app
+
+    def _told_bootstrap_port(self) -> int:
+        """Every engine has one in its configuration, whether it listens there or not."""
+        return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
+
+    async def _listen(self, runner: web.AppRunner, port: int) -> int:
+        """Serve on a port, and return which it is."""
+        known = len(runner.addresses)
+        await web.TCPSite(runner, self.host, port, backlog=4096, reuse_address=True).start()
+        return int(runner.addresses[known][1])
 
     async def kill(self) -> None:
         """End as a crash would: every connection reset, the port closed, all pins gone."""
@@ -176,7 +210,8 @@ async def serve(host: str, port: int, options: Options) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with SimulatedEngine(host=host, port=port, options=options, on_kill=lambda: os._exit(1)) as engine:
-        print(f"simulated {options.role} engine ({options.profile_name}) on {engine.url}", flush=True)
+        bootstrap = f" with bootstrap port {engine.bootstrap_port}" if engine.bootstrap_port else ""
+        print(f"simulated {options.role} engine ({options.profile_name}) on {engine.url}{bootstrap}", flush=True)
         await stopped.wait()
 
 

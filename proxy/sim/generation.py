@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from proxy.sim.ask import Ask, EngineError, internal_error
-from proxy.sim.core import Core, Loaded
+from proxy.sim.core import Child, Core, Leg, Loaded
 from proxy.sim.model import Writer
 from proxy.sim.sequence import Delta, GarbageWriter, Sequence, Strike
 
@@ -37,17 +38,18 @@ class Generation:
         self._on_delta = on_delta
         loop = asyncio.get_running_loop()
         self._done: asyncio.Future[EngineError | None] = loop.create_future()
-        self._admitted: asyncio.Future[None] = loop.create_future()
         self._queued_at = self._first_token_at = loop.time()
-        self._params = ask.kv_params if ask.kv_params.get("do_remote_prefill") else {}
-        self._fetches = core.protocol.is_complete(self._params)
+        self._leg = core.protocol.leg(ask.kv_params)
         self._fetching = False
+        # What a prefiller says that answers only when the decoder has the KV.
+        self._withheld: list[Delta] | None = [] if self._leg is Leg.PREFILL and core.protocol.meets else None
         self.sequences = [
             self._sequence(prompt_index * ask.samples + sample, prompt)
             for prompt_index, prompt in enumerate(ask.prompts)
             for sample in range(ask.samples)
         ]
         self._live = len(self.sequences)
+        self._arriving: list[asyncio.Task[None]] = []
 
     @property
     def prompt_tokens(self) -> int:
@@ -62,35 +64,71 @@ class Generation:
         return self.sequences[0].cached_tokens
 
     async def run(self) -> None:
-        first, *others = self.sequences
-        scheduler = self._core.scheduler
-        if self._fetches:
-            first.on_admitted = self._first_admitted
-        else:
-            self._prefill(first)
-        for other in others:
-            self._prefill(other)
         try:
-            for sequence in self.sequences:
-                scheduler.submit(sequence)
-            if self._fetches:
-                await self._admitted
-                await self._fetch(first)
-            error = await self._done
+            async with asyncio.TaskGroup() as arrivals:
+                try:
+                    error = await self._run(arrivals)
+                finally:
+                    self._stop_arriving()
+            if error is None:
+                await self._leave_kv()
         except asyncio.CancelledError:
             await self._abort()
             raise
+        finally:
+            self._leave()
         if error is not None:
-            self._drop_all()
             raise error
-        self._leave_kv()
+
+    async def _run(self, arrivals: asyncio.TaskGroup) -> EngineError | None:
+        first_only = not self._core.protocol.serves_each_child
+        for sequence in self.sequences:
+            if self._is_met and not (first_only and sequence.index):
+                sequence.on_admitted = partial(self._admitted, sequence, arrivals)
+            else:
+                self._prefill(sequence)
+        for sequence in self.sequences:
+            self._core.scheduler.submit(sequence)
+        return await self._done
+
+    @property
+    def _is_met(self) -> bool:
+        """Whether there is somebody to wait for before there are tokens."""
+        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
+
+    def _admitted(self, sequence: Sequence, arrivals: asyncio.TaskGroup) -> None:
+        arrive = self._fetch if self._leg is Leg.DECODE else self._meet
+        self._arriving.append(arrivals.create_task(arrive(sequence)))
+
+    def _stop_arriving(self) -> None:
+        """The request is over for whoever still waits."""
+        if self._live:
+            self._drop_all()
+        for task in self._arriving:
+            task.cancel()
+
+    def abort(self) -> None:
+        """End every sequence where it is, as the engine does when told to by name."""
+        for sequence in self.sequences:
+            if sequence.is_live:
+                sequence.abort()
+                self._core.scheduler.drop(sequence)
+
+    async def _meet(self, sequence: Sequence) -> None:
+        try:
+            await self._core.protocol.meet(self._child(sequence))
+        except EngineError as error:
+            self._end(error)
+            return
+        self._prefill(sequence)
+        self._core.scheduler.begin(sequence)
 
     def _sequence(self, index: int, prompt: list[int]) -> Sequence:
         options = self._core.options
         ask = self._ask
         limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
         # One set of params names the KV of one prompt, and its blocks are gone after the first pull.
-        is_garbage = self._fetches and index > 0
+        is_garbage = self._leg is Leg.DECODE and index > 0 and not self._core.protocol.serves_each_child
         writer = Writer(prompt, eos_after=options.eos_after)
         return Sequence(
             index,
@@ -117,24 +155,24 @@ class Generation:
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
         self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
         self._core.state.prompt_tokens += len(sequence.prompt)
-        self._core.state.local_prefills += not self._ask.is_prefill_leg
-
-    def _first_admitted(self) -> None:
-        if not self._admitted.done():
-            self._admitted.set_result(None)
+        self._core.state.local_prefills += self._leg is not Leg.PREFILL
 
     async def _fetch(self, sequence: Sequence) -> None:
         self._fetching = True
         if rule := self._plan.get("slow_load"):
             await asyncio.sleep(rule.seconds)
-        loaded = await self._core.protocol.load(self._params, sequence.prompt)
+        try:
+            loaded = await self._core.protocol.load(self._child(sequence))
+        except EngineError as error:
+            self._end(error)
+            return
         if "load_failure" in self._plan:
             loaded = Loaded.FAILED
-        if loaded is Loaded.FAILED:
-            if self._core.options.kv_load_failure_policy == "fail":
-                sequence.fail()
-                self._core.scheduler.drop(sequence)
-                return
+        if loaded is Loaded.FAILED and self._core.options.kv_load_failure_policy == "fail":
+            sequence.fail()
+            self._core.scheduler.drop(sequence)
+            return
+        if loaded in (Loaded.FAILED, Loaded.ABSENT):
             self._prefill(sequence)
         else:
             if loaded is Loaded.FOREIGN:
@@ -150,7 +188,10 @@ class Generation:
         if not self._first_token_at > self._queued_at:
             self._first_token_at = asyncio.get_running_loop().time()
         self._core.state.recomputed += delta.stop_reason == "recomputed"
-        self._on_delta(delta)
+        if self._withheld is None:
+            self._on_delta(delta)
+        else:
+            self._withheld.append(delta)
         if delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
             self._end(internal_error())
         elif delta.finish_reason is not None or delta.fault == "end_without_finish":
@@ -182,24 +223,41 @@ class Generation:
         if self._live:
             self._core.state.aborted += 1
         # A transfer under way is waited for before the blocks are given back, whatever the version.
-        if self._fetches and (self._fetching or self._core.options.releases_unused):
-            await self._core.protocol.release(self._params)
+        if self._leg is Leg.DECODE and (self._fetching or self._core.options.releases_unused):
+            await self._core.protocol.release(self._ask.kv_params)
 
-    def _leave_kv(self) -> None:
-        """Pin what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
+    def _leave(self) -> None:
+        if self._leg is not Leg.ALONE:
+            for sequence in self.sequences:
+                self._core.protocol.leave(self._child(sequence))
+
+    async def _leave_kv(self) -> None:
+        """Leave what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
         core = self._core
-        if not self._ask.is_prefill_leg or core.options.role == "decode" or "missing_kv_params" in self._plan:
-            return
-        keeps = {"length", "stop"} if core.options.connector == "nixl" else {"length"}
-        for sequence in self.sequences:
-            if sequence.finish_reason in keeps:
-                params = core.protocol.keep(self._child_id(sequence.index), sequence.prompt)
-                if sequence.index == 0:
-                    self.kv_params = params
-        if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:
-            raise internal_error()
-        if "lost_response" not in self._plan and not self._ask.stream and self.kv_params is not None:
-            core.protocol.announce(self.kv_params)
+        if self._leg is Leg.PREFILL and core.options.role != "decode" and "missing_kv_params" not in self._plan:
+            for sequence in self.sequences:
+                if self._keeps(sequence):
+                    params = await core.protocol.keep(self._child(sequence))
+                    if sequence.index == 0:
+                        self.kv_params = params
+            if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:
+                raise internal_error()
+            if "lost_response" not in self._plan and not self._ask.stream and self.kv_params is not None:
+                core.protocol.announce(self.kv_params)
+        withheld, self._withheld = self._withheld, None
+        for delta in withheld or ():
+            self._on_delta(delta)
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        """Only an answer cut off at its one token leaves KV, except with the connectors that do not look."""
+        does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
+        return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
+
+    def _child(self, sequence: Sequence) -> Child:
+        request_id = self._child_id(sequence.index)
+        ask = self._ask
+        prompt_index = sequence.index // ask.samples
+        return Child(request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank)
 
     def _child_id(self, index: int) -> str:
         prompt_index, sample = divmod(index, self._ask.samples)

@@ -60,3 +60,8 @@ def _logprob(token: int, rank: int) -> float:
 
 def _entry(token: int, text: str, rank: int) -> dict[str, Any]:
     return {"token": text, "logprob": _logprob(token, rank), "bytes": list(text.encode())}
+
+
+def native_logprobs(token_ids: Sequence[int]) -> list[list[Any]]:
+    """SGLang's triples of logprob, id and text; the text is null unless asked for."""
+    return [[_logprob(token, 0), token, None] for token in token_ids]

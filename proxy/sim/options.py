@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from proxy.sim.profile import PROFILES, ConnectorName, Profile
+from proxy.sim.profile import ALL_PROFILES, ConnectorName, Profile
 
 SimRole = Literal["prefill", "decode", "both"]
+ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 
 
@@ -19,7 +20,7 @@ class Options:
     model: str = "sim"
     profile_name: str = "v0.30"
     connector_name: ConnectorName | None = None
-    protocol: str = "pull"
+    protocol: ProtocolName | None = None
     api_key: str | None = None
     max_model_len: int = 131_072
     default_max_tokens: int = 256
@@ -47,10 +48,25 @@ class Options:
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
     kv_host: str | None = None
     """The address prefillers announce for pulling; the listening address unless given."""
+    bootstrap_port: int = 0
+    """A prefiller's second port, in the protocols that have one; 0 takes a free one. For a decoder of SGLang: the port
+    to ask where a request names none, 8998 unless given."""
+    dp_size: int = 1
+    """Data-parallel ranks behind the one address of this engine."""
+    waiting_seconds: float = 300.0
+    """How long a leg waits for its partner."""
+    metaserver_delay_seconds: float = 0.0
+    """Layerwise: how long a decoder queues before it calls back."""
+    store: str | None = None
+    """The directory that stands for a KV store; None has nothing and keeps nothing."""
+
+    @property
+    def kv_protocol(self) -> ProtocolName:
+        return self.protocol or ("bootstrap" if self.profile.is_sglang else "pull")
 
     @property
     def profile(self) -> Profile:
-        return PROFILES[self.profile_name]
+        return ALL_PROFILES[self.profile_name]
 
     @property
     def connector(self) -> ConnectorName:

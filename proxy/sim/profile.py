@@ -1,6 +1,7 @@
 """Version profiles: what differs on the wire between the engine versions a gateway meets.
 
-A profile names a vLLM version; with the Mooncake connector it stands for the vllm-ascend release built on it.
+A profile names a vLLM version; with the Mooncake connector it stands for the vllm-ascend release built on it. One is
+SGLang, in the version that was read.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Profile:
     named_tool_choice_fails: bool = False
     """The prefill leg of a named `tool_choice` with a reasoning parser pins its KV and then answers 500."""
     has_block_size: bool = True
+    is_sglang: bool = False
+    """It speaks SGLang's dialect; what else a profile says is of vLLM then, and has no effect."""
     nixl_pin_seconds: float = 30.0
 
     def releases_unused(self, connector: ConnectorName) -> bool:
@@ -116,4 +119,17 @@ _V33: Final = Profile(
     keeps_length_finish=True,
 )
 
+_SGLANG: Final = Profile(
+    name="sglang",
+    version="0.5.23",
+    connector="mooncake",
+    swallows_empty_finish=False,
+    nixl_releases_unused=False,
+    mooncake_releases_unused=False,
+    keeps_length_finish=True,
+    is_sglang=True,
+)
+
 PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}
+"""The versions of vLLM."""
+ALL_PROFILES: Final[dict[str, Profile]] = PROFILES | {_SGLANG.name: _SGLANG}

@@ -10,13 +10,13 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.sim.core import Loaded
+from proxy.sim.core import Child, KvProtocol, Leg, Loaded
 from proxy.sim.kv import Pin, PinTable
 from proxy.sim.model import digest
+from proxy.sim.peers import Peers, address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,51 +27,70 @@ if TYPE_CHECKING:
 _NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
 
 
-class PullProtocol:
+class PullProtocol(KvProtocol):
     """Both ends of the pull protocol; owns the pins of this engine and the timer that expires them."""
+
+    serves_each_child = False
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
+        """Another one after every start."""
         self.table = PinTable(options.lease_seconds, options.num_gpu_blocks)
         self._options = options
         self._state = state
         self._address = address
         self._timer: asyncio.TimerHandle | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._peers = Peers()
         self._stopped = False
 
-    def keep(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        if params.get("do_remote_prefill") and self._is_complete(params):
+            return Leg.DECODE
+        return Leg.PREFILL if params.get("do_remote_decode") else Leg.ALONE
+
+    async def keep(self, child: Child) -> dict[str, Any] | None:
+        remote_id = child.request_id
+        if self._options.request_id_randomization:
+            remote_id = f"{remote_id}-{uuid.uuid4().hex[:8]}"
+        return self._params(self._pin(remote_id, child.prompt), child.prompt)
+
+    def _pin(self, remote_id: str, prompt: Sequence[int]) -> Pin:
         now = asyncio.get_running_loop().time()
-        remote_id = f"{request_id}-{uuid.uuid4().hex[:8]}" if self._options.request_id_randomization else request_id
         pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
         self._changed()
-        return self._params(pin, prompt)
+        return pin
 
     def announce(self, params: Mapping[str, Any]) -> None:
         if pin := self.table.pins.get(params["remote_request_id"]):
             pin.announced = True
 
-    def is_complete(self, params: Mapping[str, Any]) -> bool:
+    def _is_complete(self, params: Mapping[str, Any]) -> bool:
         """What decoders check (vllm-ascend `mooncake_connector.py`): there are blocks, and the address is whole."""
         return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _NEEDED)
 
-    async def load(self, params: Mapping[str, Any], prompt: Sequence[int]) -> Loaded:
-        answer = await self._ask_prefiller(params, "pull")
+    async def load(self, child: Child) -> Loaded:
+        return self._pulled(await self._ask_prefiller(child.params, "pull"), child)
+
+    def _pulled(self, answer: Any, child: Child) -> Loaded:
         if answer is None:
             self._state.pull_failures += 1
             self._state.changed()
             return Loaded.FAILED
         self._state.pulls += 1
         self._state.changed()
-        return Loaded.YES if answer["prompt_digest"] == digest(prompt) else Loaded.FOREIGN
+        return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
 
     async def release(self, params: Mapping[str, Any]) -> None:
-        if self.is_complete(params) and await self._ask_prefiller(params, "release") is not None:
+        if self._is_complete(params) and await self._ask_prefiller(params, "release") is not None:
             self._state.releases += 1
             self._state.changed()
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/_mock/pull", self._give), web.get("/_mock/pins", self._show_pins)]
+
+    @property
+    def pins(self) -> dict[str, Pin]:
+        return self.table.pins
 
     def blocks_held(self) -> int:
         return self.table.blocks_held
@@ -93,34 +112,28 @@ class PullProtocol:
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._peers.close()
 
     async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
         """The prefiller's answer, None when it has no such KV or cannot be reached."""
-        if self._stopped:
-            return None
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        host = str(params["remote_host"])
-        url = f"http://{f'[{host}]' if ':' in host else host}:{params['remote_port']}/_mock/pull"
+        url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
         body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
-        try:
-            async with self._session.post(url, json=body) as response:
-                return await response.json() if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, ValueError):
-            return None
+        return await self._peers.post(url, body)
 
     async def _give(self, request: web.Request) -> web.Response:
         """The prefiller's end: hand over a pin, once."""
         body = await request.json(loads=orjson.loads)
-        now = asyncio.get_running_loop().time()
-        take = self.table.release if body.get("verb") == "release" else self.table.pull
-        pin = take(body["remote_request_id"], now) if body.get("remote_engine_id") == self.engine_id else None
-        self._changed()
+        is_ours = body.get("remote_engine_id") == self.engine_id
+        pin = self._take(body["remote_request_id"], body.get("verb")) if is_ours else None
         if pin is None:
             return web.json_response({"error": "no such KV here"}, status=404)
         return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})
+
+    def _take(self, remote_id: str, verb: str | None) -> Pin | None:
+        take = self.table.release if verb == "release" else self.table.pull
+        pin = take(remote_id, asyncio.get_running_loop().time())
+        self._changed()
+        return pin
 
     async def _show_pins(self, request: web.Request) -> web.Response:
         pins = [

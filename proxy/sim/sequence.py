@@ -124,6 +124,11 @@ class Sequence:
         self._finish("error")
         self._flush()
 
+    def abort(self) -> None:
+        """End here, without a failure."""
+        self._finish("abort")
+        self._flush()
+
     def _generate(self) -> None:
         may_end = len(self.output) >= self._ask.min_tokens
         token = END if self._ends_at_once and not self.output else self.source.next(may_end=may_end)

@@ -1,19 +1,20 @@
-"""The generation endpoints of a simulated engine: chat and plain completions, streamed and whole."""
+"""The generation endpoints of a simulated engine, streamed and whole."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
-from proxy.sim.answers import DONE, event
-from proxy.sim.ask import PRIVATE_PROMPT_IDS, EngineError, read_ask
-from proxy.sim.chat import ChatAnswer
-from proxy.sim.completion import CompletionAnswer
+from proxy.sim.answers import DONE, Collector, event
+from proxy.sim.ask import PRIVATE_PROMPT_IDS, EngineError
+from proxy.sim.dialect import Endpoint, endpoints, error_body
 from proxy.sim.generation import Generation
-from proxy.sim.sequence import Delta
+from proxy.sim.replies import json_response, read_json, refusal
 from proxy.sim.stream import WAS_CUT, EventStream, hang, reset, reset_soon
 
 if TYPE_CHECKING:
@@ -23,33 +24,20 @@ if TYPE_CHECKING:
     from proxy.sim.ask import Ask
     from proxy.sim.core import Core
     from proxy.sim.faults import Plan
+    from proxy.sim.sequence import Delta
 
 
-def json_response(payload: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(payload), status=status, headers=headers, content_type="application/json")
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request that the engine has accepted, and how it is to be answered."""
 
-
-def refusal(error: EngineError) -> web.Response:
-    return json_response(error.body(), error.status)
-
-
-async def read_json(request: web.Request) -> tuple[Any, int]:
-    """The parsed body (None if it is not JSON) and its size."""
-    raw = await request.read()
-    try:
-        return orjson.loads(raw), len(raw)
-    except orjson.JSONDecodeError:
-        return None, len(raw)
-
-
-class Collector:
-    """Puts the deltas of a whole answer together, one per choice."""
-
-    def __init__(self, choices: int) -> None:
-        self.deltas = [Delta(index, "", []) for index in range(choices)]
-
-    def on_delta(self, delta: Delta) -> None:
-        self.deltas[delta.index].merge(delta)
+    request: web.Request
+    endpoint: Endpoint
+    ask: Ask
+    answer: Answer
+    plan: Plan
+    headers: dict[str, str]
+    """Of the answer."""
 
 
 class GenerationRoutes:
@@ -59,20 +47,28 @@ class GenerationRoutes:
         self._core = core
         self._kill = kill
         self._live_ids: set[str] = set()
+        self._generations: dict[str, Generation] = {}
+        self._heedless: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/v1/chat/completions", self._chat),
-            web.post("/v1/completions", self._completion),
+            web.post(path, partial(self._counted, endpoint=endpoint))
+            for path, endpoint in endpoints(self._core.options.profile).items()
         ]
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted(request, is_chat=True)
+    async def stop(self, app: web.Application) -> None:
+        """End what no client waits for."""
+        for task in self._heedless:
+            task.cancel()
+        await asyncio.gather(*self._heedless, return_exceptions=True)
 
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._counted(request, is_chat=False)
+    def abort(self, beginning: str) -> None:
+        """End the answers whose ids begin like this."""
+        for answer_id, generation in list(self._generations.items()):
+            if answer_id.startswith(beginning):
+                generation.abort()
 
-    async def _counted(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+    async def _counted(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Every request is live until its answer ended, one way or another."""
         state = self._core.state
         body, body_bytes = await read_json(request)
@@ -80,7 +76,7 @@ class GenerationRoutes:
         state.live += 1
         state.saw(request.method, request.path, headers, body, body_bytes)
         try:
-            response = await self._answer(request, headers, body, is_chat=is_chat)
+            response = await self._answer(request, headers, body, endpoint)
             state.finished += 1
             return response
         except (asyncio.CancelledError, ConnectionError):
@@ -91,7 +87,7 @@ class GenerationRoutes:
             state.changed()
 
     async def _answer(
-        self, request: web.Request, headers: dict[str, str], body: Any, *, is_chat: bool
+        self, request: web.Request, headers: dict[str, str], body: Any, endpoint: Endpoint
     ) -> web.StreamResponse:
         core = self._core
         request_id = core.new_request_id(headers, body)
@@ -100,20 +96,24 @@ class GenerationRoutes:
         if plan and (refused := await self._fail_early(request, plan)):
             return refused
         try:
-            ask = read_ask(_overlooking(body, plan), is_chat=is_chat, options=core.options, headers=headers)
+            ask = endpoint.read(_overlooking(body, plan), options=core.options, headers=headers)
         except EngineError as error:
             await self._release_rejected(error, body)
-            return refusal(error)
-        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
-        answer: Answer = (ChatAnswer if is_chat else CompletionAnswer)(ask, core.options, answer_id)
-        extra = {"X-Request-Id": request_id} if core.options.request_id_headers else {}
+            return refusal(error, endpoint)
+        if core.protocol.is_deadly(ask.kv_params):
+            self._kill()
+            await hang()
+        answer_id = endpoint.id_prefix + request_id
         if answer_id in self._live_ids and not core.options.request_id_randomization:
-            return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"))
+            return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"), endpoint)
+        extra = {"X-Request-Id": request_id} if core.options.request_id_headers else {}
+        if not ask.stream:
+            extra |= self._load_report(headers)
+        answer = endpoint.answer(ask, core.options, answer_id)
+        exchange = Exchange(request, endpoint, ask, answer, plan, extra)
         self._live_ids.add(answer_id)
         try:
-            if ask.stream:
-                return await self._stream(request, ask, answer, plan, extra)
-            return await self._whole(request, ask, answer, plan, extra | self._load_report(headers))
+            return await (self._stream(exchange) if ask.stream else self._whole(exchange))
         finally:
             self._live_ids.discard(answer_id)
 
@@ -130,7 +130,8 @@ class GenerationRoutes:
             await hang()
         if rule := plan.get("refuse_status"):
             error = EngineError(rule.status, "simulated fault", "InternalServerError")
-            return json_response(error.body() if rule.body is None else rule.body, rule.status, rule.headers)
+            said = error_body(error, self._core.options.profile)
+            return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
         return None
 
     async def _release_rejected(self, error: EngineError, body: Any) -> None:
@@ -151,11 +152,11 @@ class GenerationRoutes:
                 return {"endpoint-load-metrics": f"JSON {orjson.dumps(report).decode()}"}
         return {}
 
-    async def _stream(
-        self, request: web.Request, ask: Ask, answer: Answer, plan: Plan, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        stream = EventStream(request, answer, plan)
-        await stream.open(headers)
+    async def _stream(self, exchange: Exchange) -> web.StreamResponse:
+        request, endpoint, answer, plan = exchange.request, exchange.endpoint, exchange.answer, exchange.plan
+        stream = EventStream(request, answer, plan, exchange.headers)
+        if not endpoint.opens_late or plan.has_any("reset_after_headers", "hang_after_headers"):
+            await stream.open()
         await self._break_after_headers(request, plan)
 
         def on_delta(delta: Delta) -> None:
@@ -163,17 +164,34 @@ class GenerationRoutes:
             self._core.state.tokens_sent += len(delta.token_ids)
             self._strike(request, delta)
 
-        generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
+        generation = Generation(self._core, exchange.ask, answer.answer_id, plan, on_delta)
         try:
             try:
-                await generation.run()
+                await self._run(generation, answer, plan)
                 closing = self._closing(answer, plan, generation.cached_tokens)
             except EngineError as error:
-                closing = [event(error.body()), DONE]
+                closing = [event(endpoint.lament(error, answer.answer_id)), DONE]
             await stream.close(closing)
         finally:
             stream.stop()
         return stream.response
+
+    async def _run(self, generation: Generation, answer: Answer, plan: Plan) -> None:
+        """Run it where it may be told to abort."""
+        if "ignore_leaving" in plan:
+            task = asyncio.create_task(self._named(generation, answer))
+            self._heedless.add(task)
+            task.add_done_callback(self._heedless.discard)
+            await asyncio.shield(task)
+        else:
+            await self._named(generation, answer)
+
+    async def _named(self, generation: Generation, answer: Answer) -> None:
+        self._generations[answer.answer_id] = generation
+        try:
+            await generation.run()
+        finally:
+            self._generations.pop(answer.answer_id, None)
 
     def _closing(self, answer: Answer, plan: Plan, cached_tokens: int) -> list[bytes]:
         rule = plan.get("end_without_finish")
@@ -181,32 +199,30 @@ class GenerationRoutes:
             return answer.closing(cached_tokens)
         return [DONE] if rule.done else []
 
-    async def _whole(
-        self, request: web.Request, ask: Ask, answer: Answer, plan: Plan, headers: dict[str, str]
-    ) -> web.StreamResponse:
+    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
+        ask, answer, plan = exchange.ask, exchange.answer, exchange.plan
         collector = Collector(len(ask.prompts) * ask.samples)
 
         def on_delta(delta: Delta) -> None:
             collector.on_delta(delta)
-            self._strike(request, delta)
+            self._strike(exchange.request, delta)
 
         generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
         try:
-            await generation.run()
+            await self._run(generation, answer, plan)
         except EngineError as error:
-            return refusal(error)
+            return refusal(error, exchange.endpoint)
         if "lost_response" in plan:
-            reset(request)
+            reset(exchange.request)
             await hang()
         body = orjson.dumps(
             answer.whole(generation.sequences, collector.deltas, generation.cached_tokens, generation.kv_params)
         )
         self._core.state.tokens_sent += generation.completion_tokens
-        return await self._send_whole(request, body, plan, headers)
+        return await self._send_whole(exchange, body)
 
-    async def _send_whole(
-        self, request: web.Request, body: bytes, plan: Plan, headers: dict[str, str]
-    ) -> web.StreamResponse:
+    async def _send_whole(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        request, plan, headers = exchange.request, exchange.plan, exchange.headers
         if not plan.has_any("truncated_json", "invalid_json", "hang_after_headers", "reset_after_headers"):
             return web.Response(body=body, headers=headers, content_type="application/json")
         if "invalid_json" in plan:

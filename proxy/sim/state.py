@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ class State:
     kills: int = 0
     """How often the engine ended, killed or stopped."""
     pinned: int = 0
+    waiting_rooms: int = 0
+    """Legs that wait for their partner right now, whatever the protocol calls that."""
     requests: deque[Seen] = field(default_factory=deque)
     """The latest ones, within a bound of memory."""
     _kept_bytes: int = 0
@@ -73,6 +76,17 @@ class State:
         for condition, future in self._waiters:
             if not future.done() and condition(self):
                 future.set_result(None)
+
+    @contextmanager
+    def waiting_room(self) -> Iterator[None]:
+        """Around what waits for a partner."""
+        self.waiting_rooms += 1
+        self.changed()
+        try:
+            yield
+        finally:
+            self.waiting_rooms -= 1
+            self.changed()
 
     async def wait_until(self, condition: Condition, timeout_seconds: float) -> None:
         if condition(self):

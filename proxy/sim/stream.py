@@ -53,10 +53,13 @@ async def hang() -> None:
 
 
 class EventStream:
-    """One streamed answer. `on_delta` is called by the generation; `close` sends what is left and the end."""
+    """One streamed answer. `on_delta` is called by the generation; `close` sends what is left and the end.
 
-    def __init__(self, request: web.Request, answer: Answer, plan: Plan) -> None:
-        self.response = web.StreamResponse()
+    It opens by itself with the first delta, if it is not opened before.
+    """
+
+    def __init__(self, request: web.Request, answer: Answer, plan: Plan, headers: dict[str, str]) -> None:
+        self.response = web.StreamResponse(headers=headers)
         self._request = request
         self._answer = answer
         self._plan = plan
@@ -65,25 +68,42 @@ class EventStream:
         self._drained: asyncio.Task[None] | None = None
         self._batch: list[bytes] = []
         self._pieces: deque[bytes] = deque()
+        self._opening: asyncio.Task[None] | None = None
+        self._early: list[Delta] = []
+        self._is_left = False
         self._pumped: asyncio.Future[None] | None = None
 
-    async def open(self, headers: dict[str, str]) -> None:
-        """Commit the status line: before the first token, as the engine does."""
+    async def open(self) -> None:
+        """Commit the status line: before the first token, as vLLM does."""
         self.response.content_type = "text/event-stream"
         self.response.charset = "utf-8"
-        self.response.headers.update(headers)
         self.response.enable_chunked_encoding()
         self._writer = await self.response.prepare(self._request)
 
     def on_delta(self, delta: Delta) -> None:
-        if self._drained is None:
+        if self._is_left:
+            return
+        if self._writer is None:
+            self._early.append(delta)
+            self._opening = self._opening or asyncio.create_task(self._open_late())
+        elif self._drained is None:
             self._send(self._answer.events(delta))
         elif delta.index in self._held:
             self._held[delta.index].merge(delta)
         else:
             self._held[delta.index] = delta
 
+    async def _open_late(self) -> None:
+        await self.open()
+        early, self._early = self._early, []
+        for delta in early:
+            self.on_delta(delta)
+
     async def close(self, closing: list[bytes]) -> None:
+        if self._opening is not None:
+            await self._opening
+        elif self._writer is None:
+            await self.open()
         while self._drained is not None:
             await self._drained
         self._send(closing)
@@ -94,8 +114,10 @@ class EventStream:
 
     def stop(self) -> None:
         """The handler is leaving: end what runs beside it."""
-        if self._drained is not None:
-            self._drained.cancel()
+        self._is_left = True
+        for task in (self._opening, self._drained):
+            if task is not None:
+                task.cancel()
         self._pieces.clear()
 
     def _send(self, events: list[bytes]) -> None:

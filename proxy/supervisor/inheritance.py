@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -13,8 +13,10 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
+from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from proxy.settings import Loaded, Settings
@@ -29,6 +31,9 @@ class Listeners:
     clients: socket.socket
     admin: socket.socket | None = None
     probes: socket.socket | None = None
+    callbacks: Sequence[socket.socket] = ()
+    """Where engines call back, one for each worker: what they have to say is for one of them. A worker that takes the
+    place of another has its port, too. Empty: there is nothing to call back for."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +45,7 @@ class Listeners:
 
     def close(self) -> None:
         """Close this process's copies. May be called again."""
-        for listener in (self.clients, self.admin, self.probes):
+        for listener in (self.clients, self.admin, self.probes, *self.callbacks):
             if listener is not None:
                 listener.close()
 
@@ -67,7 +72,7 @@ end of a pipe that closes when the supervisor is gone, None without a supervisor
 
 
 def listen(settings: Settings) -> Listeners:
-    """The listening sockets. Raises OSError whose text is one sentence for the operator."""
+    """The listening sockets. Raises OSError whose text is one sentence for the operator, and SettingsError."""
     admin = settings.admin
     with ExitStack() as stack:
 
@@ -77,9 +82,22 @@ def listen(settings: Settings) -> Listeners:
         clients = stack.enter_context(
             create_listener(settings.listen.host, settings.listen.port, settings.listen.backlog)
         )
-        listeners = Listeners(clients, open_if(admin.port), open_if(admin.probe_port))
+        callbacks = [stack.enter_context(listener) for listener in _callback_listeners(settings)]
+        listeners = Listeners(clients, open_if(admin.port), open_if(admin.probe_port), callbacks)
         stack.pop_all()  # all of them are there: from here on they are closed together
         return listeners
+
+
+def _callback_listeners(settings: Settings) -> Iterator[socket.socket]:
+    if settings.connector != "ascend_layerwise":
+        return
+    try:
+        settings.callback_host  # noqa: B018 raises
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    host, first = settings.layerwise.host or settings.listen.host, settings.layerwise.port
+    for worker in range(settings.workers):
+        yield create_listener(host, first and first + worker, settings.listen.backlog)
 
 
 def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> socket.socket:
@@ -101,9 +119,10 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
 def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> Shared:
     """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
     settings = loaded.settings
-    prefill = [(endpoint.host, endpoint.port) for endpoint in settings.prefill]
+    prefill = [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill]
     decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
-    scoreboard = Scoreboard(workers=settings.workers, slots=max(1024, 2 * len(prefill + decode)))
+    slots = max(1024, 2 * (len(prefill) + len(decode)))
+    scoreboard = Scoreboard(workers=settings.workers, slots=slots)
     roster = Roster(prefill, decode, scoreboard)
     return Shared(
         Configuration(loaded, load, roster), listeners, scoreboard, roster, KeyUsage(workers=settings.workers)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy import logs
 from proxy.configuration import secrets_of
+from proxy.supervisor.detection import find_connector, with_connector
 from proxy.supervisor.inheritance import listen, share
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     logs.setup(settings.log, secrets=secrets_of(settings))
     with ExitStack() as stack:
         try:
+            connector = find_connector(settings)
+            loaded = with_connector(loaded, connector)
+            settings = loaded.settings
             listeners = stack.enter_context(listen(settings))
         except OSError as error:
             print(f"pdproxy: error: {error}", file=sys.stderr)
@@ -75,7 +79,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             from proxy import worker
 
             run = worker.run
-        shared = share(loaded, load, listeners)
+        shared = share(loaded, lambda: with_connector(load(), connector), listeners)
         if settings.workers == 1:
             return run(shared, 0, None)
         return _Supervisor(shared, run, restarts or RestartPolicy()).keep_alive()

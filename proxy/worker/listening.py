@@ -1,4 +1,4 @@
-"""Listening for clients, for operators if they have a port of their own, and for probes if they have."""
+"""Listening for clients, for operators if they have a port of their own, for probes if they have, and for engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Serve on the listening sockets, and yield what stops accepting clients; operators and probes are served on.
+    """Serve on the listening sockets, and yield what stops accepting clients; all others are served on.
 
     Leaving cuts what is still being answered.
     """
@@ -28,6 +28,13 @@ async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Calla
             assert worker.admin_front is not None
             await stack.enter_async_context(worker.admin_front)
             await worker.admin_front.listen(listeners.admin)
+        if worker.callback_front is not None:
+            await stack.enter_async_context(worker.callback_front)
+            for index, listener in enumerate(listeners.callbacks):
+                if index == worker.index:
+                    await worker.callback_front.listen(listener)
+                else:
+                    listener.close()  # or engines would wait for another worker's answer when it has ended
         await stack.enter_async_context(worker.front)
         await worker.front.listen(listeners.clients)
         yield worker.front.stop_accepting

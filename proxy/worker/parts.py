@@ -5,20 +5,22 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from proxy import logs
 from proxy.api import replies
-from proxy.api.admin import AdminApi
+from proxy.api.admin import FLUSH_CACHE, RESET_PREFIX_CACHE, AdminApi
 from proxy.api.drain import Drain
 from proxy.api.front import Front
+from proxy.api.generate import GenerateApi
 from proxy.api.keys import ClientKeys
 from proxy.api.models import ModelsApi
 from proxy.api.openai import GenerationApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
+from proxy.api.sglang import SglangApi
 from proxy.balancer.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
@@ -36,6 +38,7 @@ from proxy.flow.vocabulary import Vocabulary
 from proxy.metrics import Metrics
 from proxy.monitor import Memory, Monitor
 from proxy.prober import Prober, log_transition
+from proxy.settings import Endpoint
 from proxy.upstream import AddressRules, Names, Upstream, new_session
 
 if TYPE_CHECKING:
@@ -44,8 +47,12 @@ if TYPE_CHECKING:
     from proxy.balancer.backend import Backend
     from proxy.balancer.health import Transition
     from proxy.configuration import Current
-    from proxy.settings import Settings
-    from proxy.supervisor import Shared
+    from proxy.connectors.base import Connector
+    from proxy.settings import Listen, Settings
+    from proxy.supervisor import Listeners, Shared
+
+# The connectors whose decode leg begins when the prefill leg has ended.
+_PREFILL_FIRST: Final = frozenset({"vllm_pull", "vllm_store"})
 
 
 @dataclass(slots=True)
@@ -68,12 +75,17 @@ class Worker:
     releaser: Releaser
     gateway: Gateway
     generation: GenerationApi
+    generate: GenerateApi
     passthrough: PassthroughApi
     admin: AdminApi
     front: Front
     """Where clients connect."""
     admin_front: Front | None
     """Where operators connect, if they do not with the clients."""
+    callback_front: Front | None
+    """Where engines call back, if the connector has them do it."""
+    index: int
+    """Which of the workers it is, from 0."""
 
     @property
     def settings(self) -> Settings:
@@ -98,11 +110,14 @@ class Worker:
         self.releaser.configure(settings.kv)
         self.gateway.configure(settings)
         self.generation.configure(settings)
+        self.generate.configure(settings)
         self.passthrough.configure(settings)
         self.admin.configure(text_of(settings.auth.admin_key))
         for front in (self.front, self.admin_front):
             if front is not None:
                 front.configure(settings.listen)
+        if self.callback_front is not None:
+            self.callback_front.configure(_callback_limits(settings))
 
     def look(self) -> None:
         """To be called every so often: take notice of what others have decided."""
@@ -142,7 +157,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, metrics))
-        connector = CONNECTORS[settings.connector](Kit(pools, upstream, releaser, session, keys, settings, metrics))
+        callback_url = _callback_url(settings, shared.listeners, index)
+        kit = Kit(pools, upstream, releaser, session, keys, settings, metrics, callback_url)
+        connector = CONNECTORS[settings.connector](kit)
         serving = {role: pools.of(role) for role in connector.roles}
         prober = await stack.enter_async_context(
             Prober(serving, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
@@ -155,17 +172,22 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             *(metrics, Memory(settings.workers)), every_tick=(lambda: worker.look(),), is_ready=probes.is_ready
         )
         generation = GenerationApi(gateway, client_keys, drain, settings, metrics)
+        generate = GenerateApi(gateway, client_keys, drain, settings, metrics)
         models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
         passthrough = PassthroughApi(
             *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
             *(settings, metrics),
         )
         admin_key = text_of(settings.auth.admin_key)
-        admin = AdminApi(serving, prober, session, keys, names, metrics, follower.reload, admin_key)
+        is_sglang = settings.connector == "sglang_bootstrap"
+        cache_path = FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE
+        admin = AdminApi(serving, prober, session, keys, names, metrics, follower.reload, admin_key, cache_path)
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
-        for api in (generation, models, passthrough, probes):
+        for api in (generation, generate, models, passthrough, probes):
             app.add_routes(api.routes())
+        if is_sglang:
+            app.add_routes(SglangApi(serving, session, keys, client_keys, probes, metrics).routes())
         front = Front(app, settings.listen, metrics)
         admin_front = None
         if settings.admin.port is None:
@@ -174,9 +196,11 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             admin_app = _application(metrics)
             admin_app.add_routes([*probes.routes(), *admin.routes()])
             admin_front = Front(admin_app, settings.listen, metrics)
+        callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(upstream, releaser, gateway, generation, passthrough, admin, front, admin_front),
+            *(upstream, releaser, gateway, generation, generate, passthrough, admin, front, admin_front),
+            *(callback_front, index),
         )
         await stack.enter_async_context(follower)
         await stack.enter_async_context(monitor)
@@ -220,9 +244,32 @@ def _choices(settings: Settings, role: Role) -> tuple[str, int | None]:
 
 
 def _stall_seconds(settings: Settings) -> float:
-    """Without a prefill leg a stream is silent while its prompt is computed."""
+    """Where no prefill leg goes before, a stream is silent while its prompt is computed."""
     seconds = settings.health.stall_seconds
-    return max(seconds, settings.timeouts.first_token_seconds) if settings.connector == "plain" else seconds
+    if settings.connector in _PREFILL_FIRST:
+        return seconds
+    return max(seconds, settings.timeouts.first_token_seconds)
+
+
+def _callback_url(settings: Settings, listeners: Listeners, index: int) -> str | None:
+    """Where engines reach this worker and no other. None: the connector has nothing that they call."""
+    if not listeners.callbacks:
+        return None
+    port = listeners.callbacks[index].getsockname()[1]
+    return f"http://{Endpoint(host=settings.callback_host, port=port)}"
+
+
+def _callback_front(connector: Connector, settings: Settings, metrics: Metrics) -> Front:
+    app = _application(metrics)
+    app.add_routes(connector.routes())
+    return Front(app, _callback_limits(settings), metrics)
+
+
+def _callback_limits(settings: Settings) -> Listen:
+    """Those of clients, but for the number of connections: an engine takes any answer for a good one, and would wait
+    for what was turned away.
+    """
+    return settings.listen.model_copy(update={"max_connections": None})
 
 
 def _application(metrics: Metrics) -> web.Application:

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request, unused_port
 
 from proxy import __version__
-from proxy.api.admin import AdminApi
+from proxy.api.admin import FLUSH_CACHE, RESET_PREFIX_CACHE, AdminApi
 from proxy.api.drain import Drain
 from proxy.api.probes import ProbeApi
 from proxy.balancer.backend import Load, Role
@@ -49,6 +49,7 @@ async def client_of(
     keys: EngineKeys | None = None,
     names: Names | None = None,
     reload: Callable[[str], Awaitable[Change]] = nothing_to_reload,
+    cache_path: str = RESET_PREFIX_CACHE,
 ) -> Client:
     pools = {role: gateway.pools[role] for role in roles}
     drain = Drain()
@@ -62,6 +63,7 @@ async def client_of(
         gateway.metrics,
         reload,
         admin_key,
+        cache_path,
     )
     return await gateway.serve([*ProbeApi(pools, drain).routes(), *api.routes()])
 
@@ -171,6 +173,16 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     assert told["current_decode_instances"] == [engine.name]
 
 
+async def test_an_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
+    engine = await gateway.engine(None)
+    client = await client_of(gateway)
+    status, _ = await change(client, "add", type="prefill", instances=f"{engine.name} 8998")
+    assert status == 200
+    await until(lambda: gateway.pools[Role.PREFILL].backends(), "the instance to be added")
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    assert (backend.name, backend.bootstrap_port) == (engine.name, 8998)
+
+
 async def test_an_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
@@ -245,8 +257,11 @@ async def test_an_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None
                 "h :1",
                 "h\r\nX: y:1",
                 "[fe80::1%eth0]:1",
+                "h:1 0",
+                "h:1 x",
             )
         ),
+        ({"type": "decode", "instances": "h:1 8998"}, "instances"),
         ([], None),
         ("prefill", None),
     ],
@@ -296,6 +311,28 @@ async def test_resetting_the_prefix_cache_reaches_every_engine(gateway: Gateway)
             "reset_external=true&x=a b&x=2",
         )
     assert [e.asked[0].headers.get("authorization") for e in engines] == ["Bearer s3cret", None, None, None]
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path: str) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway, cache_path=FLUSH_CACHE)
+    async with client.post(f"{path}?timeout=60") as answer:
+        assert answer.status == 200
+    (asked,) = engine.asked
+    assert (asked.method, asked.path, asked.query) == ("POST", "/flush_cache", "timeout=60")
+
+
+async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    for cache_path, method, path, status in [
+        (FLUSH_CACHE, "GET", "/flush_cache", 405),
+        (RESET_PREFIX_CACHE, "POST", "/flush_cache", 404),
+    ]:
+        client = await client_of(gateway, cache_path=cache_path)
+        async with client.request(method, path) as answer:
+            assert answer.status == status
+    assert engine.asked == []
 
 
 async def test_engines_that_did_not_reset_are_named(gateway: Gateway) -> None:

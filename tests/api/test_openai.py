@@ -271,7 +271,7 @@ async def test_a_failure_is_accounted_to_its_stage(
     deployment = await deploy(timeouts=timeouts, kv={"release": "never"})
     (engine,) = deployment.prefillers if who == "prefiller" else deployment.decoders
     engine.faults.add(how)
-    answer = await deployment.ask(request(Api.COMPLETIONS, stream=stream))
+    answer = await deployment.ask(request(Api.COMPLETIONS, stream=stream, max_tokens=40))
     deployment.expects_pinned = len(deployment.prefillers[0].pins)
     deployment.expects_inexact_ledger = how == "error_event"  # which does not say whether the KV was fetched
     assert answer.status == status

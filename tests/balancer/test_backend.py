@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from proxy.balancer.backend import Backend, Role
 
 
@@ -14,7 +18,8 @@ def test_an_ipv6_host_stands_in_brackets() -> None:
     assert Backend(Role.DECODE, "::1", 7100).url == "http://[::1]:7100"
 
 
-def test_the_slot_does_not_make_another_backend() -> None:
-    one, other = Backend(Role.DECODE, "a", 1, slot=1), Backend(Role.DECODE, "a", 1, slot=2)
+@pytest.mark.parametrize("more", [{"slot": 2}, {"trusted": True}, {"bootstrap_port": 8998}])
+def test_what_is_known_of_a_backend_does_not_make_it_another(more: dict[str, Any]) -> None:
+    one, other = Backend(Role.PREFILL, "a", 1), Backend(Role.PREFILL, "a", 1, **more)
     assert one == other
     assert hash(one) == hash(other)

@@ -42,6 +42,26 @@ def test_adding_what_exists_changes_nothing() -> None:
     assert names(roster) == ["d:0", "d:1"]
 
 
+def test_a_bootstrap_port_is_the_newest_one_given() -> None:
+    roster = Roster([("p", 1, 8998), ("p", 2, None), ("p", 3)], [], Scoreboard(slots=4))
+
+    def ports() -> list[int | None]:
+        return [member.backend.bootstrap_port for member in roster.members(P)]
+
+    assert ports() == [8998, None, None]
+    assert roster.add(P, "p", 1) is False
+    assert roster.add(P, "p", 2, bootstrap_port=5) is False
+    roster.remove(P, "p", 3)
+    assert roster.add(P, "p", 3, bootstrap_port=6) is True
+    assert ports() == [8998, 5, 6]
+    roster.remove(P, "p", 3)
+    assert roster.add(P, "p", 3) is True
+    assert ports() == [8998, 5, 6]
+    configured = [member.backend for member in roster.members(P)][:2]
+    roster.replace(configured, [Backend(P, "p", 1, bootstrap_port=7), Backend(P, "p", 2)])
+    assert ports() == [7, None, 6]
+
+
 def test_members_are_not_rebuilt_while_nothing_changes() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
     assert roster.members(D) is roster.members(D)
@@ -72,7 +92,7 @@ def test_a_full_roster_refuses() -> None:
 
 
 def test_the_longest_host_names_fit_in_every_slot() -> None:
-    roster = Roster([], [("x" * 253, 60_000 + port) for port in range(50)], Scoreboard(slots=50))
+    roster = Roster([], [("x" * 253, 60_000 + port, 65_535) for port in range(50)], Scoreboard(slots=50))
     assert len(roster.members(D)) == 50
 
 

@@ -137,15 +137,19 @@ async def serving(
     prefillers: int = 1,
     decoders: int = 2,
     engine: Mapping[str, Any] | None = None,
+    resume: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> AsyncIterator[Deployment]:
-    """A gateway before engines of one version. At the end nothing may be left; see tests/deployment.py."""
+    """A gateway before engines of one version, which takes up the shortest answer, too. At the end nothing may be left;
+    see tests/deployment.py.
+    """
     options = {"profile_name": profile, **_ENGINE, **(engine or {})}
     is_plain = connector == "plain"
     async with deployed(
         [SimulatedEngine(role="prefill", **options) for _ in range(0 if is_plain else prefillers)],
         [SimulatedEngine(role="both" if is_plain else "decode", **options) for _ in range(decoders)],
         connector=connector,
+        resume={"repeat_up_to_tokens": 0, **(resume or {})},
         **sections,
     ) as gateway:
         yield gateway

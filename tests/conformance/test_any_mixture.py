@@ -42,12 +42,18 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("crlf", {}),
 ]
 
+# A decoder whose prefiller keeps its KV for itself waits in vain where both work at once.
+PATIENCE: dict[str, Any] = {
+    "timeouts": {"prefill_seconds": 1.0, "first_token_seconds": 1.0, "answer_seconds": 1.0},
+    "layerwise": {"callback_seconds": 1.0},
+}
+
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
     chance = random.Random(seed)
-    gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3, "block_size": 4})
+    gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3, "block_size": 4}, **PATIENCE)
     for engine in gateway.engines:
         add_faults(engine, chance)
     bodies = [a_request(chance) for _ in range(REQUESTS)]
@@ -79,6 +85,8 @@ async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
 
 def add_faults(engine: SimulatedEngine, chance: random.Random) -> None:
     for action, fields in FAULTS:
+        if action == "recompute" and engine.options.profile.is_sglang:
+            continue  # its engines wait for memory
         engine.faults.add(action, every=chance.randint(7, 60), skip=chance.randint(0, 6), **fields)
 
 
@@ -103,7 +111,7 @@ async def expected_texts(body: dict[str, Any]) -> list[str]:
 def check(body: dict[str, Any], answer: Answer, expected: list[str]) -> None:
     """The whole truth, or part of it with an error, or an error."""
     if answer.status != 200:
-        assert answer.error
+        assert answer.error or answer.json["object"] == "error"  # SGLang's are flat
         assert answer.is_whole
         return
     if answer.is_done:

@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 _NOTICED_WITHIN_SECONDS = 1.0
 
 
+IN_TURN = ("plain", "vllm_pull", "vllm_store")
+"""The connectors whose decoder is asked when the prefiller has answered."""
+
+
 def _is_asked(state: State) -> bool:
     return state.live == 1
+
+
+def _waits(state: State) -> bool:
+    return state.waiting_rooms == 1
 
 
 def _has_generated(state: State) -> bool:
@@ -44,6 +52,10 @@ class Phase:
     fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
     """So many have reached the client of a stream."""
+    is_alone: bool = False
+    """The prefiller does nothing meanwhile."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """How the engines are set up."""
 
     def __str__(self) -> str:
         return self.name
@@ -57,14 +69,23 @@ PHASES = [
     Phase("streaming", "decode", "", _has_generated, tokens=3),
     Phase("stalled", "decode", "stall_after_tokens", _has_generated, {"tokens": 3}, tokens=3),
 ]
+MEETING = Phase("meeting", "decode", "", _waits, is_alone=True)
+QUEUEING = Phase("queueing", "decode", "", _waits, engine={"metaserver_delay_seconds": 3600.0})
+
+
+def phases(connector: str) -> list[Phase]:
+    if connector == "plain":
+        return [phase for phase in PHASES if phase.role == "decode" and phase.name != "fetching-kv"]
+    if connector in IN_TURN:
+        return PHASES
+    return [*PHASES, MEETING, *([QUEUEING] if connector == "ascend_layerwise" else [])]
 
 
 def combinations() -> list[Any]:
     return [
         pytest.param(connector, phase, id=f"{connector}-{phase}")
         for connector in CONNECTORS
-        for phase in PHASES
-        if connector != "plain" or (phase.role == "decode" and phase.name != "fetching-kv")
+        for phase in phases(connector)
     ]
 
 
@@ -73,8 +94,10 @@ def combinations() -> list[Any]:
 @pytest.mark.parametrize(("connector", "phase"), combinations())
 async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, stream: bool, api: Api) -> None:
     # Two of each, so that a second attempt would have somewhere to go.
-    gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0}, connector=connector)
-    engine, *others = gateway.engines if phase.role == "prefill" else gateway.decoders
+    gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0, **phase.engine}, connector=connector)
+    engine = gateway.engines[0] if phase.role == "prefill" else gateway.decoders[0]
+    if phase.is_alone:
+        gateway.prefillers[0].faults.add("hang_before_headers")
     if phase.fault:
         engine.faults.add(phase.fault, **phase.fields)
 
@@ -87,10 +110,32 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, st
         await engine.wait_until(lambda state: state.disconnects == 1, _NOTICED_WITHIN_SECONDS)
 
     await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
-    assert [len(generations(other)) for other in others] == [0] * len(others)
+    if phase.role == "prefill" and connector in IN_TURN:
+        assert not generations(*gateway.decoders)
+    assert all(len(generations(*engines)) <= 1 for engines in (gateway.prefillers, gateway.decoders))
+    if connector == "mooncake_bootstrap":
+        # If the prefiller was done, its KV waits for a decoder, which fetches it when it was asked for that before.
+        gateway.may_stay_pinned = 1
+        gateway.expects_inexact_ledger = True
     ((term,),) = gateway.metrics("pdproxy_request_end_total")
     assert term[0] == "C"
-    if phase.role == "prefill":
+    if phase.role == "prefill" and connector in IN_TURN:
         assert term == "CF"
     elif stream and phase.tokens:
         assert term == "CD"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("waiting", ["prefill", "decode"])
+async def test_engines_that_do_not_notice_are_told(deploy: Deploy, waiting: str, stream: bool) -> None:
+    """SGLang looks for closed connections now and then only, and its partner would be waited for."""
+    gateway = await deploy(connector="sglang_bootstrap")
+    (prefiller,), (decoder,) = gateway.prefillers, gateway.decoders
+    waits, hangs = (prefiller, decoder) if waiting == "prefill" else (decoder, prefiller)
+    hangs.faults.add("hang_before_headers")
+    waits.faults.add("ignore_leaving")
+    async with gateway.asking(request(Api.CHAT, stream=stream)) as client:
+        await waits.wait_until(_waits)
+        await client.leave()
+    await waits.wait_until(lambda state: state.waiting_rooms == 0)
+    assert [seen.path for seen in waits.requests].count("/abort_request") == 1

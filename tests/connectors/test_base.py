@@ -23,3 +23,13 @@ def test_an_answer_that_is_not_streamed_begins_at_its_end(stream: bool, seconds:
     timeouts = Timeouts(first_token_seconds=3.0, answer_seconds=60.0)
     call = parse(Api.COMPLETIONS, orjson.dumps({"prompt": "x", "stream": stream}), Cost())
     assert first_byte_seconds(timeouts, call) == seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"), [({"max_tokens": 20}, 320.0), ({"max_tokens": 10**6}, 3600.0), ({}, 3600.0)]
+)
+def test_an_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(
+    fields: dict[str, int], seconds: float
+) -> None:
+    call = parse(Api.CHAT, orjson.dumps({"messages": [], **fields}), Cost())
+    assert first_byte_seconds(Timeouts(first_token_seconds=300, answer_seconds=3600), call) == seconds

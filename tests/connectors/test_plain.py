@@ -8,7 +8,7 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
-from tests.canned import CannedEngine, json_answer
+from tests.canned import CannedEngine, http, json_answer
 from tests.deployment import generations
 
 if TYPE_CHECKING:
@@ -68,3 +68,21 @@ async def test_a_connection_the_engine_closed_while_idle_costs_nothing(deploy: D
     for _ in range(3):
         async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=BODY) as response:
             assert response.status == 200
+
+
+async def test_data_parallel_ranks_are_taken_in_turn_and_clients_have_no_say(deploy: Deploy) -> None:
+    engine = CannedEngine("both", [json_answer(ANSWER)])
+    gateway = await deploy(decoders=[engine], connector="plain", balance={"decode_dp_ranks": 3})
+    for _ in range(4):
+        headers = {"X-data-parallel-rank": "7"}
+        async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=BODY, headers=headers) as response:
+            await response.read()
+    assert [received.headers["x-data-parallel-rank"] for received in engine.received] == ["0", "1", "2", "0"]
+
+
+async def test_an_engines_refusal_reaches_the_client_in_its_own_words(deploy: Deploy) -> None:
+    refusal = b'{"error":{"message":"no","code":404}}'
+    engine = CannedEngine("both", [http(refusal, "404 Not Found")])
+    gateway = await deploy(decoders=[engine], connector="plain")
+    async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=BODY) as response:
+        assert (response.status, await response.read()) == (404, refusal)

@@ -11,7 +11,6 @@ import pytest
 
 from proxy.balancer.backend import Role
 from proxy.call import Call, parse
-from proxy.connectors import CONNECTORS
 from proxy.record import Journey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -532,3 +531,115 @@ async def test_echo_without_logprobs_is_served(gateway: Deployment) -> None:
     answer = await gateway.ask(body)
     assert answer.text == await answer_alone(body)
     assert answer.text.startswith("Say it")
+
+
+# Short prompts
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("text", "prefills"), [("Hi", 0), (LONG, 1)])
+async def test_short_prompts_go_to_a_decoder_alone(deploy: Deploy, text: str, prefills: int, stream: bool) -> None:
+    gateway = await deploy(kv={"prefill_min_tokens": 20})
+    body = request(Api.CHAT, text, stream=stream)
+    assert (await gateway.ask(body)).text == await answer_alone(body)
+    assert len(generations(*gateway.prefillers)) == prefills
+    assert gateway.decoders[0].state.local_prefills == 1 - prefills
+    assert gateway.metrics("pdproxy_prefills_skipped_total") == ({} if prefills else {(): 1.0})
+    assert gateway.metrics("pdproxy_missing_kv_total") == {}
+    stages = {stage for (stage,) in gateway.metrics("pdproxy_stage_duration_seconds_count")} - {"queue"}
+    if stream:
+        assert stages == {"first_token", "stream"} | ({"prefill", "handoff"} if prefills else set())
+
+
+async def test_a_prompt_that_was_not_prefilled_is_told_by_the_decoder(deploy: Deploy) -> None:
+    gateway = await deploy(kv={"prefill_min_tokens": 100}, engine={"block_size": 4})
+    body = request(Api.CHAT, "The same prompt twice")
+    await gateway.ask(body)
+    assert (await gateway.ask(body)).usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_the_access_line_of_a_short_prompt_names_no_prefiller(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(kv={"prefill_min_tokens": 100})
+    with caplog.at_level("INFO"):
+        await gateway.ask(request(Api.CHAT))
+    (fields,) = [fields for record in caplog.records if "term" in (fields := getattr(record, "fields", {}))]
+    assert (fields["p"], fields["d"], fields["term"]) == ("-", gateway.decoders[0].url.removeprefix("http://"), "--")
+    assert fields["t_prefill"] == fields["t_handoff"] == 0
+
+
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("least", [20, 1000])
+async def test_an_answer_to_a_short_prompt_survives_its_decoder(deploy: Deploy, api: Api, least: int) -> None:
+    """What there is of it may be long enough for a prefiller by then."""
+    gateway = await deploy(1, 2, kv={"prefill_min_tokens": least})
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=70)
+    body = request(api, "Hi", stream=True, max_tokens=100)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert len(generations(*gateway.prefillers)) == (least == 20)
+
+
+async def test_short_prompts_need_no_prefiller(deploy: Deploy) -> None:
+    gateway = await deploy(kv={"prefill_min_tokens": 100})
+    (prefiller,) = gateway.prefillers
+    gateway.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+
+
+async def test_every_short_prompt_of_several_is_counted(deploy: Deploy) -> None:
+    gateway = await deploy(kv={"prefill_min_tokens": 20})
+    answer = await gateway.ask({**request(Api.COMPLETIONS), "prompt": ["Hi", LONG, "Ho"]})
+    assert set(answer.texts) == {0, 1, 2}
+    assert len(generations(*gateway.prefillers)) == 1
+    assert gateway.metrics("pdproxy_prefills_skipped_total") == {(): 2.0}
+
+
+# Data-parallel ranks
+
+RANKS = {"prefill_dp_ranks": 2, "decode_dp_ranks": 3}
+
+
+def ranks(*engines: CannedEngine) -> list[str | None]:
+    return [received.headers.get("x-data-parallel-rank") for engine in engines for received in engine.received]
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store"])
+async def test_both_legs_are_spread_over_ranks_and_clients_have_no_say(deploy: Deploy, connector: str) -> None:
+    prefiller, decoder = canned_pair()
+    gateway = await deploy([prefiller], [decoder], connector=connector, balance=RANKS, resume={"mode": "off"})
+    for _ in range(4):
+        await post(gateway, Api.COMPLETIONS.path, COMPLETION, **{"X-data-parallel-rank": "7"})
+    assert ranks(prefiller) == ["0", "1", "0", "1"]
+    assert ranks(decoder) == ["0", "1", "2", "0"]
+
+
+async def test_engines_choose_their_ranks_unless_told_otherwise(deploy: Deploy) -> None:
+    prefiller, decoder = canned_pair()
+    gateway = await deploy([prefiller], [decoder], resume={"mode": "off"})
+    await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+    assert ranks(prefiller, decoder) == [None, None]
+
+
+async def test_a_short_prompt_goes_to_a_rank_too(deploy: Deploy) -> None:
+    prefiller, decoder = canned_pair()
+    kv = {"prefill_min_tokens": 100}
+    gateway = await deploy([prefiller], [decoder], balance=RANKS, kv=kv, resume={"mode": "off"})
+    for _ in range(2):
+        await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+    assert (ranks(prefiller), ranks(decoder)) == ([], ["0", "1"])
+
+
+async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy) -> None:
+    prefiller, decoder = canned_pair()
+    gateway = await deploy([prefiller], [decoder], resume={"mode": "off"})
+    balance = gateway.worker.settings.balance.model_copy(update=RANKS)
+    kv = gateway.worker.settings.kv.model_copy(update={"prefill_min_tokens": 100})
+    settings = gateway.worker.settings.model_copy(update={"balance": balance})
+    gateway.worker.gateway.connector.configure(settings)
+    await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+    gateway.worker.gateway.connector.configure(settings.model_copy(update={"kv": kv}))
+    await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+    assert (ranks(prefiller), ranks(decoder)) == (["0"], ["0", "1"])

@@ -255,7 +255,7 @@ async def test_the_only_decoder_is_asked_again_after_it_ran_short_of_memory(depl
 @pytest.mark.parametrize("api", Api)
 async def test_an_answer_that_can_be_continued_is_watched(gateway: Deployment, api: Api, stream: bool) -> None:
     """Streamed, with token ids, whether the client asked for that or not; the prefiller's is not."""
-    body = request(api, **({"stream": True} if stream else {}))
+    body = request(api, **({"stream": True, "max_tokens": 2} if stream else {"max_tokens": 33}))
     answer = await gateway.ask(body)
     assert answer.is_stream is stream
     assert b'"token_ids":[' not in answer.body
@@ -264,6 +264,29 @@ async def test_an_answer_that_can_be_continued_is_watched(gateway: Deployment, a
     assert {name: value for name, value in decoded.body.items() if name != "kv_transfer_params"} == body | watched
     assert prefilled.body["stream"] is False
     assert "stream_options" not in prefilled.body
+
+
+@pytest.mark.parametrize(("max_tokens", "is_watched"), [(None, True), (33, True), (32, False), (1, False)])
+async def test_a_short_answer_that_is_not_streamed_is_not_watched(
+    gateway: Deployment, max_tokens: int | None, is_watched: bool
+) -> None:
+    """To ask for it again costs less than what could be lost."""
+    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    body = {**request(Api.CHAT), **fields}
+    if max_tokens is None:
+        body.pop("max_tokens", None)
+    answer = await gateway.ask(body)
+    assert answer.text == await answer_alone(body)
+    (decoded,) = generations(*gateway.decoders)
+    assert bool(decoded.body.get("return_token_ids")) is is_watched
+
+
+async def test_a_short_answer_whose_decoder_is_lost_is_asked_for_again(deploy: Deploy) -> None:
+    gateway = await deploy(2, 2)
+    body = request(Api.CHAT, max_tokens=20)
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=5, times=1)
+    answer = await gateway.ask(body)
+    assert (answer.status, answer.text) == (200, await answer_alone(body))
 
 
 @pytest.mark.parametrize("mode", ["restart-only", "off"])

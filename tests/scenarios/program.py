@@ -88,6 +88,28 @@ def gateway(*words: str, **environment: str) -> AbstractAsyncContextManager[Prog
     return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", **environment)
 
 
+async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[int, str]:
+    """Run a gateway that does not come to serving, and is told to stop then, if at all; its exit code and output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", "--port", "0", *words),
+        cwd=Path(__file__).parents[2],
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(ENDS_WITHIN_SECONDS):
+            if stop_when is not None:
+                await stop_when.wait()
+                process.terminate()
+            output, _ = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
 def mock_engine(role: str, *words: str) -> AbstractAsyncContextManager[Program]:
     """A simulated engine as a process of its own."""
     return running(["mock-engine", "--role", role, *words], r"engine \(\S+\) on http://(\S+)")

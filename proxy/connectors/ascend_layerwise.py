@@ -1,0 +1,220 @@
+"""vLLM-Ascend's layerwise push: the decoder is asked first and calls back, then the prefiller sends it the KV cache.
+
+Spoken by MooncakeLayerwiseConnector. A decoder that has room for the KV cache posts where that is to `/v1/metaserver`,
+at the address that came with the request. What it posts are the KV parameters of the prefill leg. The
+prefiller sends the KV cache layer by layer as it computes it, and keeps nothing.
+
+A decoder is told nothing when the prefill fails and would wait for ever: its leg is closed then. Ids are those of one
+attempt and forgotten with it, so a callback that comes late finds nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final, Self
+
+from aiohttp import web
+
+from proxy.balancer.backend import Role
+from proxy.balancer.health import is_to_blame
+from proxy.connectors.base import (
+    Attempt,
+    check_status,
+    first_byte_seconds,
+    new_attempt_id,
+    parse_answer,
+    prefill_seconds,
+    refusal,
+)
+from proxy.connectors.beside import running
+from proxy.connectors.callbacks import Callbacks
+from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.ranks import Ranks
+from proxy.errors import Failure, UpstreamError
+from proxy.record import Journey, Stage
+from proxy.upstream import upstream_error
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Sequence
+    from types import TracebackType
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+    from proxy.call import Call
+    from proxy.connectors.base import Kit
+    from proxy.connectors.releaser import Releaser
+    from proxy.settings import Settings
+    from proxy.wire.document import Document
+
+logger = logging.getLogger(__name__)
+
+_PATH: Final = "/v1/metaserver"
+
+
+class AscendLayerwise:
+    """Decode → callback → prefill, which runs beside the decode leg."""
+
+    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    one_sequence_per_call = True
+    continues_answers = True
+
+    def __init__(self, kit: Kit) -> None:
+        assert kit.callback_url is not None, "decoders need an address to call back"
+        self._pools = kit.pools
+        self._upstream = kit.upstream
+        self._releaser = kit.releaser
+        self.metaserver = kit.callback_url + _PATH
+        """What decoders are told to call back."""
+        logger.info("decoders call this worker back at %s", self.metaserver)
+        self._ranks = Ranks()
+        self.callbacks = Callbacks()
+        self.configure(kit.settings)
+
+    def check(self, call: Call) -> None:
+        """Refuse what one sequence with KV from elsewhere cannot express."""
+        check_can_be_handed_over(call)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._timeouts, self._balance = settings.timeouts, settings.balance
+        self._callback_seconds = settings.layerwise.callback_seconds
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Where decoders call back."""
+        return (web.post(_PATH, self.callbacks.take),)
+
+    @asynccontextmanager
+    async def open(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AsyncIterator[Attempt]:
+        """Both legs. See Connector.open."""
+        attempt_id = new_attempt_id()
+        headers = {**call.headers, "x-request-id": attempt_id}
+        with (
+            self._pools.decode.lease(call.decode_load, avoid) as decoder,
+            self._pools.prefill.lease(
+                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
+            ) as prefiller,
+            _HandOver(prefiller, decoder, self._releaser) as handover,
+            self._ranks.claim() as rank,
+            self.callbacks.expected(_engine_id(call, attempt_id)) as callback,
+        ):
+            journey.begin_attempt()
+            journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            journey.enter(Stage.HANDOFF)
+            async with running(self._prefill(call, headers, callback, handover, journey)) as leg:
+                # Of a streamed answer the status may come at once, and nothing more before all this has happened.
+                silence_seconds = (
+                    self._callback_seconds
+                    + prefill_seconds(self._timeouts, call)
+                    + first_byte_seconds(self._timeouts, call)
+                )
+                params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.metaserver}
+                opening = self._upstream.open(
+                    decoder.backend,
+                    call.api.path,
+                    call.body({"kv_transfer_params": {**params, **call.kv_params}}),
+                    headers | rank.header(decoder.backend, self._balance.decode_dp_ranks),
+                    silence_seconds=silence_seconds,
+                )
+                with await leg.race(opening) as response:
+                    await check_status(response)
+                    yield Attempt(
+                        response,
+                        journey,
+                        prefiller=prefiller.backend,
+                        kv_handed_over=True,
+                        on_arrival=handover.settle,
+                        first_token_seconds=silence_seconds,
+                    )
+
+    async def _prefill(
+        self,
+        call: Call,
+        headers: dict[str, str],
+        callback: asyncio.Future[Document],
+        handover: _HandOver,
+        journey: Journey,
+    ) -> None:
+        """The prefill leg, from the decoder's callback on. Raises UpstreamError if the decoder may wait in vain."""
+        try:
+            params = await self._called_back(callback, handover.decoder.backend)
+            journey.enter(Stage.PREFILL)
+            answer = await self._ask_prefiller(call, headers, params, handover.prefiller.backend)
+        except UpstreamError:
+            if handover.is_settled:  # the decoder is at work, and needs nobody for it
+                return
+            raise
+        journey.saw_prompt_usage(answer.values.get("usage"))
+        handover.prefilled()
+        if not handover.is_settled:
+            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+
+    async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
+        try:
+            async with asyncio.timeout(self._callback_seconds):
+                return await callback
+        except TimeoutError:
+            message = f"did not call back within {self._callback_seconds:g} s"
+            raise upstream_error(Failure.TIMEOUT, decoder, message) from None
+
+    async def _ask_prefiller(
+        self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
+    ) -> Document:
+        version = self._pools.prefill.engine_version(prefiller)
+        with self._ranks.claim() as rank:
+            response, body = await self._upstream.fetch(
+                prefiller,
+                call.api.path,
+                prefill_body(call, version, params.values),
+                headers | rank.header(prefiller, self._balance.prefill_dp_ranks),
+                silence_seconds=prefill_seconds(self._timeouts, call),
+            )
+        if response.status != 200:
+            raise refusal(response, body)
+        return parse_answer(response, body)
+
+
+class _HandOver:
+    """The KV of one attempt on its way from prefiller to decoder: `with` it. Tells of the two whether it got there."""
+
+    def __init__(self, prefiller: Lease, decoder: Lease, releaser: Releaser) -> None:
+        self.prefiller = prefiller
+        self.decoder = decoder
+        self.is_settled = False
+        """The decoder has said something: that it has the KV, or that it gave up."""
+        self._releaser = releaser
+        self._is_sent = False
+
+    def prefilled(self) -> None:
+        """The prefiller has answered: by then it has sent everything, and it keeps nothing."""
+        self._is_sent = True
+        self.prefiller.free_compute()
+        self.prefiller.free_kv()
+
+    def settle(self, works: bool) -> None:
+        """See Attempt.on_arrival."""
+        if works:
+            self.decoder.confirm()
+        if not self.is_settled:
+            self.is_settled = True
+            self.prefiller.free_kv()
+            self._releaser.handed_over(self.prefiller.backend, self.decoder.backend, works)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_decoders = isinstance(error, UpstreamError) and error.backend == self.decoder.backend and is_to_blame(error)
+        if self._is_sent and is_decoders:
+            self.settle(False)
+
+
+def _engine_id(call: Call, attempt_id: str) -> str:
+    """What engines call a request with this X-Request-Id: vLLM `_base_request_id`, and a number for each prompt."""
+    return f"chatcmpl-{attempt_id}" if call.api is Api.CHAT else f"cmpl-{attempt_id}-0"

@@ -1,0 +1,98 @@
+"""Two legs at the same time: the prefill leg runs beside the decode leg, and neither outlives the other's failure.
+
+Whoever waits is told of the failure that came first, or of the prefiller's where both are known: what a decoder says
+when its KV cache does not come is no fault of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from proxy.errors import Failure, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
+    from proxy.upstream import Response
+
+
+@asynccontextmanager
+async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
+    """Run the prefill leg until the end of the block at the latest; left before, it is cancelled and waited for.
+
+    What the leg raises, an UpstreamError if all is well with the program, reaches whoever waits for it in the block,
+    and takes the place of an UpstreamError with which the block is left.
+    """
+    task = asyncio.create_task(leg)
+    task.add_done_callback(_error)  # which nobody may be waiting for any more
+    try:
+        yield PrefillLeg(task)
+    except UpstreamError as error:
+        cause = _error(task) if task.done() else None
+        if cause is None or cause is error:
+            raise
+        raise cause from error
+    finally:
+        await _end(task)
+
+
+class PrefillLeg:
+    """A prefill leg under way."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+
+    async def race(self, opening: Coroutine[Any, Any, Response]) -> Response:
+        """Open the decode leg meanwhile; the response is the caller's to enter at once, as from `Upstream.open`.
+
+        Raises what either leg raises, whichever fails first; the decode leg is cancelled then. When the prefill leg
+        fails later, the response is aborted with its error.
+        """
+        decode = asyncio.create_task(opening)
+        try:
+            await asyncio.wait((decode, self._task), return_when=asyncio.FIRST_COMPLETED)
+            if self._task.done():
+                self._task.result()
+                await asyncio.wait([decode])
+            response = decode.result()
+        except BaseException:
+            # Also for a response that comes in this very moment, and also when this wait is cancelled once more.
+            decode.add_done_callback(_give_back)
+            await _end(decode)
+            raise
+        self._task.add_done_callback(lambda task: _abort_if_failed(task, response))
+        return response
+
+    async def ended(self) -> None:
+        """Wait for it. Raises what it raises."""
+        await asyncio.wait([self._task])  # to await the task itself would cancel it together with whoever waits
+        self._task.result()
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    """With what a task that is done has failed; None when it has not, or was cancelled."""
+    return None if task.cancelled() else task.exception()
+
+
+def _give_back(decode: asyncio.Task[Response]) -> None:
+    """Drop the response of a leg that nobody waits for any more."""
+    if not decode.cancelled() and decode.exception() is None:
+        with decode.result():
+            pass
+
+
+def _abort_if_failed(task: asyncio.Task[None], response: Response) -> None:
+    """End the decode leg in the middle when the prefill leg fails: the decoder would wait for KV that does not come."""
+    error = _error(task)
+    if isinstance(error, UpstreamError):
+        response.abort(error)
+    elif error is not None:
+        response.abort(response.fail(Failure.BROKEN, "the prefill leg failed"))  # `running` tells why

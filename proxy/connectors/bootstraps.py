@@ -1,0 +1,150 @@
+"""What bootstrap servers tell: vLLM's MooncakeConnector has one beside each prefiller, which knows its engines.
+
+An instance that anybody added may be behind it, so its answer is bounded in bytes and in time, and believed to be what
+it should only after a look. It is given no credentials, and followed nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
+
+from proxy.errors import Failure, UpstreamError
+from proxy.upstream import connect_problem, read_bounded, upstream_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from proxy.balancer.backend import Backend
+
+# A prefiller takes longer than this to start, so what was told since is told by the process that runs.
+_FRESH_SECONDS: Final = 5.0
+# Who waited for the same answer does not ask for it again.
+_PROBLEM_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 2.0
+_MAX_ANSWER_BYTES: Final = 1024 * 1024
+_MAX_RANKS: Final = 4096
+
+
+def bootstrap_address(prefiller: Backend, default_port: int) -> str:
+    """Where a prefiller's bootstrap server is, for us and for decoders: scheme, host and port."""
+    host = f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host
+    return f"http://{host}:{prefiller.bootstrap_port or default_port}"
+
+
+Engines = tuple[tuple[int, str], ...]
+"""Data-parallel rank and id of each engine behind a prefiller's address, in the order of the ranks."""
+
+
+def parse_engines(answer: bytes) -> Engines:
+    """What a bootstrap server's `/query` tells: `{"0": {"engine_id": "…", "worker_addr": {…}}, "1": …}`, by rank.
+
+    No engines: none has registered yet. Raises ValueError for what is no such thing.
+    """
+    told = orjson.loads(answer)
+    if not isinstance(told, dict) or len(told) > _MAX_RANKS:
+        raise ValueError("not the engines by their ranks")
+    return tuple(sorted((_rank(rank), _engine_id(entry)) for rank, entry in told.items()))
+
+
+def _rank(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 4):
+        raise ValueError("not the number of a rank")
+    return int(key)
+
+
+def _engine_id(entry: Any) -> str:
+    engine_id = entry.get("engine_id") if isinstance(entry, dict) else None
+    if not isinstance(engine_id, str) or not 0 < len(engine_id) <= 256:
+        raise ValueError("not the id of an engine")
+    return engine_id
+
+
+@dataclass(slots=True)
+class _Bootstrap:
+    """What is known of one prefiller's bootstrap server."""
+
+    prefiller: Backend
+    address: str
+    engines: Engines = ()
+    problem: tuple[Failure, str] | None = None
+    """Why there are no engines."""
+    due: float = 0.0
+    """When to ask again, for engines or a problem."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Bootstraps:
+    """One worker's knowledge of the engines behind each prefiller. A server is asked again from time to time, and when
+    something points to a prefiller that has started anew; as long as it does not answer then, what it said holds.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._known: dict[int, _Bootstrap] = {}  # by slot, which are as many as there can be backends
+
+    async def engines(self, prefiller: Backend, address: str) -> Engines:
+        """Its engines. Raises UpstreamError: the prefiller cannot be used now."""
+        known = self._known.get(prefiller.slot)
+        if known is None or known.prefiller != prefiller or known.address != address:
+            known = self._known[prefiller.slot] = _Bootstrap(prefiller, address)
+        if known.engines:
+            if self._clock() >= known.due:
+                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile the others go on with what is known
+                await self._ask(known)
+        else:
+            async with known.lock:  # one asks for all
+                if not known.engines and (known.problem is None or self._clock() >= known.due):
+                    await self._ask(known)
+            if not known.engines:
+                assert known.problem is not None
+                failure, text = known.problem
+                raise upstream_error(failure, prefiller, text)
+        return known.engines
+
+    def forget(self, prefiller: Backend) -> None:
+        """Ask before it is used again."""
+        self._known.pop(prefiller.slot, None)
+
+    @contextmanager
+    def doubting(self, prefiller: Backend) -> Iterator[None]:
+        """Around what relies on its engines: a failure may mean that they are others by now."""
+        try:
+            yield
+        except UpstreamError as error:
+            if not (error.is_backpressure or error.is_clients_fault):
+                self.forget(prefiller)
+            raise
+
+    async def _ask(self, known: _Bootstrap) -> None:
+        try:
+            engines = parse_engines(await self._get(known.address + "/query"))
+            problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
+        except TimeoutError:
+            problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
+        except aiohttp.ClientConnectorError as error:
+            reason = connect_problem(error.os_error)
+            problem = (Failure.CONNECT, f"its bootstrap server cannot be reached ({reason})")
+        except (aiohttp.ClientError, ValueError):
+            problem = (Failure.BAD_ANSWER, "its bootstrap server did not tell its engines")
+        if problem is None:
+            known.engines, known.problem = engines, None
+            known.due = self._clock() + _FRESH_SECONDS
+        elif not known.engines:
+            known.problem = problem
+            known.due = self._clock() + _PROBLEM_SECONDS
+
+    async def _get(self, url: str) -> bytes:
+        """A path of the bootstrap server, which needs no key. Raises aiohttp.ClientError, TimeoutError, ValueError."""
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        async with self._session.get(url, timeout=timeout, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}")
+            return await read_bounded(answer, _MAX_ANSWER_BYTES)

@@ -1,0 +1,260 @@
+"""Prefill, then decode: the legs of the protocols in which the decoder is called when the prefiller has answered.
+
+KV parameters in the prefiller's answer go to the decoder verbatim: opaque, and used once. The decoder is reserved
+before the prefiller is called, so that KV cache is never pinned while no decoder has room for it. A prompt that is so
+short that a hand-over costs more than a prefill goes to a decoder alone, where the settings say so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from proxy.balancer.backend import Role
+from proxy.connectors.alone import Alone
+from proxy.connectors.base import (
+    Attempt,
+    check_status,
+    first_byte_seconds,
+    new_attempt_id,
+    parse_answer,
+    prefill_seconds,
+    refusal,
+)
+from proxy.connectors.kv_transfer import kv_transfer
+from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.ranks import Ranks
+from proxy.connectors.releaser import PrefilledKv
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.record import Journey, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from aiohttp import web
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+    from proxy.call import Call
+    from proxy.connectors.base import Kit
+    from proxy.connectors.ranks import RankClaim
+    from proxy.settings import Settings
+    from proxy.upstream import Response
+    from proxy.wire.document import Document
+
+# Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
+_ASK_FOR_KV: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill leg has come to, and the decode leg begins with."""
+
+    attempt_id: str
+    response: Response
+    params: bytes | None
+    """KV parameters for the decoder, verbatim; None: the answer has none."""
+    kv: PrefilledKv | None
+    """What the prefiller keeps for the decoder, as its parameters say; None: nothing."""
+
+
+class InTurn(ABC):
+    """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
+
+    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    one_sequence_per_call = True
+    continues_answers = True
+
+    def __init__(self, kit: Kit) -> None:
+        self._pools = kit.pools
+        self._upstream = kit.upstream
+        self._metrics = kit.metrics
+        self._releaser = kit.releaser
+        self._ranks = Ranks()
+        self._alone = Alone(kit, self._ranks)
+        self._timeouts, self._kv, self._balance = kit.settings.timeouts, kit.settings.kv, kit.settings.balance
+
+    def check(self, call: Call) -> None:
+        """Refuse what cannot be handed over."""
+        check_can_be_handed_over(call)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._timeouts, self._kv, self._balance = settings.timeouts, settings.kv, settings.balance
+        self._alone.configure(settings)
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Engines call nobody."""
+        return ()
+
+    def open(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, or the decoder's alone. See Connector.open."""
+        if call.prompt_tokens < self._kv.prefill_min_tokens:
+            self._metrics.prefills_skipped_total.inc()
+            return self._alone.open(call, avoid, journey)
+        return self._open_both(call, avoid, journey, prefer)
+
+    @asynccontextmanager
+    async def _open_both(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
+    ) -> AsyncIterator[Attempt]:
+        with (
+            self._pools.decode.lease(call.decode_load, avoid) as decoder,
+            self._pools.prefill.lease(
+                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
+            ) as prefiller,
+            self._ranks.claim() as rank,
+        ):
+            journey.begin_attempt()
+            journey.enter(Stage.PREFILL)
+            prefilled = await self.prefill(call, prefiller, avoid, journey)
+            prefiller.free_compute()
+            with self._releaser.custody(prefilled.kv, avoid) as custody:
+
+                def on_arrival(works: bool) -> None:
+                    prefiller.free_kv()
+                    custody.end(decoder.backend, works)
+                    if works:
+                        decoder.confirm()
+
+                with await self._decode(call, prefilled, decoder, rank, custody.failed, journey) as response:
+                    await check_status(response)
+                    if call.stream:
+                        journey.enter(Stage.FIRST_TOKEN)
+                    yield Attempt(
+                        response,
+                        journey,
+                        prefiller=prefiller.backend,
+                        kv_handed_over=self.is_handed_over(prefilled),
+                        on_arrival=on_arrival,
+                    )
+
+    # What a protocol says
+
+    @abstractmethod
+    async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
+        """Run the prefill leg, by `ask_prefiller`. Raises UpstreamError."""
+
+    @abstractmethod
+    def is_handed_over(self, prefilled: Prefilled) -> bool:
+        """Whether the decoder has its KV cache from elsewhere; see Attempt."""
+
+    # How
+
+    async def ask_prefiller(self, call: Call, prefiller: Backend, journey: Journey) -> Prefilled:
+        """One prefill leg. Raises UpstreamError."""
+        attempt_id = new_attempt_id()
+        journey.prefiller = prefiller.name
+        with self._ranks.claim() as rank:
+            response, body = await self._upstream.fetch(
+                prefiller,
+                call.api.path,
+                prefill_body(call, self._pools.prefill.engine_version(prefiller), _ASK_FOR_KV),
+                {
+                    **call.headers,
+                    "x-request-id": attempt_id,
+                    **rank.header(prefiller, self._balance.prefill_dp_ranks),
+                },
+                silence_seconds=prefill_seconds(self._timeouts, call),
+            )
+        if response.status != 200:
+            raise refusal(response, body)
+        answer = parse_answer(response, body)
+        journey.saw_prompt_usage(answer.values.get("usage"))
+        params = _kv_params(answer)
+        kv = None if params is None else _kept_kv(answer, params, call, prefiller)
+        return Prefilled(attempt_id, response, params, kv)
+
+    async def _decode(
+        self,
+        call: Call,
+        prefilled: Prefilled,
+        lease: Lease,
+        rank: RankClaim,
+        refused: set[Backend],
+        journey: Journey,
+    ) -> Response:
+        """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder, which is
+        not one of `refused`.
+        """
+        params = _decode_params(prefilled.params, call.kv_params)
+        body = call.body({} if params is None else {"kv_transfer_params": orjson.Fragment(params)})
+        # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
+        journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
+        while True:
+            journey.decoder = lease.backend.name
+            # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
+            steering = rank.header(lease.backend, self._balance.decode_dp_ranks)
+            try:
+                return await self._upstream.open(
+                    lease.backend,
+                    call.api.path,
+                    body,
+                    {**call.headers, "x-request-id": prefilled.attempt_id, **steering},
+                    silence_seconds=self._handoff_seconds(prefilled.kv, call),
+                )
+            except UpstreamError as error:
+                if error.failure is Failure.CONNECT and self.move(lease, refused, error):
+                    self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
+                    continue
+                if error.failure is Failure.CONNECT:
+                    # Nobody is left to ask: another prefill would only pin more KV cache that nobody pulls.
+                    raise NoBackendAvailable(Role.DECODE) from error
+                raise
+
+    def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
+        """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
+        has given to others meanwhile. An answer that is not streamed says nothing before its end.
+        """
+        if not call.stream:
+            return first_byte_seconds(self._timeouts, call)
+        if kv is None:
+            return self._timeouts.handoff_seconds
+        lease_seconds = self._releaser.pin_seconds(kv.prefiller, kv.transfer)
+        return min(self._timeouts.handoff_seconds, lease_seconds / 2)
+
+    @staticmethod
+    def move(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:
+        """Move a lease to a backend that has not failed this attempt; False when there is none."""
+        refused.add(error.backend)
+        try:
+            lease.move(refused, because=error)
+        except NoBackendAvailable:
+            return False
+        return True
+
+
+def _kv_params(answer: Document) -> bytes | None:
+    """A prefiller's `kv_transfer_params` as it wrote them; None when there are none that say anything."""
+    params = answer.values.get("kv_transfer_params")
+    return answer.raw_value("kv_transfer_params") if isinstance(params, dict) and params else None
+
+
+def _kept_kv(answer: Document, params: bytes, call: Call, prefiller: Backend) -> PrefilledKv | None:
+    """The KV that parameters name for a decoder to fetch; None when they name none."""
+    values = answer.values["kv_transfer_params"]
+    if values.get("do_remote_prefill") is not True:
+        return None
+    return PrefilledKv(prefiller, params, kv_transfer(values), call.prompt_tokens, call.headers)
+
+
+def _decode_params(params: bytes | None, extra: Mapping[str, object]) -> bytes | None:
+    """`kv_transfer_params` of the decode leg: the prefiller's very bytes, and the call's own members behind them."""
+    if not extra:
+        return params
+    members = orjson.dumps(dict(extra))
+    return members if params is None else params[:-1] + b"," + members[1:]

@@ -1,0 +1,230 @@
+"""vLLM's own MooncakeConnector: both legs at once, and the engines meet by a transfer id of ours.
+
+The decoder finds the prefiller's engine through the bootstrap server that runs beside it, and the prefiller sends the
+KV cache when it has it. Which engines there are the bootstrap server tells us, too: each data-parallel rank is one, and
+both legs have to speak of the same. The prefiller's answer says nothing but that it is done.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import orjson
+
+from proxy.balancer.backend import Role
+from proxy.connectors.base import (
+    Attempt,
+    check_status,
+    first_byte_seconds,
+    new_attempt_id,
+    parse_answer,
+    prefill_seconds,
+    refusal,
+)
+from proxy.connectors.beside import running
+from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
+from proxy.connectors.kv_transfer import kv_transfer
+from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.ranks import RANK_HEADER, Ranks
+from proxy.connectors.releaser import PrefilledKv
+from proxy.errors import UpstreamError
+from proxy.record import Journey, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Sequence
+    from types import TracebackType
+
+    from aiohttp import web
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+    from proxy.call import Call
+    from proxy.connectors.base import Kit
+    from proxy.connectors.ranks import RankClaim
+    from proxy.connectors.releaser import Custody, Releaser
+    from proxy.settings import Settings
+    from proxy.upstream import Response
+
+
+class MooncakeBootstrap:
+    """Prefill beside decode."""
+
+    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    one_sequence_per_call = True
+    # The decoder is any vLLM: it tells token ids, and both engines take `prompt_token_ids` among the parameters, which
+    # vLLM reads before the KV connector sees them (renderers/online_renderer.py).
+    continues_answers = True
+
+    def __init__(self, kit: Kit) -> None:
+        self._pools = kit.pools
+        self._upstream = kit.upstream
+        self._releaser = kit.releaser
+        self._bootstraps = Bootstraps(kit.session)
+        self._ranks = Ranks()
+        self.configure(kit.settings)
+
+    def check(self, call: Call) -> None:
+        """Refuse what cannot be handed over."""
+        check_can_be_handed_over(call)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._timeouts = settings.timeouts
+        self._bootstrap_port = settings.mooncake.bootstrap_port
+        self._decode_dp_ranks = settings.balance.decode_dp_ranks
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Engines call nobody."""
+        return ()
+
+    @asynccontextmanager
+    async def open(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AsyncIterator[Attempt]:
+        """Both legs. See Connector.open."""
+        with (
+            self._pools.decode.lease(call.decode_load, avoid) as decoder,
+            self._pools.prefill.lease(
+                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
+            ) as prefiller,
+            self._ranks.claim() as prefill_rank,
+            self._ranks.claim() as decode_rank,
+        ):
+            journey.begin_attempt()
+            journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            journey.enter(Stage.PREFILL)
+            meeting = await self._arrange(prefiller.backend, prefill_rank)
+            custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), avoid)
+            # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
+            silence_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
+            with (
+                self._bootstraps.doubting(prefiller.backend),
+                _HandOver(prefiller, decoder, prefill_rank, self._releaser, custody) as handover,
+            ):
+                async with running(self._prefill(call, meeting, handover, journey)) as leg:
+                    opening = self._decode(call, decoder.backend, meeting, decode_rank, silence_seconds)
+                    with await leg.race(opening) as response:
+                        await check_status(response)
+                        yield Attempt(
+                            response,
+                            journey,
+                            prefiller=prefiller.backend,
+                            kv_handed_over=True,
+                            on_arrival=handover.settle,
+                            first_token_seconds=silence_seconds,
+                        )
+
+    async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
+        """Choose the engine behind a prefiller's address. Raises UpstreamError."""
+        address = bootstrap_address(prefiller, self._bootstrap_port)
+        engines = await self._bootstraps.engines(prefiller, address)
+        return Meeting(new_attempt_id(), address, *engines[rank.on(prefiller, len(engines))])
+
+    async def _decode(
+        self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, silence_seconds: float
+    ) -> Response:
+        """Open the decode leg. Raises UpstreamError."""
+        steering = rank.header(decoder, self._decode_dp_ranks)
+        return await self._upstream.open(
+            decoder,
+            call.api.path,
+            call.body({"kv_transfer_params": {**meeting.decode_params, **call.kv_params}}),
+            {**call.headers, "x-request-id": meeting.attempt_id, **steering},
+            silence_seconds=silence_seconds,
+        )
+
+    async def _prefill(self, call: Call, meeting: Meeting, handover: _HandOver, journey: Journey) -> None:
+        """The prefill leg. Raises UpstreamError if the decoder may wait in vain."""
+        prefiller = handover.prefiller.backend
+        try:
+            response, body = await self._upstream.fetch(
+                prefiller,
+                call.api.path,
+                prefill_body(call, self._pools.prefill.engine_version(prefiller), meeting.prefill_params),
+                {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
+                silence_seconds=prefill_seconds(self._timeouts, call),
+            )
+            if response.status != 200:
+                raise refusal(response, body)
+            answer = parse_answer(response, body)
+        except UpstreamError as error:
+            if handover.is_settled:  # the decoder is at work, and needs nobody for it
+                return
+            self._releaser.suspect(prefiller, call.prompt_tokens, error)
+            raise
+        journey.saw_prompt_usage(answer.values.get("usage"))
+        handover.prefilled()
+        if not handover.is_settled:
+            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+
+
+class _HandOver:
+    """The KV cache of one attempt, on its way from prefiller to decoder: `with` it, around both legs."""
+
+    def __init__(self, prefiller: Lease, decoder: Lease, rank: RankClaim, releaser: Releaser, custody: Custody) -> None:
+        self.prefiller = prefiller
+        self.is_settled = False
+        """The decoder has said something: that it has the KV, or that it gave up."""
+        self._decoder = decoder
+        self._rank = rank
+        self._releaser = releaser
+        self._custody = custody
+        self._is_kept = False
+
+    def prefilled(self) -> None:
+        """The prefiller has answered: it has done its work, and keeps the KV until the decoder has it."""
+        self._is_kept = True
+        self._rank.free()
+        self.prefiller.free_compute()
+
+    def settle(self, works: bool) -> None:
+        """See Attempt.on_arrival. What a decoder gave up it has not fetched: engines that cannot load KV end so."""
+        if works:
+            self._custody.end(self._decoder.backend, True)
+            self._decoder.confirm()
+        elif not self.is_settled:
+            self._releaser.handed_over(self.prefiller.backend, self._decoder.backend, False)
+        self.is_settled = True
+        self.prefiller.free_kv()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_kept:  # a prefill that is broken off keeps nothing
+            self._custody.__exit__(kind, error, trace)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """By what the two engines of one attempt find each other: the members of vLLM's mooncake_connector_proxy.py."""
+
+    attempt_id: str
+    address: str
+    """Of the prefiller's bootstrap server."""
+    rank: int
+    engine_id: str
+
+    @property
+    def prefill_params(self) -> dict[str, object]:
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{self.attempt_id}"}
+
+    @property
+    def decode_params(self) -> dict[str, object]:
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": self.address,
+            "remote_engine_id": self.engine_id,
+            "transfer_id": f"xfer-{self.attempt_id}",
+        }
+
+
+def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
+    """What the prefiller keeps for the decoder once it has answered."""
+    params = meeting.decode_params
+    return PrefilledKv(prefiller, orjson.dumps(params), kv_transfer(params), call.prompt_tokens, call.headers)

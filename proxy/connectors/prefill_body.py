@@ -1,0 +1,57 @@
+"""What a prefill leg asks of a vLLM engine: the prompt's KV cache, and one token that is thrown away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import BadRequest
+from proxy.wire.document import REMOVED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.balancer.engine_facts import EngineVersion
+    from proxy.call import Call
+
+# A prefiller keeps the KV cache only if it stops for length after its one token, so `min_tokens` keeps an
+# end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token itself is thrown away:
+# the decoder computes the last prompt position again and samples for itself.
+_CHANGES: Final[dict[str, object]] = {
+    "stream": False,
+    "max_tokens": 1,
+    "min_tokens": 1,
+    "stream_options": REMOVED,
+    "logprobs": REMOVED,
+    "top_logprobs": REMOVED,
+    "return_token_ids": REMOVED,
+}
+
+# Before this version a forced tool call fails with 500 on a one-token answer, after the KV cache was pinned: `assert
+# content is not None` in vLLM 0.18 entrypoints/openai/engine/serving.py. The prompt is the same with "auto".
+_TOOL_CHOICE_FIXED: Final = (0, 23)
+
+
+def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping[str, object]) -> bytes:
+    """The body of the prefill leg. `prefiller`: its version, None if unknown. `kv_params` are the protocol's own."""
+    changes: dict[str, object] = {"kv_transfer_params": {**kv_params, **call.kv_params}, **_CHANGES}
+    if "max_completion_tokens" in call.values:
+        changes["max_completion_tokens"] = 1
+    tool_choice = call.values.get("tool_choice")
+    is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
+    if is_forced and prefiller is not None and prefiller < _TOOL_CHOICE_FIXED:
+        changes["tool_choice"] = "auto"
+    return call.body(changes)
+
+
+def check_can_be_handed_over(call: Call) -> None:
+    """Raise BadRequest for what one KV cache cannot express, or what only the prefiller's discarded answer has."""
+    values = call.values
+    if values.get("use_beam_search"):
+        raise BadRequest("beam search is not supported with prefill/decode disaggregation", param="use_beam_search")
+    best_of = values.get("best_of")
+    if isinstance(best_of, int) and best_of > call.samples:
+        raise BadRequest("best_of larger than n is not supported", param="best_of")
+    if values.get("prompt_logprobs") is not None:
+        raise BadRequest("prompt_logprobs is not supported with prefill/decode disaggregation", param="prompt_logprobs")
+    if values.get("echo") and values.get("logprobs") is not None:
+        raise BadRequest("echo with logprobs is not supported with prefill/decode disaggregation", param="echo")

@@ -1,0 +1,33 @@
+"""vLLM with a KV store that all engines share: prefill first, then the decoder finds the KV cache in the store.
+
+Spoken by vLLM's MooncakeStoreConnector and vLLM-Ascend's AscendStoreConnector and UCMConnector, whose
+`request_finished` names nothing for a decoder: it looks blocks up by the hashes of the prompt's tokens. Part of a
+MultiConnector, another connector may name something, which goes to the decoder as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.connectors.in_turn import InTurn
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.lease import Lease
+    from proxy.call import Call
+    from proxy.connectors.in_turn import Prefilled
+    from proxy.record import Journey
+
+
+class VllmStore(InTurn):
+    """Prefill → decode, one after the other; what is between them is the store's business."""
+
+    async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
+        """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""
+        return await self.ask_prefiller(call, lease.backend, journey)
+
+    def is_handed_over(self, prefilled: Prefilled) -> bool:
+        """Whatever was named: the decoder counts what it finds in the store as cached."""
+        return True

@@ -1,0 +1,141 @@
+"""Connector `auto`: engines are asked what they are, once and before anything is served, so that all workers agree.
+
+One answer of each role is enough to begin with: an engine that is down must not keep a gateway from starting. While
+there is none they are asked again, as often as an instance that is added at run time would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
+from pydantic import ValidationError
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.settings import Settings, SettingsError
+from proxy.supervisor.recognition import Told, recognise
+from proxy.upstream import connect_problem, read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.settings import Loaded
+
+logger = logging.getLogger(__name__)
+
+_MODELS_PATH: Final = "/v1/models"
+_INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
+# vLLM looks for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+_INFO_TIMEOUT_SECONDS: Final = 30.0
+_MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+
+
+def find_connector(settings: Settings) -> str:
+    """The configured connector, or for `auto` that of the engines, and then a line in the log says why it is that.
+
+    Raises SettingsError when there is no connector for them all, and ConnectionError, whose text is one sentence, when
+    no engine of a role has answered.
+    """
+    if settings.connector != "auto":
+        return settings.connector
+    if not settings.prefill:
+        logger.info("connector plain is chosen: there are no prefillers")
+        return "plain"
+    engines, silent = asyncio.run(_ask_all(settings))
+    finding = recognise(engines)
+    left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
+    logger.info("connector %s is chosen: %s%s", finding.connector, finding.reason, left_out)
+    return finding.connector
+
+
+def with_connector(loaded: Loaded, connector: str) -> Loaded:
+    """`auto` replaced by what was found at the start: it cannot change later, whatever engines come.
+
+    Raises SettingsError when other options do not suit that connector.
+    """
+    if loaded.settings.connector != "auto":
+        return loaded
+    try:
+        settings = Settings.model_validate(dict(loaded.settings) | {"connector": connector})
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"connector auto is {connector}: {problem}") from None
+    return replace(loaded, settings=settings)
+
+
+async def _ask_all(settings: Settings) -> tuple[list[Told], Mapping[str, str]]:
+    """What engines say, and which ones say nothing, and why. Raises ConnectionError."""
+    given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
+    engines = [Backend(role, at.host, at.port, trusted=True) for role, endpoints in given for at in endpoints]
+    key = settings.auth.engine_api_key
+    asker = _Asker(EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
+    async with asker:
+        for attempt in range(settings.joining.max_attempts):
+            if attempt:
+                await asyncio.sleep(settings.joining.interval_seconds)
+            answers = await asyncio.gather(*map(asker.ask, engines))
+            told = [answer for answer in answers if isinstance(answer, Told)]
+            silent = {engine.name: a for engine, a in zip(engines, answers, strict=True) if isinstance(a, str)}
+            missing = next((engine for engine in engines if engine.role not in {a.role for a in told}), None)
+            if missing is None:
+                return told, silent
+            problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
+            if not attempt:
+                logger.info("%s. Waiting for one", problem)
+    raise ConnectionError(f"connector auto: {problem}. Name the connector to start without them")
+
+
+class _Asker:
+    """`async with` it."""
+
+    def __init__(self, keys: EngineKeys, timeout_seconds: float) -> None:
+        self._keys = keys
+        self._timeout_seconds = timeout_seconds
+
+    async def __aenter__(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def ask(self, engine: Backend) -> Told | str:
+        """What an engine says, or why it says nothing."""
+        try:
+            status, models = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
+        except TimeoutError:
+            return f"{_MODELS_PATH} did not answer within {self._timeout_seconds:g} s"
+        except aiohttp.ClientConnectorError as error:
+            return f"cannot connect ({connect_problem(error.os_error)})"
+        except (aiohttp.ClientError, ValueError) as error:
+            return f"{_MODELS_PATH} failed ({type(error).__name__})"
+        if status != 200:
+            return f"{_MODELS_PATH} answered with status {status}"
+        return Told(engine.role, engine.name, models, await self._ask_info(engine))
+
+    async def _ask_info(self, engine: Backend) -> Any:
+        """None: it does not tell."""
+        for path in _INFO_PATHS:
+            try:
+                status, info = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
+            except (aiohttp.ClientError, TimeoutError, ValueError):
+                return None
+            if status != 404:
+                return info if status == 200 else None
+        return None
+
+    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> tuple[int, Any]:
+        """Status and JSON, None when it is no success. Raises ValueError when it is no JSON."""
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        headers = self._keys.headers(engine)
+        async with self._session.get(
+            engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
+        ) as answer:
+            body = await read_bounded(answer, _MAX_ANSWER_BYTES)
+            return answer.status, orjson.loads(body) if answer.status == 200 else None

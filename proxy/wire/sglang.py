@@ -1,0 +1,207 @@
+"""The shapes of SGLang's own API that the gateway reads or writes.
+
+From SGLang `managers/io_struct.py` (requests), `managers/tokenizer_manager.py` (answers) and, for what is merged of the
+two legs, its router's `mini_lb.py`.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from proxy.errors import BadRequest
+from proxy.wire.openai import RESERVED_FIELDS as RESERVED_OPENAI_FIELDS
+from proxy.wire.sglang_errors import payloads_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class NativeApi(StrEnum):
+    """SGLang's own generation endpoint; the value is the metric label."""
+
+    GENERATE = "generate"
+
+    @property
+    def path(self) -> str:
+        """The route, the same on the gateway and on the engines."""
+        return "/generate"
+
+
+RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
+    "background",  # goes on when its client has left
+    "decode_tp_size",
+    "encoder_urls",
+    "external_trace_header",
+    "http_worker_ipc",
+    "kv_hints",
+    "lora_id",
+    "need_wait_for_mm_inputs",
+    "num_items_assigned",
+    "received_time",
+    "return_bytes",
+}
+"""Fields of a request that are the router's or internal to the engine, and so are removed when a client sends them."""
+
+DEFAULT_OUTPUT_TOKENS: Final = 128
+"""`max_new_tokens` of a request that does not say."""
+
+_PROMPTS: Final = ("text", "input_ids", "input_embeds")  # in this order the engine looks for one
+# Members that may hold a list with one entry for each prompt of a list of prompts.
+_PER_PROMPT: Final = (
+    *("sampling_params", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_sampling_mask", "sampling_logprobs_mode", "return_hidden_states", "watermark"),
+    *("lora_path", "custom_logit_processor", "extra_key", "cache_salt"),
+    *("multi_item_delimiter_indices", "token_indices_to_pool"),
+)
+_INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+
+
+# Requests
+
+
+class Item(NamedTuple):
+    """One prompt and one sample of a request: what is different in it. `is_first`: of the samples of its prompt."""
+
+    changes: dict[str, object]
+    is_first: bool
+
+
+def prompt_of(values: Mapping[str, Any]) -> Any:
+    """The prompt or the list of prompts; None when there is none."""
+    return next((values[name] for name in _PROMPTS if values.get(name) is not None), None)
+
+
+def embeddings(values: Mapping[str, Any]) -> int | None:
+    """How many embeddings, of one token each, the prompts consist of; None when they are text or token ids."""
+    if values.get("text") is not None or values.get("input_ids") is not None:
+        return None
+    prompts = values.get("input_embeds")
+    if not isinstance(prompts, list):
+        return None
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, list)) if is_batch(values) else len(prompts)
+
+
+def is_batch(values: Mapping[str, Any]) -> bool:
+    """Whether the engine answers a list: to a list of prompts, be it of one, and to several samples."""
+    return _is_list_of_prompts(values) or samples_of(values.get("sampling_params")) > 1
+
+
+def samples_of(sampling_params: Any) -> int:
+    """How many answers are wanted for each prompt. With beam search `n` is how many of one answer's beams are shown."""
+    params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
+    if not isinstance(params, dict) or (params.get("beam_width") or 1) != 1:
+        return 1
+    samples = params.get("n")
+    return max(1, samples) if isinstance(samples, int) else 1
+
+
+def output_limit(sampling_params: Any) -> int:
+    """The most tokens an answer may have."""
+    params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
+    limit = params.get("max_new_tokens") if isinstance(params, dict) else None
+    return limit if isinstance(limit, int) and limit >= 0 else DEFAULT_OUTPUT_TOKENS
+
+
+def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
+    """A request as single prompts and samples, in the order of the engine's answers. Raises BadRequest.
+
+    What is one prompt and one sample already is left as it is.
+    """
+    samples = samples_of(values.get("sampling_params"))
+    prompts = prompt_of(values) if _is_list_of_prompts(values) else None
+    count = (1 if prompts is None else len(prompts)) * samples
+    if count > max_items:
+        raise BadRequest(f"{count} answers are more than the limit of {max_items}", param="sampling_params")
+    if count == 0:
+        raise BadRequest("the list of prompts is empty")
+    changes: list[dict[str, object]] = (
+        [{}] if prompts is None else [_item(values, index) for index in range(len(prompts))]
+    )
+    return [
+        Item(_single_sample(values, item) if samples > 1 else item, sample == 0)
+        for item in changes
+        for sample in range(samples)
+    ]
+
+
+def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
+    """Whether only the prefiller has a part of what is asked for."""
+    first = values.get("logprob_start_len")
+    asks_for_input = isinstance(first, int) and first >= 0  # by default only the output's are told
+    return bool(values.get("return_logprob") and asks_for_input) or bool(values.get("return_routed_experts"))
+
+
+def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:
+    prompt = prompt_of(values)
+    if not isinstance(prompt, list):
+        return False
+    if values.get("text") is not None:
+        return True
+    first = prompt[0] if prompt else None
+    if values.get("input_ids") is not None:
+        return isinstance(first, list)
+    return isinstance(first, list) and bool(first) and isinstance(first[0], list)
+
+
+def _item(values: Mapping[str, Any], index: int) -> dict[str, object]:
+    name = next(name for name in _PROMPTS if values.get(name) is not None)
+    prompts: Sequence[Any] = values[name]
+    changes: dict[str, object] = {name: prompts[index]}
+    for name in _PER_PROMPT:
+        entries = values.get(name)
+        if (
+            not isinstance(entries, list)
+            or not entries
+            or (name == "token_ids_logprob" and isinstance(entries[0], int))
+        ):
+            continue
+        if len(entries) != len(prompts):
+            raise BadRequest(f"{name} has {len(entries)} entries for {len(prompts)} prompts", param=name)
+        changes[name] = entries[index]
+    return changes
+
+
+def _single_sample(values: Mapping[str, Any], item: dict[str, object]) -> dict[str, object]:
+    params = item.get("sampling_params", values["sampling_params"])
+    if not isinstance(params, dict):
+        raise BadRequest("sampling_params must be an object, or a list of them", param="sampling_params")
+    return {**item, "sampling_params": {**params, "n": 1}}
+
+
+# Answers
+
+
+def usage_of(payload: Any) -> dict[str, Any] | None:
+    """What an answer, or one event of it, tells of tokens, in OpenAI's words."""
+    meta = payload.get("meta_info") if isinstance(payload, dict) else None
+    if not isinstance(meta, dict):
+        return None
+    counts = {name: meta.get(name) for name in ("prompt_tokens", "completion_tokens")}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": meta.get("cached_tokens")}}
+
+
+class PrefilledParts:
+    """What the prefiller's answer adds to the decoder's: the log probabilities of the prompt, and its experts."""
+
+    def __init__(self, answer: bytes) -> None:
+        metas = (payload.get("meta_info") for payload in payloads_of(answer) if isinstance(payload, dict))
+        self._meta: dict[str, Any] = next((meta for meta in metas if isinstance(meta, dict)), {})
+
+    def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The decoder's answer, or one event of it, with them."""
+        meta = payload.get("meta_info")
+        if not isinstance(meta, dict):
+            return payload
+        merged: dict[str, Any] = {}
+        for name in _INPUT_LOGPROBS:
+            first, second = self._meta.get(name), meta.get(name)
+            if isinstance(first, list) and isinstance(second, list):
+                merged[name] = first + second
+        first, second = self._meta.get("routed_experts"), meta.get("routed_experts")
+        if isinstance(first, str) and isinstance(second, str):
+            of_prompt = b64decode(first)
+            merged["routed_experts"] = b64encode(of_prompt + b64decode(second)[len(of_prompt) :]).decode()
+        return {**payload, "meta_info": {**meta, **merged}}

@@ -1,0 +1,60 @@
+"""Every connector, both endpoints, streamed and not: nothing goes wrong, and the KV really travels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.connectors import CONNECTORS
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": request(Api.CHAT),
+    "completion": request(Api.COMPLETIONS),
+    "samples": request(Api.CHAT, n=3),
+    "prompts": request(Api.COMPLETIONS, prompt=["one", "two", "three"]),
+    "ids": request(Api.COMPLETIONS, prompt=[*b"Hello there"]),
+    "one-token": request(Api.CHAT, max_tokens=1),
+}
+UNITS = {"samples": 3, "prompts": 3}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_an_answer(deploy: Deploy, connector: str, kind: str, stream: bool) -> None:
+    gateway = await deploy(2, 2, connector=connector)
+    body = BODIES[kind] | {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+
+    answer = await gateway.ask(body)
+
+    assert answer.status == 200
+    assert answer.is_done
+    assert answer.texts == dict(enumerate(await texts_of(BODIES[kind])))
+    assert answer.usage["completion_tokens"] == body["max_tokens"] * UNITS.get(kind, 1)
+    check_that_kv_travelled(gateway, connector, 1 if connector == "plain" else UNITS.get(kind, 1))
+
+
+async def texts_of(body: dict[str, Any]) -> list[str]:
+    """What each of its prompts and samples would get from an engine that does it alone."""
+    single = {name: value for name, value in body.items() if name != "n"}
+    if body is BODIES["prompts"]:
+        return [await answer_alone(single | {"prompt": prompt}) for prompt in body["prompt"]]
+    return [await answer_alone(single)] * body.get("n", 1)
+
+
+def check_that_kv_travelled(gateway: Deployment, connector: str, units: int) -> None:
+    """Every unit was prefilled once, and no decoder computed a prompt by itself."""
+    assert len(generations(*gateway.decoders)) == units
+    if connector == "plain":
+        return
+    assert len(generations(*gateway.prefillers)) == units
+    assert sum(decoder.state.pulls for decoder in gateway.decoders) == units
+    assert not any(engine.state.local_prefills for engine in gateway.decoders)

@@ -1,0 +1,236 @@
+"""Bootstrap servers: what they tell, how often they are asked, and that none of them can do harm."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.balancer.backend import Backend, Role
+from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
+from proxy.errors import Failure, UpstreamError
+from proxy.metrics import Metrics
+from proxy.upstream import AddressRules, Names, new_session
+from tests.asking import until
+from tests.canned import http
+from tests.connectors.registering import BootstrapServer, engines_told
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.clock import Clock
+
+PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 7100, slot=3)
+TWO = ((0, "engine-0"), (1, "engine-1"))
+
+
+@asynccontextmanager
+async def asking(clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",)) -> AsyncIterator[Bootstraps]:
+    async with Names(AddressRules(networks), (), Metrics()) as names, new_session(names) as session:
+        yield Bootstraps(session, clock)
+
+
+async def refused(bootstraps: Bootstraps, address: str) -> UpstreamError:
+    with pytest.raises(UpstreamError) as caught:
+        await bootstraps.engines(PREFILLER, address)
+    assert caught.value.backend == PREFILLER
+    assert "127.0.0.1" not in caught.value.message
+    return caught.value
+
+
+# Where they are
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"),
+    [
+        ("10.0.0.1", None, "http://10.0.0.1:8998"),
+        ("prefill-1.local", 9000, "http://prefill-1.local:9000"),
+        ("fd00::1", None, "http://[fd00::1]:8998"),
+    ],
+)
+def test_a_server_is_beside_its_prefiller(host: str, port: int | None, address: str) -> None:
+    assert bootstrap_address(Backend(Role.PREFILL, host, 7100, bootstrap_port=port), 8998) == address
+
+
+# What they tell
+
+
+def test_engines_are_told_by_the_number_of_their_rank() -> None:
+    told = {str(rank): {"engine_id": f"engine-{rank}", "worker_addr": {"0": {"0": "tcp://x"}}} for rank in (10, 9, 0)}
+    assert parse_engines(orjson.dumps(told)) == ((0, "engine-0"), (9, "engine-9"), (10, "engine-10"))
+    assert parse_engines(b"{}") == ()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(b"", b"null", b"[]", b'"0"', b"{", b"\xff", b"[" * 100_000),
+        *(b'{"0":null}', b'{"0":{}}', b'{"0":{"engine_id":7}}', b'{"0":{"engine_id":""}}'),
+        b'{"0":{"engine_id":"%b"}}' % (b"x" * 257),
+        *(b'{"%b":{"engine_id":"x"}}' % key for key in (b"", b"-1", b"1.5", b"x", b"10000", b"\xd9\xa1", b"1 ")),
+        orjson.dumps({str(rank % 9999): {"engine_id": "x"} for rank in range(4097)}),
+    ],
+)
+def test_what_no_bootstrap_server_tells_is_refused(answer: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_engines(answer)
+
+
+@given(
+    st.binary()
+    | st.recursive(st.none() | st.integers(0, 9) | st.text(), lambda inner: st.dictionaries(st.text(), inner))
+)
+def test_anything_is_engines_or_refused(answer: object) -> None:
+    try:
+        engines = parse_engines(answer if isinstance(answer, bytes) else orjson.dumps(answer))
+    except ValueError:
+        return
+    assert all(rank >= 0 and engine_id for rank, engine_id in engines)
+
+
+# How often they are asked
+
+
+async def test_a_server_is_asked_once_whoever_wants_to_know(clock: Clock) -> None:
+    async with BootstrapServer() as server, asking(clock) as bootstraps:
+        told = await asyncio.gather(*(bootstraps.engines(PREFILLER, server.address) for _ in range(5)))
+        assert told == [TWO] * 5
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert server.asked == ["/query"]
+
+
+async def test_it_is_asked_again_after_some_seconds_and_when_it_was_forgotten(clock: Clock) -> None:
+    async with BootstrapServer() as server, asking(clock) as bootstraps:
+        await bootstraps.engines(PREFILLER, server.address)
+        server.answer = engines_told("new")
+        clock.now += 4.9
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        clock.now += 0.2
+        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "new"),)
+        server.answer = engines_told("newer")
+        bootstraps.forget(PREFILLER)
+        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "newer"),)
+        assert len(server.asked) == 3
+
+
+async def test_what_is_known_holds_while_one_asks_again(clock: Clock) -> None:
+    async with BootstrapServer() as server, asking(clock) as bootstraps:
+        await bootstraps.engines(PREFILLER, server.address)
+        clock.now += 60
+        server.answer = None
+        first = asyncio.create_task(bootstraps.engines(PREFILLER, server.address))
+        await until(lambda: len(server.asked) == 2, "the question")
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        assert len(server.asked) == 2
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        server.answer = engines_told("new")
+        clock.now += 2
+        assert await bootstraps.engines(PREFILLER, server.address) == ((0, "new"),)
+
+
+async def test_what_is_known_holds_when_a_server_is_gone(clock: Clock) -> None:
+    """It is a side door of the prefiller, which may do well without."""
+    async with asking(clock) as bootstraps:
+        async with BootstrapServer() as server:
+            await bootstraps.engines(PREFILLER, server.address)
+        clock.now += 60
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+        bootstraps.forget(PREFILLER)
+        assert (await refused(bootstraps, server.address)).failure is Failure.CONNECT
+
+
+async def test_who_waited_for_an_answer_that_is_none_does_not_ask_again(clock: Clock) -> None:
+    async with BootstrapServer(answer=http(b"nonsense")) as server, asking(clock) as bootstraps:
+        await asyncio.gather(*(refused(bootstraps, server.address) for _ in range(5)))
+        assert len(server.asked) == 1
+        server.answer = engines_told("engine-0", "engine-1")
+        clock.now += 1
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+
+
+async def test_who_waits_asks_when_the_one_who_asked_has_left(clock: Clock) -> None:
+    async with BootstrapServer(answer=None) as server, asking(clock) as bootstraps:
+        first, second = (asyncio.create_task(bootstraps.engines(PREFILLER, server.address)) for _ in range(2))
+        await until(lambda: len(server.asked) == 1, "the question")
+        server.answer = engines_told("engine-0", "engine-1")
+        first.cancel()
+        assert await second == TWO
+        await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_another_backend_in_the_same_slot_is_another(clock: Clock) -> None:
+    other_server = BootstrapServer(answer=engines_told("other"))
+    async with BootstrapServer() as one, other_server as other, asking(clock) as bootstraps:
+        await bootstraps.engines(PREFILLER, one.address)
+        one.answer = engines_told("neighbour")
+        stranger = Backend(Role.PREFILL, "127.0.0.1", 7200, slot=PREFILLER.slot)
+        assert await bootstraps.engines(stranger, one.address) == ((0, "neighbour"),)
+        assert await bootstraps.engines(PREFILLER, other.address) == ((0, "other"),)  # its port was changed
+
+
+DOUBTS = [
+    (Failure.RESET, None, True),
+    (Failure.STATUS, 500, True),
+    (Failure.STATUS, 503, False),
+    (Failure.STATUS, 400, False),
+]
+
+
+@pytest.mark.parametrize(("failure", "status", "doubted"), DOUBTS)
+async def test_engines_are_asked_for_again_after_a_failure_of_theirs(
+    clock: Clock, failure: Failure, status: int | None, doubted: bool
+) -> None:
+    async with BootstrapServer() as server, asking(clock) as bootstraps:
+        await bootstraps.engines(PREFILLER, server.address)
+        error = UpstreamError(failure, PREFILLER, "it failed", engine_status=status)
+        with pytest.raises(UpstreamError), bootstraps.doubting(PREFILLER):
+            raise error
+        await bootstraps.engines(PREFILLER, server.address)
+        assert len(server.asked) == 1 + doubted
+
+
+# Those that do not answer as they should
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        (http(b"{}"), Failure.CONNECT),
+        (http(b"[]"), Failure.BAD_ANSWER),
+        (http(b'{"0":{"engine_id":"x"}}', "404 Not Found"), Failure.BAD_ANSWER),
+        (b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", Failure.BAD_ANSWER),
+        (http(b'{"0":{"engine_id":"x"}}' + b" " * 1024 * 1024), Failure.BAD_ANSWER),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", Failure.BAD_ANSWER),
+        (b"what?\r\n\r\n", Failure.BAD_ANSWER),
+    ],
+)
+async def test_an_answer_that_is_none_is_a_failure_of_the_prefiller(
+    clock: Clock, answer: bytes, failure: Failure
+) -> None:
+    async with BootstrapServer(answer=answer, closes=True) as server, asking(clock) as bootstraps:
+        assert (await refused(bootstraps, server.address)).failure is failure
+        assert server.asked == ["/query"]
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"])
+async def test_a_server_that_hangs_is_waited_for_but_not_for_long(
+    clock: Clock, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.connectors.bootstraps._ANSWER_SECONDS", 0.05)
+    async with BootstrapServer(answer=answer) as server, asking(clock) as bootstraps:
+        assert "did not answer" in (await refused(bootstraps, server.address)).message
+
+
+async def test_added_instances_cannot_lead_where_no_instance_may_be(clock: Clock) -> None:
+    async with BootstrapServer() as server, asking(clock, ("10.0.0.0/8",)) as bootstraps:
+        error = await refused(bootstraps, server.address)
+        assert error.failure is Failure.CONNECT
+        assert "not allowed" in error.message
+        assert server.asked == []

@@ -1,0 +1,65 @@
+"""What in an answer of SGLang is an error, whatever its status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.wire.sglang_errors import error_in_answer, error_of
+
+ABORT = {"type": "abort", "message": "lost", "status_code": 503, "err_type": None}
+WISH = {"type": "abort", "message": "Abort", "status_code": None}
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "message"),
+    [
+        ({"error": {"message": "lost", "code": 400}}, 400, "lost"),
+        ({"error": {"message": "lost", "code": "x"}}, 500, "lost"),
+        ({"meta_info": {"finish_reason": ABORT}}, 503, "lost"),
+        (
+            {"meta_info": {"finish_reason": {**ABORT, "status_code": 7, "message": None}}},
+            500,
+            "the request was aborted",
+        ),
+    ],
+)
+def test_an_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, message: str) -> None:
+    for error in (error_of(payload), error_in_answer(b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(payload))):
+        assert error is not None
+        assert error.status == status
+        assert orjson.loads(error.body)["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"meta_info": {"finish_reason": {"type": "length", "length": 1}}},
+        {"choices": [{"finish_reason": "length", "text": '"error" "abort"'}]},
+        {"error": None},
+        {},
+        [],
+        5,
+    ],
+)
+def test_what_is_no_error_is_none(payload: Any) -> None:
+    raw = orjson.dumps(payload)
+    assert error_of(payload) is error_in_answer(raw) is error_in_answer(b"data: %b\n\n" % raw) is None
+
+
+@pytest.mark.parametrize("payload", [{"meta_info": {"finish_reason": WISH}}, {"choices": [{"finish_reason": "abort"}]}])
+def test_an_abort_that_somebody_wished_for_is_an_error_only_of_a_prefiller(payload: dict[str, Any]) -> None:
+    assert error_of(payload) is None
+    error = error_in_answer(orjson.dumps(payload))
+    assert error is not None
+    assert error.status == 500
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'data: {"error":' + raw + b"}\n\n"))
+def test_any_bytes_are_an_error_or_none(answer: bytes) -> None:
+    error = error_in_answer(answer)
+    assert error is None or 400 <= error.status < 600
