@@ -172,6 +172,6 @@ def test_what_was_found_at_the_start_stays_when_the_settings_are_read_again() ->
 def test_what_was_found_must_suit_the_other_settings() -> None:
     everywhere = Loaded(settings(["h:1"], ["h:2"], listen={"host": "0.0.0.0"}), {})
     with pytest.raises(
-        SettingsError, match=r"^connector auto is ascend_layerwise: layerwise.advertised_host must tell"
+        SettingsError, match=r"^connector auto is ascend_layerwise: layerwise.advertised_host must be where"
     ):
         with_connector(everywhere, "ascend_layerwise")

@@ -374,8 +374,10 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ("--host a/b", "--host: 'a/b' is not a host name or an IP address"),
         (
             "--connector nixl",
-            "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'mooncake_bootstrap', 'sglang_bootstrap',"
-            " 'ascend_layerwise' or 'plain', not 'nixl'",
+            (
+                "--connector must be 'auto', 'vllm_pull', 'vllm_store', 'mooncake_bootstrap', 'sglang_bootstrap',"
+                " 'ascend_layerwise' or 'plain', not 'nixl'"
+            ),
         ),
         ("--policy best", "--policy must be 'least_load', 'round_robin', 'power_of_two' or 'random', not 'best'"),
         ("--max-retries 1.5", "--max-retries must be a valid integer, not '1.5'"),

@@ -65,11 +65,7 @@ class Generation:
 
     async def run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as arrivals:
-                try:
-                    error = await self._run(arrivals)
-                finally:
-                    self._stop_arriving()
+            error = await (self._run_with_partner() if self._has_partner else self._run_alone())
             if error is None:
                 await self._leave_kv()
         except asyncio.CancelledError:
@@ -78,34 +74,43 @@ class Generation:
         finally:
             self._leave()
         if error is not None:
+            self._drop_all()
             raise error
 
-    async def _run(self, arrivals: asyncio.TaskGroup) -> EngineError | None:
-        first_only = not self._core.protocol.serves_each_child
+    @property
+    def _has_partner(self) -> bool:
+        """Whether there is somebody to wait for before there are tokens."""
+        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
+
+    async def _run_alone(self) -> EngineError | None:
         for sequence in self.sequences:
-            if self._is_met and not (first_only and sequence.index):
-                sequence.on_admitted = partial(self._admitted, sequence, arrivals)
-            else:
-                self._prefill(sequence)
+            self._prefill(sequence)
         for sequence in self.sequences:
             self._core.scheduler.submit(sequence)
         return await self._done
 
-    @property
-    def _is_met(self) -> bool:
-        """Whether there is somebody to wait for before there are tokens."""
-        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
+    async def _run_with_partner(self) -> EngineError | None:
+        first_only = not self._core.protocol.serves_each_child
+        async with asyncio.TaskGroup() as arrivals:
+            for sequence in self.sequences:
+                if first_only and sequence.index:
+                    self._prefill(sequence)
+                else:
+                    sequence.on_admitted = partial(self._admitted, sequence, arrivals)
+            for sequence in self.sequences:
+                self._core.scheduler.submit(sequence)
+            try:
+                return await self._done
+            finally:
+                # The request is over for whoever still waits, or would be admitted while others are waited for.
+                if self._live:
+                    self._drop_all()
+                for task in self._arriving:
+                    task.cancel()
 
     def _admitted(self, sequence: Sequence, arrivals: asyncio.TaskGroup) -> None:
         arrive = self._fetch if self._leg is Leg.DECODE else self._meet
         self._arriving.append(arrivals.create_task(arrive(sequence)))
-
-    def _stop_arriving(self) -> None:
-        """The request is over for whoever still waits."""
-        if self._live:
-            self._drop_all()
-        for task in self._arriving:
-            task.cancel()
 
     def abort(self) -> None:
         """End every sequence where it is, as the engine does when told to by name."""

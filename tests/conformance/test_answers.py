@@ -58,3 +58,31 @@ def check_that_kv_travelled(gateway: Deployment, connector: str, units: int) -> 
     assert len(generations(*gateway.prefillers)) == units
     assert sum(decoder.state.pulls for decoder in gateway.decoders) == units
     assert not any(engine.state.local_prefills for engine in gateway.decoders)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_an_engine_that_has_started_anew_is_served_on(deploy: Deploy, connector: str, role: str) -> None:
+    """It is another one for its partners, whatever was known of it before."""
+    gateway = await deploy(2, 2, connector=connector)
+    body = request(Api.CHAT)
+    assert (await gateway.ask(body)).status == 200
+    for engine in gateway.prefillers if role == "prefill" else gateway.decoders:
+        if engine.state.finished:
+            await engine.restart()
+    # A decoder that was sent to the engine of before does not fetch what the one of now has prefilled.
+    gateway.may_stay_pinned = 1 if connector == "mooncake_bootstrap" else 0
+    answer = await gateway.ask(body)
+    assert (answer.status, answer.text) == (200, await answer_alone(body))
+
+
+async def test_a_decoder_that_queues_for_too_long_is_given_up(deploy: Deploy) -> None:
+    """It does not call back, and the prefiller is not asked at all."""
+    gateway = await deploy(
+        connector="ascend_layerwise",
+        decoder={"metaserver_delay_seconds": 3600.0},
+        layerwise={"callback_seconds": 0.05},
+    )
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (504, "decode_timeout")
+    assert not generations(*gateway.prefillers)

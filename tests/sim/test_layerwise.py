@@ -163,11 +163,12 @@ async def test_a_callback_is_tried_three_times(client: Client, cut: int, calls: 
         assert server.calls == calls
 
 
-async def test_a_prefill_by_another_name_is_of_no_use(client: Client) -> None:
+@pytest.mark.parametrize(("name", "changed"), [("other", {}), ("abc", {"remote_engine_id": "that of before"})])
+async def test_a_prefill_for_somebody_else_is_of_no_use(client: Client, name: str, changed: dict[str, str]) -> None:
     async with setup() as (server, prefiller, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT]), X_Request_Id="abc"))
-        message = await server.messages.get()
-        status, _ = await client.post(prefiller, CHAT, prefill(BODIES[CHAT], message), X_Request_Id="other")
+        message = await server.messages.get() | changed
+        status, _ = await client.post(prefiller, CHAT, prefill(BODIES[CHAT], message), X_Request_Id=name)
         assert status == 200
         assert (await client.get(decoder, "/_mock/state"))["strays"] == 1
         assert decoder.state.waiting_rooms == 1

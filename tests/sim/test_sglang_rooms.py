@@ -160,14 +160,28 @@ async def test_nobody_tells_a_leg_that_its_partner_has_left(client: Client, who:
         await stays.wait_until(lambda state: state.waiting_rooms == state.live == 0)
 
 
+async def test_a_prefiller_answers_when_the_decoder_has_the_kv_and_not_before(client: Client) -> None:
+    async with pair(waiting_seconds=0.3, prefill_ms_per_1k_tokens=30_000.0) as (prefiller, decoder):
+        request = leg(BODIES[COMPLETIONS], prefiller)
+        prefilling = asyncio.create_task(client.stream(prefiller, COMPLETIONS, request))
+        decoding = asyncio.create_task(client.post(decoder, COMPLETIONS, request))
+        await prefiller.wait_until(lambda state: state.prompt_tokens > 0)
+        decoding.cancel()
+        error, end = await prefilling
+        assert error["error"]["code"] == 500
+        assert end == "[DONE]"
+        assert prefiller.state.tokens_generated == 1
+
+
 async def test_a_dead_prefiller_is_noticed(client: Client) -> None:
     async with pair() as (prefiller, decoder):
         request = leg(BODIES[COMPLETIONS], prefiller)
         decoding = asyncio.create_task(client.post(decoder, COMPLETIONS, request))
         await decoder.wait_until(lambda state: state.waiting_rooms == 1)
         await prefiller.kill()
-        assert (await decoding)[0] == 500
-        assert (await client.post(decoder, COMPLETIONS, request))[0] == 500
+        for status, answer in (await decoding, await client.post(decoder, COMPLETIONS, request)):
+            assert status == 500
+            assert answer["message"].startswith("Decode transfer failed")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -190,7 +204,9 @@ async def test_samples_share_a_room_and_hang(client: Client, role: str) -> None:
         request = leg(BODIES[CHAT], prefiller, n=2)
         both = asyncio.gather(client.post(prefiller, CHAT, request), client.post(decoder, CHAT, request))
         await engine.wait_until(lambda state: state.waiting_rooms == 2)
-        assert [status for status, _ in await both] == [500, 500]
+        answers = await both
+        assert [status for status, _ in answers] == [500, 500]
+        assert all("timed out" in answer["message"] for _, answer in answers)
 
 
 @pytest.mark.parametrize("rooms", [20, [20, 21, 22]])
