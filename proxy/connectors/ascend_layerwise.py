@@ -120,7 +120,7 @@ class AscendLayerwise:
                     headers | rank.header(decoder.backend, self._balance.decode_dp_ranks),
                     silence_seconds=silence_seconds,
                 )
-                with await leg.race(opening) as response:
+                with await leg.race(opening, lambda: handover.is_settled) as response:
                     await check_status(response)
                     yield Attempt(
                         response,

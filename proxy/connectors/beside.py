@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from proxy.upstream import Response
 
@@ -44,11 +44,14 @@ class PrefillLeg:
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
 
-    async def race(self, opening: Coroutine[Any, Any, Response]) -> Response:
+    async def race(
+        self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
+    ) -> Response:
         """Open the decode leg meanwhile; the response is the caller's to enter at once, as from `Upstream.open`.
 
         Raises what either leg raises, whichever fails first; the decode leg is cancelled then. When the prefill leg
-        fails later, the response is aborted with its error.
+        fails later, the response is aborted with its error, unless the decoder needs nobody for it any more:
+        `is_served`, which is asked in that moment, as the decoder's first words may come in the same one.
         """
         decode = asyncio.create_task(opening)
         try:
@@ -62,7 +65,7 @@ class PrefillLeg:
             decode.add_done_callback(_give_back)
             await _end(decode)
             raise
-        self._task.add_done_callback(lambda task: _abort_if_failed(task, response))
+        self._task.add_done_callback(lambda task: None if is_served() else _abort_if_failed(task, response))
         return response
 
     async def ended(self) -> None:

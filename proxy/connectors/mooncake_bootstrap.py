@@ -105,7 +105,7 @@ class MooncakeBootstrap:
             ):
                 async with running(self._prefill(call, meeting, handover, journey)) as leg:
                     opening = self._decode(call, decoder.backend, meeting, decode_rank, silence_seconds)
-                    with await leg.race(opening) as response:
+                    with await leg.race(opening, lambda: handover.is_settled) as response:
                         await check_status(response)
                         yield Attempt(
                             response,
