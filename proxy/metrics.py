@@ -44,8 +44,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 GENERATION_APIS: Final = ("chat", "completions")
 APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling", "sglang")
-STAGES: Final = ("queue", "prefill", "handoff", "first_token", "stream")
-LEGS: Final = ("prefill", "decode")
+STAGES: Final = ("queue", "encode", "prefill", "handoff", "first_token", "stream")
+LEGS: Final = ("prefill", "decode", "encode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
 RELEASES: Final = ("released", "failed", "unsupported")
@@ -54,7 +54,7 @@ RESUME_ACTIONS: Final = (
 )
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 REJECTIONS: Final = (
-    *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "draining"),
+    *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "no_healthy_encode", "draining"),
     *("queue_full", "queue_timeout", "buffers_full", "memory", "connections"),
     *("unauthorized", "key_concurrency", "key_rate"),
     *("malformed_http", "slow_header", "slow_body", "content_encoding"),
@@ -67,11 +67,12 @@ BROKEN_STREAMS: Final = (
 )
 TERMS: Final = (
     *("--", "CR", "PR"),
-    *(who + phase for who in "CSsP" for phase in "FHTD"),
+    *(who + phase for who in "CSsP" for phase in "EFHTD"),
     *("cD", "KD"),
 )
 """How a request ended, after HAProxy's termination states. Who: Client, Server (the engine), Proxy, K admin; lower case
-for a timeout of that side. When: Reading the request, preFill, Handoff, waiting for the first Token, streaming Data."""
+for a timeout of that side. When: Reading the request, Encoding media, preFill, Handoff, waiting for the first Token,
+streaming Data."""
 
 # Where vLLM or the llm-d router has the same metric the bounds are theirs, so that panels can be laid over each other.
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 3600)

@@ -20,6 +20,7 @@ class Stage(StrEnum):
     """Where a unit of a request is; the letter stands second in the access line's `term`."""
 
     QUEUE = "Q"
+    ENCODE = "E"
     PREFILL = "F"
     HANDOFF = "H"
     FIRST_TOKEN = "T"
@@ -56,6 +57,7 @@ class Journey:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     _entered: float | None = None
+    _has_encoded: bool = False
 
     @property
     def cached_tokens(self) -> int | None:
@@ -63,12 +65,26 @@ class Journey:
         return _count((self.prompt_details or {}).get("cached_tokens"), None)
 
     def begin_attempt(self) -> None:
-        """A new attempt starts from nothing, unless it goes on with an answer."""
+        """A new attempt starts from nothing, unless it goes on with an answer, or has begun with its media."""
+        if self._has_encoded:
+            self._has_encoded = False
+            return
         self.attempts += 1
         self.stage = None
         self.prefiller = self.decoder = "-"
         if not self.is_resumed:
             self.seconds = {stage: spent for stage, spent in self.seconds.items() if stage is Stage.QUEUE}
+
+    def begin_encoding(self) -> None:
+        """A new attempt begins with its media."""
+        self._has_encoded = False
+        self.begin_attempt()
+        self.enter(Stage.ENCODE)
+
+    def end_encoding(self) -> None:
+        """They are encoded: the attempt that begins next is still the same."""
+        self.leave()
+        self._has_encoded = True
 
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
@@ -166,7 +182,11 @@ class Record:
             "units": len(self.journeys),
             "attempts": sum(journey.attempts for journey in self.journeys),
             "resumes": sum(journey.resumes for journey in self.journeys),
-            **{name: round(seconds.get(stage, 0.0), 4) for name, stage in _STAGE_FIELDS},
+            **{
+                name: round(seconds.get(stage, 0.0), 4)
+                for name, stage in _STAGE_FIELDS
+                if stage is not Stage.ENCODE or stage in seconds  # few have encoders
+            },
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(duration_seconds, 4),
             "tokens_in": prompt,

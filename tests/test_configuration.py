@@ -177,6 +177,23 @@ async def test_what_a_running_gateway_is_built_on_cannot_change(files: Files, te
     assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
 
 
+async def test_encoders_come_and_go_but_not_from_or_to_none(files: Files) -> None:
+    files.write(INSTANCES + "encode: [e:1]")
+    with pytest.raises(
+        SettingsError, match=r"^encode from or to none cannot change while the gateway runs: restart it$"
+    ):
+        await files.configuration.reload()
+    assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
+    configuration = Configuration(files.load(), files.load, files.roster)
+    files.roster.add(Role.ENCODE, "e", 1, trusted=True)
+    files.write(INSTANCES + "encode: [e:2]")
+    change = await configuration.reload()
+    assert (change.options, change.added, change.removed) == (("encode",), ("e:2",), ("e:1",))
+    files.write(INSTANCES)
+    with pytest.raises(SettingsError, match=r"^encode from or to none"):
+        await configuration.reload()
+
+
 def test_only_options_are_fixed() -> None:
     assert set(FIXED) <= set(OPTIONS)
 

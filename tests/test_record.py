@@ -87,6 +87,27 @@ def test_the_wait_for_room_outlives_the_attempts(record: Record, clock: Clock) -
     assert journey.seconds == {Stage.QUEUE: 4.0}
 
 
+def test_an_attempt_that_begins_with_media_is_one_attempt(record: Record, clock: Clock) -> None:
+    journey = record.journey()
+    for attempts in (1, 2):
+        journey.begin_encoding()
+        clock.now += 2.0
+        journey.end_encoding()
+        journey.begin_attempt()
+        walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+        assert (journey.attempts, journey.seconds) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
+    assert record.fields(200, "--", 6.0)["t_encode"] == 2.0
+
+
+def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Record) -> None:
+    journey = record.journey()
+    journey.begin_encoding()
+    journey.end_encoding()
+    assert record.stage is Stage.ENCODE
+    journey.begin_encoding()
+    assert journey.attempts == 2
+
+
 def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
     journey = Journey()
     journey.saw_prompt_usage({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})

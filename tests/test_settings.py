@@ -253,10 +253,24 @@ def test_both_spellings_add_up() -> None:
 
 
 @pytest.mark.parametrize(
+    "line", ["--encode http://e:1 e:2-3", "--encoder-hosts e --encoder-ports 1-3", "--encode e:1 --encode e:2 e:3"]
+)
+def test_encoders_are_given_like_prefillers_and_decoders(line: str) -> None:
+    assert texts(settings(f"{ONE_PAIR} {line}").encode) == ["e:1", "e:2", "e:3"]
+    assert settings(ONE_PAIR).encode == ()
+
+
+@pytest.mark.parametrize(
     ("line", "sentence"),
     [
         ("--prefill a:1 --decode b:1-2 b:2", "b:2 is given twice as a decoder"),
         ("--prefill a:1 --decode A:1", "a:1 is given both as a prefiller and as a decoder"),
+        ("--prefill a:1 --decode b:1 --encode b:1", "b:1 is given both as a decoder and as an encoder"),
+        ("--prefill a:1 --decode b:1 --encode c:1-2 c:2", "c:2 is given twice as an encoder"),
+        (
+            "--prefill a:1 --decode b:1 --encode c:1 --connector sglang_bootstrap",
+            "connector sglang_bootstrap has no encoders: those of SGLang are asked in another way",
+        ),
         ("--prefill [::1]:1 --decode [0:0::1]:1", "[::1]:1 is given both as a prefiller and as a decoder"),
         ("--prefill a:1 --decode b:1-2000", "2001 instances are given, but 1024 is the most there can be"),
         (

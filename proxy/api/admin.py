@@ -147,7 +147,7 @@ class AdminApi:
     def _members(self, request: web.Request, message: str) -> web.Response:
         _log(request, message)
         answer: dict[str, Any] = {"message": message}
-        for role in Role:
+        for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
             answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
         return _json(answer)
@@ -258,9 +258,9 @@ def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
     try:
         role = Role(body.get("type", ""))
     except ValueError:
-        raise BadRequest("type must be 'prefill' or 'decode'", param="type") from None
+        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
     if role not in roles:
-        raise BadRequest(f"the configured connector has no {role} instances", param="type")
+        raise BadRequest(f"this gateway has no {role} instances", param="type")
     listed = body.get("instances")
     texts = [listed] if isinstance(listed, str) else listed
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):

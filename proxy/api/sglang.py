@@ -102,7 +102,7 @@ class SglangApi:
     async def _server_info(self, request: web.Request) -> web.Response:
         """Of each engine what is shown. `internal_states` are the decoders', which is where clients look for speed."""
         infos = await self._ask_all(request, self._info, "its configuration")
-        shown = {role: [_shown(info) for _, info in infos[role]] for role in Role}
+        shown = {role: [_shown(info) for _, info in infos[role]] for role in self._pools}
         states = [state for info in shown[Role.DECODE] for state in info["internal_states"]]
         return _json({"internal_states": states, "prefill": shown[Role.PREFILL], "decode": shown[Role.DECODE]})
 
@@ -118,7 +118,7 @@ class SglangApi:
             return await self._ask(backend, path, credential, "tell its load")
 
         answers = await self._ask_all(request, of_one, "its load")
-        told = [(backend, answer) for role in Role for backend, answer in answers[role]]
+        told = [(backend, answer) for role in self._pools for backend, answer in answers[role]]
         ranks = [(backend, rank) for backend, answer in told for rank in _objects(answer, "loads")]
         loads = [{**rank, "dp_rank": number, "role": backend.role} for number, (backend, rank) in enumerate(ranks)]
         newest = max(str(answer.get("timestamp", "")) for _, answer in told)
@@ -132,9 +132,9 @@ class SglangApi:
     ) -> Mapping[Role, Sequence[tuple[Backend, dict[str, Any]]]]:
         """What the engines answer that do, at least one of each role. Raises GatewayError when none of a role does."""
         credential = self._client_keys.credential(request)
-        backends = [backend for role in Role for backend in self._pools[role].eligible()]
+        backends = [backend for role in self._pools for backend in self._pools[role].eligible()]
         answers = await asyncio.gather(*(ask_one(backend, credential) for backend in backends), return_exceptions=True)
-        found: dict[Role, list[tuple[Backend, dict[str, Any]]]] = {role: [] for role in Role}
+        found: dict[Role, list[tuple[Backend, dict[str, Any]]]] = {role: [] for role in self._pools}
         errors: list[UpstreamError] = []
         for backend, answer in zip(backends, answers, strict=True):
             if isinstance(answer, UpstreamError):

@@ -11,6 +11,7 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODE = "encode"
 
 
 @dataclass(frozen=True, slots=True)

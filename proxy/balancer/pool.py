@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer import slow_start
@@ -23,7 +24,7 @@ from proxy.balancer.policies import WEIGHTS
 from proxy.errors import Failure, NoBackendAvailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineVersion
@@ -133,6 +134,24 @@ class Pool:
         """
         self._refresh()
         return self._pick(_NO_LOAD, avoid, prefer)
+
+    @contextmanager
+    def room(self, load: Load, avoid: Collection[Backend] = ()) -> Iterator[None]:
+        """Keep room for a lease on some eligible backend, if there is one, for a request that has something to do
+        before. To be left right before that lease is taken, with nothing in between: then the room is still there. The
+        backend hears nothing of it, and nothing is told of the backend.
+        """
+        try:
+            backend = self.pick(avoid)
+        except NoBackendAvailable:
+            yield  # the lease will tell, unless somebody is back by then
+            return
+        self.row.add(backend.slot, requests=1, running=1, compute=load.compute, kv=load.kv)
+        try:
+            yield
+        finally:
+            self.row.add(backend.slot, requests=-1, running=-1, compute=-load.compute, kv=-load.kv)
+            self.released()
 
     def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
         """How a request on a backend ended; None means well."""

@@ -32,9 +32,15 @@ class Member:
 
 
 class Roster:
-    """Membership of both roles. Reading it is cheap; changing it takes a lock that all workers share."""
+    """Membership of all roles. Reading it is cheap; changing it takes a lock that all workers share."""
 
-    def __init__(self, prefill: Iterable[Address], decode: Iterable[Address], scoreboard: Scoreboard) -> None:
+    def __init__(
+        self,
+        prefill: Iterable[Address],
+        decode: Iterable[Address],
+        scoreboard: Scoreboard,
+        encode: Iterable[Address] = (),
+    ) -> None:
         """The configured endpoints, which are trusted with the engine key.
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
@@ -45,7 +51,7 @@ class Roster:
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
         self._write(())
-        for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
                 host, port = address[0], address[1]
                 bootstrap_port = address[2] if len(address) == 3 else None
@@ -68,7 +74,7 @@ class Roster:
         """Make a backend exist and enabled; False when it was. One that drains stays, with all it had but for a new
         bootstrap port.
 
-        Raises ValueError when it has the other role or there is no room.
+        Raises ValueError when it has another role or there is no room.
         """
         with self._shared.exclusive():
             members = self._read()
@@ -102,7 +108,7 @@ class Roster:
 
         What is in `after` exists then, enabled and trusted, whatever an administrator did to it. What is in neither,
         because an administrator added it, stays as it is. Raises ValueError, and changes nothing, when a backend has
-        the other role or there is no room.
+        another role or there is no room.
         """
         with self._shared.exclusive():
             members = {member.backend: member for member in self._read()}
@@ -171,12 +177,12 @@ class Roster:
 
 
 def _find(members: Iterable[Member], host: str, port: int) -> Member | None:
-    """The member with this endpoint, of either role: one engine cannot be both."""
+    """The member with this endpoint, of whatever role: one engine has only one."""
     return next((m for m in members if m.backend.host == host and m.backend.port == port), None)
 
 
 def _check_role(known: Member | None, role: Role) -> None:
-    """Raise ValueError when what is known at an endpoint has the other role."""
+    """Raise ValueError when what is known at an endpoint has another role."""
     if known is not None and known.backend.role is not role:
         how = "still draining as" if known.draining else "already"
         raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")

@@ -108,7 +108,10 @@ class Configuration:
     def _publish(self, before: Current, after: Current) -> Change:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
-        if fixed := [name for name in FIXED if name in changed]:
+        fixed: list[str] = [name for name in FIXED if name in changed]
+        if bool(before.settings.encode) != bool(after.settings.encode):
+            fixed.append("encode from or to none")  # whether there is such a stage
+        if fixed:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
         if before.client_keys != after.client_keys and "auth.client_keys_file" not in changed:
             changed.append("auth.client_keys_file")  # what is in it
@@ -140,7 +143,8 @@ def _with_keys_anew(settings: Settings) -> Loaded:
 
 def _backends(current: Current) -> list[Backend]:
     """The configured instances."""
-    by_role = ((Role.PREFILL, current.settings.prefill), (Role.DECODE, current.settings.decode))
+    settings = current.settings
+    by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
     return [
         Backend(role, endpoint.host, endpoint.port, bootstrap_port=endpoint.bootstrap_port)
         for role, endpoints in by_role

@@ -35,15 +35,19 @@ _SECONDS_PER_TOKEN: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The backends of both roles."""
+    """The backends of all roles."""
 
     prefill: Pool
     decode: Pool
     pairs: Pairs = field(default_factory=Pairs)
     """Which prefillers and decoders had better not be brought together."""
+    encode: Pool | None = None
+    """None: there are no encoders."""
 
     def of(self, role: Role) -> Pool:
         """The pool of one role."""
+        if self.encode is not None and role == self.encode.role:
+            return self.encode
         return self.prefill if role == self.prefill.role else self.decode
 
     def unpaired(self, backend: Backend, avoid: Collection[Backend]) -> Collection[Backend]:

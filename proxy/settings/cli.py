@@ -44,7 +44,7 @@ _FLAGS: Final = {
 }
 
 # The option, the noun, and the port of a host that is given without ports.
-_ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002))
+_ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("encode", "encoder", 8003))
 
 _DESCRIPTION: Final = """\
 One OpenAI-compatible endpoint in front of engines that prefill and engines that decode.

@@ -301,7 +301,7 @@ class Fanout(Section):
     max_units: Positive = 1024
     """A request that would be split into more units is refused."""
     concurrency: Positive = 64
-    """Units of one request that run at the same time."""
+    """Units of one request that run at the same time, and items of a unit that are encoded at the same time."""
 
 
 class Drain(Section):
@@ -345,6 +345,9 @@ class Settings(Section):
     mooncake_bootstrap may be followed by its bootstrap port, as in `10.0.0.1:30000 8998`."""
     decode: Endpoints = ()
     """Decoders, as host:port or host:first-last."""
+    encode: Endpoints = ()
+    """Encoders, as host:port or host:first-last: vLLM engines that are sent the images, audio and video of a chat
+    first, and share with the others what they make of them (--ec-transfer-config); none: prefillers encode them."""
     connector: Literal[
         "auto", "vllm_pull", "vllm_store", "mooncake_bootstrap", "sglang_bootstrap", "ascend_layerwise", "plain"
     ] = "vllm_pull"
@@ -378,18 +381,20 @@ class Settings(Section):
     @model_validator(mode="after")
     def _every_backend_is_one_backend(self) -> Self:
         nouns: dict[str, str] = {}
-        for noun, endpoints in (("prefiller", self.prefill), ("decoder", self.decode)):
+        for noun, endpoints in (("a prefiller", self.prefill), ("a decoder", self.decode), ("an encoder", self.encode)):
             for endpoint in endpoints:
                 before = nouns.setdefault(str(endpoint), "")
                 if before == noun:
-                    raise ValueError(f"{endpoint} is given twice as a {noun}")
+                    raise ValueError(f"{endpoint} is given twice as {noun}")
                 if before:
-                    raise ValueError(f"{endpoint} is given both as a {before} and as a {noun}")
+                    raise ValueError(f"{endpoint} is given both as {before} and as {noun}")
                 nouns[str(endpoint)] = noun
-                if noun == "decoder" and endpoint.bootstrap_port is not None:
-                    raise ValueError(f"{endpoint} is a decoder: only prefillers have bootstrap ports")
+                if noun != "a prefiller" and endpoint.bootstrap_port is not None:
+                    raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
         if self.connector == "plain" and self.prefill:
             raise ValueError("connector plain has no prefillers: give every engine as a decoder")
+        if self.connector == "sglang_bootstrap" and self.encode:
+            raise ValueError("connector sglang_bootstrap has no encoders: those of SGLang are asked in another way")
         if len(nouns) > MAX_BACKENDS:
             raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the most there can be")
         return self

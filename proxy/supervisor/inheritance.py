@@ -121,9 +121,10 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
     settings = loaded.settings
     prefill = [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill]
     decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
-    slots = max(1024, 2 * (len(prefill) + len(decode)))
+    encode = [(endpoint.host, endpoint.port) for endpoint in settings.encode]
+    slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots)
-    roster = Roster(prefill, decode, scoreboard)
+    roster = Roster(prefill, decode, scoreboard, encode)
     return Shared(
         Configuration(loaded, load, roster), listeners, scoreboard, roster, KeyUsage(workers=settings.workers)
     )

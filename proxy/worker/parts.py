@@ -32,6 +32,7 @@ from proxy.callers import Callers
 from proxy.configuration import Follower, text_of
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import Kit, Pools
+from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import Releaser
 from proxy.flow.gateway import Gateway
 from proxy.flow.vocabulary import Vocabulary
@@ -102,7 +103,7 @@ class Worker:
         self.names.configure(AddressRules(settings.admin.networks), _hosts(settings))
         self.health.configure(settings.health)
         self.pools.pairs.configure(settings.health.quarantine_after, settings.health.quarantine_seconds)
-        for pool in (self.pools.prefill, self.pools.decode):
+        for pool in filter(None, (self.pools.encode, self.pools.prefill, self.pools.decode)):
             policy, max_running = _choices(settings, pool.role)
             pool.configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
         self.prober.configure(settings.health, settings.joining)
@@ -161,10 +162,14 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         kit = Kit(pools, upstream, releaser, session, keys, settings, metrics, callback_url)
         connector = CONNECTORS[settings.connector](kit)
         serving = {role: pools.of(role) for role in connector.roles}
+        everybody = dict(serving)  # text needs no encoders
+        if pools.encode is not None:
+            connector = Encoding(connector, pools.encode, kit)
+            everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(
-            Prober(serving, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
+            Prober(everybody, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
         )
-        metrics.watch_instances(tuple(serving.values()), shared.scoreboard, health)
+        metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health)
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
@@ -181,7 +186,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         admin_key = text_of(settings.auth.admin_key)
         is_sglang = settings.connector == "sglang_bootstrap"
         cache_path = FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE
-        admin = AdminApi(serving, prober, session, keys, names, metrics, follower.reload, admin_key, cache_path)
+        admin = AdminApi(everybody, prober, session, keys, names, metrics, follower.reload, admin_key, cache_path)
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
         for api in (generation, generate, models, passthrough, probes):
@@ -210,7 +215,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
 def _balance(
     shared: Shared, index: int, health: Health, heed: Callable[[Transition], None], metrics: Metrics
 ) -> tuple[Pools, Ledger]:
-    """The part that decides: the pools of both roles, and the account of the KV that nobody fetches."""
+    """The part that decides: the pools of all roles, and the account of the KV that nobody fetches."""
     settings = shared.configuration.current().settings
     row = shared.scoreboard.row(index)
     ledger = Ledger(row)
@@ -233,11 +238,14 @@ def _balance(
             pressure_seconds=settings.resume.pressure_seconds,
         )
 
-    return Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs), ledger
+    encoders = pool(Role.ENCODE) if settings.encode else None
+    return Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs, encoders), ledger
 
 
 def _choices(settings: Settings, role: Role) -> tuple[str, int | None]:
     """What is said of one role: how a backend is chosen, and how many requests it works on at a time."""
+    if role is Role.ENCODE:
+        return "least_load", None  # as many as they say
     if role is Role.PREFILL:
         return settings.balance.prefill_policy, settings.admission.max_running_prefill
     return settings.balance.decode_policy, settings.admission.max_running_decode
@@ -280,4 +288,4 @@ def _application(metrics: Metrics) -> web.Application:
 
 def _hosts(settings: Settings) -> set[str]:
     """Of the configured instances."""
-    return {endpoint.host for endpoint in (*settings.prefill, *settings.decode)}
+    return {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}

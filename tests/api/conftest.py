@@ -73,7 +73,7 @@ class Gateway:
             role: Pool(
                 role, POLICIES["round_robin"](), self.scoreboard, row, self.roster, self.health, on_end=self._count
             )
-            for role in Role
+            for role in (Role.PREFILL, Role.DECODE)
         }
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health)
         self.session: aiohttp.ClientSession

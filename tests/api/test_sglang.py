@@ -119,7 +119,7 @@ async def test_what_only_one_engine_could_answer_is_refused(gateway: Gateway, qu
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("broken", [500, None, [], "text", {"internal_states": [1], "loads": 1}, {"loads": [1]}])
 async def test_one_broken_engine_does_not_matter(gateway: Gateway, path: str, broken: Any) -> None:
-    for role in Role:
+    for role in gateway.pools:
         await engine(gateway, role, server_info=info(role), v1_loads={"loads": [{"dp_rank": 0}]})
     await engine(gateway, Role.DECODE, server_info=broken, v1_loads=broken)
     gateway.add(Role.PREFILL, "127.0.0.1", unused_port())
@@ -151,7 +151,7 @@ async def test_what_engines_refuse_is_told_with_their_status(gateway: Gateway) -
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway, path: str) -> None:
-    engines = [await engine(gateway, role, server_info=info(role), v1_loads={"loads": []}) for role in Role]
+    engines = [await engine(gateway, role, server_info=info(role), v1_loads={"loads": []}) for role in gateway.pools]
     callers = Callers(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
     callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Transition
     from proxy.balancer.lease import Lease
 
-SLOTS = 6
-ENDPOINTS = {Role.PREFILL: [("p", port) for port in range(4)], Role.DECODE: [("d", port) for port in range(4)]}
+SLOTS = 8
+ENDPOINTS = {role: [(role.value[0], port) for port in range(4)] for role in Role}
 
 roles = st.sampled_from(Role)
 ports = st.integers(0, 3)
@@ -75,7 +75,9 @@ class AnySequence(RuleBasedStateMachine):
     def build(self, policy: str, max_running: int | None) -> None:
         self.clock = Clock()
         self.scoreboard = Scoreboard(workers=2, slots=SLOTS)
-        self.roster = Roster(ENDPOINTS[Role.PREFILL][:3], ENDPOINTS[Role.DECODE][:2], self.scoreboard)
+        self.roster = Roster(
+            ENDPOINTS[Role.PREFILL][:3], ENDPOINTS[Role.DECODE][:2], self.scoreboard, ENDPOINTS[Role.ENCODE][:2]
+        )
         self.healths = [Health(CHECKS, self.clock, random.Random(worker)) for worker in range(2)]
         self.pairs = [Pairs(2, 10.0, self.clock) for _ in range(2)]
         self.pools = {

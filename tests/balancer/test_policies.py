@@ -76,4 +76,4 @@ def test_a_seed_makes_random_choices_repeatable() -> None:
 
 
 def test_waiting_kv_weighs_less_than_work_on_a_prefiller_and_the_same_on_a_decoder() -> None:
-    assert WEIGHTS == {Role.PREFILL: (10, 3), Role.DECODE: (1, 1)}
+    assert WEIGHTS == {Role.PREFILL: (10, 3), Role.DECODE: (1, 1), Role.ENCODE: (1, 1)}

@@ -466,6 +466,26 @@ def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
     assert not pool.has_room()
 
 
+def test_room_that_is_kept_is_no_lease(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, max_running=1)
+    one, two = pool.backends()
+    looked: list[bool] = []
+    with pool.room(Load(compute=5, kv=7), avoid=[two]):
+        assert balancer.books(one) == (1, Load(compute=5, kv=7))
+        with pool.room(Load()):
+            assert not pool.has_room()
+        pool.on_release = lambda: looked.append(pool.has_room())
+    assert looked == [True]
+    assert balancer.all_books() == {(0, Load())}
+    assert balancer.ends == []
+
+
+def test_where_nobody_is_there_is_no_room_to_keep(balancer: Balancer) -> None:
+    down(balancer, *balancer.decoders.backends())
+    with balancer.decoders.room(Load(compute=1)):
+        assert balancer.all_books() == {(0, Load())}
+
+
 def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.PREFILL, max_running=1)
     looked: list[bool] = []

@@ -33,6 +33,14 @@ def test_every_backend_has_a_slot_of_its_own() -> None:
     assert slots(roster) == [0, 1, 2]
 
 
+def test_encoders_are_a_role_of_their_own() -> None:
+    roster = Roster([("p", 1)], [("d", 1)], Scoreboard(slots=3), [("e", 1)])
+    (encoder,) = (member.backend for member in roster.members(Role.ENCODE))
+    assert (encoder.name, encoder.trusted, encoder.slot) == ("e:1", True, 2)
+    with pytest.raises(ValueError, match="already"):
+        roster.add(P, "e", 1)
+
+
 def test_adding_what_exists_changes_nothing() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
     before = roster.version

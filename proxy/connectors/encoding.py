@@ -1,0 +1,150 @@
+"""Encode first: every image, recording and clip of a chat goes to an encoder before another connector opens.
+
+For vLLM with an EC connector (`--ec-transfer-config`): an encoder puts what it makes of an item into a cache in which
+the other engines look it up by the item's hash. So nothing comes back but the end of the work, and the other legs get
+the request as it is. Each item is a chat of its own without any text, answered with one token, as vLLM-Ascend's
+disagg_epd_proxy.py sends it. One item that cannot be encoded fails the attempt. What has no media costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.balancer.backend import Load, Role
+from proxy.connectors.base import new_attempt_id, prefill_seconds, refusal
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from aiohttp import web
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.pool import Pool
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt, Connector, Kit
+    from proxy.record import Journey
+    from proxy.settings import Settings
+
+MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
+"""Members of the parts that an encoder works on: the type may be missing (vLLM `chat_utils.py`)."""
+
+# Of the request, what else an item's hash depends on (vLLM `MultiModalHasher.hash_kwargs`): one that is encoded under
+# another hash is not found.
+_SHARED: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
+
+
+class Encoding:
+    """A connector in front of another one. Its encoders are needed for media alone, so they are none of its roles."""
+
+    def __init__(self, connector: Connector, encoders: Pool, kit: Kit) -> None:
+        self._connector = connector
+        self._encoders = encoders
+        self._pools = kit.pools
+        self._upstream = kit.upstream
+        self.roles: tuple[Role, ...] = connector.roles
+        self.one_sequence_per_call = connector.one_sequence_per_call
+        self.continues_answers = connector.continues_answers
+        self._take(kit.settings)
+
+    def check(self, call: Call) -> None:
+        """What the other connector cannot serve."""
+        self._connector.check(call)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._take(settings)
+        self._connector.configure(settings)
+
+    def _take(self, settings: Settings) -> None:
+        self._timeouts, self._cost, self._at_once = settings.timeouts, settings.cost, settings.fanout.concurrency
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Those of the other connector."""
+        return self._connector.routes()
+
+    def open(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Encode if there is something to encode, then open. See Connector.open.
+
+        An attempt that is repeated encodes again, as what it needs may have left the cache meanwhile.
+        """
+        items = media(call)
+        if not items:
+            return self._connector.open(call, avoid, journey, prefer)
+        return self._open_encoded(call, items, avoid, journey, prefer)
+
+    @asynccontextmanager
+    async def _open_encoded(
+        self,
+        call: Call,
+        items: Sequence[Mapping[str, Any]],
+        avoid: Collection[Backend],
+        journey: Journey,
+        prefer: Backend | None,
+    ) -> AsyncIterator[Attempt]:
+        journey.begin_encoding()
+        # The room that admission saw is kept until the connector takes it, which it does before it waits for anything.
+        with ExitStack() as room:
+            for role in self.roles:
+                load = call.prefill_load if role is Role.PREFILL else call.decode_load
+                room.enter_context(self._pools.of(role).room(load, avoid))
+            await self._encode(call, items, avoid)
+            journey.end_encoding()
+        async with self._connector.open(call, avoid, journey, prefer) as attempt:
+            yield attempt
+
+    async def _encode(self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]) -> None:
+        """All items, a bounded number at a time; the first that fails ends the others, and its error is raised."""
+        attempt_id = new_attempt_id()
+        waiting = iter(enumerate(items))
+
+        async def encode() -> None:
+            for index, item in waiting:
+                # The random part keeps one item of a repeated request from being the same request to an engine.
+                request_id = f"{attempt_id}:{index}:{new_attempt_id()[:6]}"
+                await self._encode_one(call, item, request_id, avoid)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._at_once, len(items))):
+                    group.create_task(encode())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _encode_one(
+        self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
+    ) -> None:
+        """Raises NoBackendAvailable, UpstreamError."""
+        cost = self._cost
+        tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
+        body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
+        body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
+        with self._encoders.lease(Load(compute=max(1, tokens)), avoid) as lease:
+            response, answer = await self._upstream.fetch(
+                lease.backend,
+                Api.CHAT.path,
+                orjson.dumps(body),
+                {**call.headers, "x-request-id": request_id},
+                silence_seconds=prefill_seconds(self._timeouts, call),
+                resend_if_stale=True,
+            )
+            if response.status != 200:
+                raise refusal(response, answer)
+
+
+def media(call: Call) -> Sequence[Mapping[str, Any]]:
+    """What of a chat an encoder works on, in the order of the messages."""
+    messages = call.values.get("messages") if call.api is Api.CHAT else None
+    items: list[Mapping[str, Any]] = []
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            items += [part for part in content if isinstance(part, dict) and not MEDIA.isdisjoint(part)]
+    return items

@@ -1,0 +1,336 @@
+"""Encoders in front of connectors: what they are sent, and that nothing is left whatever they and the client do."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.balancer.backend import Load, Role
+from proxy.call import parse
+from proxy.connectors.encoding import media
+from proxy.settings import Cost
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+from tests.canned import CannedEngine, http
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "u1"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}
+VIDEO = {"video_url": {"url": "http://v"}}
+TEXT = {"type": "text", "text": "what is this?"}
+
+# With media go one prefiller and one decoder, so that whatever is asked twice shows.
+CONNECTORS = ["vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise", "plain"]
+
+
+def body_with(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**request(Api.CHAT, max_tokens=3, **fields), "messages": [{"role": "user", "content": [TEXT, *parts]}]}
+
+
+async def encodes(engine: SimulatedEngine, items: int) -> None:
+    """Wait until an encoder has been sent so many."""
+    await until(lambda: len(generations(engine)) == items, f"{items} items")
+
+
+class Encoders:
+    """Two encoders, and gateways in front of which they stand."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine], deploy: Deploy) -> None:
+        self.engines = engines
+        self._deploy = deploy
+
+    async def deploy(self, *args: Any, engines: Sequence[Any] | None = None, **sections: Any) -> Deployment:
+        engines = self.engines if engines is None else engines
+        gateway = await self._deploy(*args, encode=[f"{engine.host}:{engine.port}" for engine in engines], **sections)
+        for engine in engines:
+            gateway.worker.prober.join(Role.ENCODE, engine.host, engine.port)
+        pool = gateway.worker.pools.of(Role.ENCODE)
+        up = "pdproxy_instance_up"
+        await until(lambda: sum(role == "encode" for _, role in gateway.metrics(up)) == len(engines), "encoders")
+        assert len(pool.eligible()) == len(engines)
+        return gateway
+
+    def leave(self, gateway: Deployment) -> None:
+        """Have none any more."""
+        for engine in self.engines:
+            gateway.worker.prober.remove(Role.ENCODE, engine.host, engine.port)
+
+    @property
+    def seen(self) -> list[Any]:
+        """What they were asked to encode, in the order of the items."""
+        return sorted(generations(*self.engines), key=lambda seen: int(seen.headers["x-request-id"].split(":")[1]))
+
+
+@pytest.fixture
+async def encoders(deploy: Deploy) -> AsyncIterator[Encoders]:
+    """Started before and ended after every gateway: `deploy` is entered first, and its gateways outlive this."""
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(SimulatedEngine()) for _ in range(2)]
+        yield Encoders(engines, deploy)
+        await until(lambda: not any(engine.state.live for engine in engines), "idle encoders")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_each_item_is_encoded_before_anybody_else_is_asked(
+    encoders: Encoders, connector: str, stream: bool
+) -> None:
+    gateway = await encoders.deploy(connector=connector)
+    body = body_with(IMAGE, AUDIO, VIDEO, stream=stream, mm_processor_kwargs={"x": 1}, temperature=0)
+    answer = await gateway.ask(body, traceparent="t")
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert [seen.body for seen in encoders.seen] == [
+        {
+            "model": "sim",
+            "mm_processor_kwargs": {"x": 1},
+            "messages": [{"role": "user", "content": [item]}],
+            "max_tokens": 1,
+            "stream": False,
+        }
+        for item in (IMAGE, AUDIO, VIDEO)
+    ]
+    ids = [seen.headers["x-request-id"].split(":") for seen in encoders.seen]
+    assert [(index, len(attempt), len(random)) for attempt, index, random in ids] == [
+        ("0", 32, 6),
+        ("1", 32, 6),
+        ("2", 32, 6),
+    ]
+    assert len({attempt for attempt, _, _ in ids}) == 1
+    assert {seen.headers["traceparent"] for seen in encoders.seen} == {"t"}
+    assert all(generations(engine) for engine in encoders.engines)
+    assert all(seen.body["messages"] == body["messages"] for seen in generations(*gateway.engines))
+    assert gateway.metrics("pdproxy_stage_duration_seconds_count")[("encode",)] == 1
+    assert gateway.metrics("pdproxy_request_end_total") == {("--",): 1}
+
+
+@pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS), body_with()])
+async def test_text_needs_no_encoder(encoders: Encoders, body: dict[str, Any]) -> None:
+    gateway = await encoders.deploy()
+    encoders.leave(gateway)
+    assert (await gateway.ask(body)).is_done
+    assert not encoders.seen
+    async with gateway.session.get(gateway.url + "/readyz") as ready:
+        assert ready.status == 200
+
+
+async def test_without_encoders_prefillers_get_media_at_once(deploy: Deploy) -> None:
+    gateway = await deploy()
+    assert (await gateway.ask(body_with(IMAGE))).is_done
+    assert ("encode",) not in gateway.metrics("pdproxy_stage_duration_seconds_count")
+
+
+@pytest.mark.parametrize("fault", [{"status": 500}, {"status": 503}, {"status": 429}, None], ids=str)
+async def test_another_encoder_is_asked_and_nobody_prefills_before(
+    encoders: Encoders, fault: dict[str, Any] | None
+) -> None:
+    gateway = await encoders.deploy()
+    failing, other = encoders.engines
+    failing.faults.add("refuse_status" if fault else "reset_before_headers", **(fault or {}))
+    # The other one is so busy that it is chosen only for want of a better one.
+    pool = gateway.worker.pools.of(Role.ENCODE)
+    with pool.lease(Load(compute=1_000_000), avoid=[_backend(gateway, failing)]):
+        assert (await gateway.ask(body_with(IMAGE))).is_done
+    assert [len(generations(engine)) for engine in (failing, other)] == [1, 1]
+    assert len(generations(*gateway.prefillers)) == 1
+    results = gateway.metrics("pdproxy_instance_requests_total")
+    failed = {name: count for (name, result, role), count in results.items() if role == "encode" and result != "ok"}
+    assert set(failed) == {f"{failing.host}:{failing.port}"}
+    assert [stage for _, stage in gateway.metrics("pdproxy_retries_total")] == ["encode"]
+
+
+async def test_what_an_encoder_refuses_is_the_clients_mistake(encoders: Encoders) -> None:
+    gateway = await encoders.deploy()
+    for engine in encoders.engines:
+        engine.faults.add("refuse_status", status=400, body={"error": {"message": "no image"}})
+    answer = await gateway.ask(body_with(IMAGE))
+    assert (answer.status, answer.json) == (400, {"error": {"message": "no image"}})
+    assert len(encoders.seen) == 1
+    assert not generations(*gateway.engines)
+    assert gateway.metrics("pdproxy_request_end_total") == {("SE",): 1}
+
+
+async def test_an_encoder_that_hangs_costs_one_deadline(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(timeouts={"prefill_seconds": 0.05, "prefill_seconds_per_1k_tokens": 0.0})
+    for engine in encoders.engines:
+        engine.faults.add("hang_before_headers")
+    answer = await gateway.ask(body_with(IMAGE))
+    assert (answer.status, answer.error["code"]) == (504, "encode_timeout")
+    assert len(encoders.seen) == 1
+    assert not generations(*gateway.engines)
+    assert gateway.metrics("pdproxy_request_end_total") == {("sE",): 1}
+
+
+async def test_without_a_healthy_encoder_media_is_refused(encoders: Encoders) -> None:
+    gateway = await encoders.deploy()
+    encoders.leave(gateway)
+    answer = await gateway.ask(body_with(IMAGE))
+    assert (answer.status, answer.error["code"]) == (503, "no_healthy_encode")
+    assert gateway.metrics("pdproxy_request_end_total") == {("PE",): 1}
+    assert gateway.metrics("pdproxy_rejected_total") == {("no_healthy_encode",): 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_what_is_being_encoded(encoders: Encoders, stream: bool) -> None:
+    gateway = await encoders.deploy()
+    for engine in encoders.engines:
+        engine.faults.add("hang_before_headers")
+    async with gateway.asking(body_with(IMAGE, AUDIO, stream=stream)) as client:
+        for engine in encoders.engines:
+            await encodes(engine, 1)
+        await client.leave()
+        for engine in encoders.engines:
+            await engine.wait_until(lambda state: state.disconnects == 1)
+    await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
+    assert not generations(*gateway.engines)
+    assert gateway.metrics("pdproxy_request_end_total") == {("CE",): 1}
+    results = gateway.metrics("pdproxy_instance_requests_total")
+    assert {result for (_, result, _) in results} == {"abandoned"}
+
+
+async def test_the_first_item_that_fails_ends_the_others(encoders: Encoders) -> None:
+    failing, hanging = encoders.engines
+    gateway = await encoders.deploy()
+    hanging.faults.add("hang_before_headers")
+    failing.faults.add("refuse_status", status=400)
+    assert (await gateway.ask(body_with(*[IMAGE] * 4))).status == 400
+    await hanging.wait_until(lambda state: state.disconnects >= 1)
+    assert not generations(*gateway.engines)
+
+
+async def test_a_bounded_number_of_items_is_encoded_at_a_time(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(engines=encoders.engines[:1], fanout={"concurrency": 3})
+    engine = encoders.engines[0]
+    engine.faults.add("hang_before_headers")
+    async with gateway.asking(body_with(*[IMAGE] * 10)):
+        await encodes(engine, 3)
+        tasks = [task for task in asyncio.all_tasks() if "Encoding" in getattr(task.get_coro(), "__qualname__", "")]
+        assert len(tasks) == 3
+        assert len(encoders.seen) == 3
+    await engine.wait_until(lambda state: not state.live)
+
+
+async def test_an_item_is_charged_to_its_encoder_and_to_nobody_later(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(
+        engines=encoders.engines[:1], cost={"image_tokens": 100, "audio_tokens": 7}, fanout={"concurrency": 8}
+    )
+    (engine,) = encoders.engines[:1]
+    engine.faults.add("hang_before_headers")
+    async with gateway.asking(body_with(IMAGE, AUDIO)):
+        await encodes(engine, 2)
+        assert gateway.scoreboard.load(_backend(gateway, engine).slot).compute == 107
+    await engine.wait_until(lambda state: not state.live)
+
+
+async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Encoders) -> None:
+    """Otherwise the next one would take what admission saw for this one, and both would crowd the decoder."""
+    gateway = await encoders.deploy(
+        engines=encoders.engines[:1], admission={"max_running_prefill": 1, "max_running_decode": 1}
+    )
+    (engine,) = encoders.engines[:1]
+    engine.faults.add("hang_before_headers", path=Api.CHAT.path, times=1)
+    async with gateway.asking(body_with(IMAGE)) as client:
+        await encodes(engine, 1)
+        other = asyncio.create_task(gateway.ask(request(Api.CHAT)))
+        await until(lambda: gateway.worker.gateway.admission.waiting or other.done(), "the other to wait")
+        assert not other.done()
+        assert not generations(*gateway.engines)
+        await client.leave()
+        assert (await other).is_done
+    # Neither engine has heard anything of the room: nothing is told of it.
+    results = gateway.metrics("pdproxy_instance_requests_total")
+    assert sorted((role, result) for _, result, role in results) == [
+        ("decode", "ok"),
+        ("encode", "abandoned"),
+        ("prefill", "ok"),
+    ]
+
+
+async def test_a_repeated_attempt_encodes_again_and_is_counted(
+    encoders: Encoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    gateway = await encoders.deploy(prefillers=2)
+    for prefiller in gateway.prefillers:
+        prefiller.faults.add("refuse_status", status=500, times=1)
+    encoders.engines[0].faults.add("refuse_status", path=Api.CHAT.path, status=503, times=1)
+    assert (await gateway.ask(body_with(IMAGE))).is_done
+    lines = [fields for record in caplog.records if "t_stream" in (fields := getattr(record, "fields", {}))]
+    (line,) = lines
+    assert line["attempts"] == len(encoders.seen)
+    assert line["t_encode"] >= 0.0
+    assert len({seen.headers["x-request-id"] for seen in encoders.seen}) == len(encoders.seen)
+
+
+async def test_encoders_are_instances_like_others(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(engines=encoders.engines[:1])
+    one, other = (f"{engine.host}:{engine.port}" for engine in encoders.engines)
+    url = gateway.url + "/instances/"
+    async with gateway.session.post(url + "add", json={"type": "encode", "instances": other}) as answer:
+        told = await answer.json()
+    assert (told["current_encode_instances"], told["joining_encode_instances"]) == ([one], [other])
+    await until(lambda: len(gateway.worker.pools.of(Role.ENCODE).eligible()) == 2, "the other one")
+    async with gateway.session.post(url + "remove", json={"type": "encode", "instances": one}) as answer:
+        assert (await answer.json())["current_encode_instances"] == [other]
+    assert (await gateway.ask(body_with(IMAGE))).is_done
+    assert [len(generations(engine)) for engine in encoders.engines] == [0, 1]
+    bad = {"type": "decode", "instances": other}
+    async with gateway.session.post(url + "add", json=bad) as answer:
+        assert answer.status == 400
+
+
+async def test_a_gateway_without_encoders_says_so(deploy: Deploy) -> None:
+    gateway = await deploy()
+    url = gateway.url + "/instances/add"
+    async with gateway.session.post(url, json={"type": "encode", "instances": "h:1"}) as answer:
+        assert (answer.status, (await answer.json())["error"]["message"]) == (
+            400,
+            "this gateway has no encode instances",
+        )
+
+
+async def test_an_answer_that_is_no_http_blames_the_encoder(encoders: Encoders) -> None:
+    async with CannedEngine("both", [b"nonsense\r\n\r\n"]) as broken, CannedEngine("both", [http(b"{}")]) as good:
+        gateway = await encoders.deploy(engines=[broken, good])
+        for _ in range(2):
+            assert (await gateway.ask(body_with(IMAGE))).is_done
+        assert broken.received
+        assert len(good.received) == 2
+        await gateway.end()
+
+
+@pytest.mark.parametrize(
+    ("messages", "items"),
+    [
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": [IMAGE, TEXT, AUDIO]}], [IMAGE, AUDIO]),
+        ([{"role": "user", "content": [IMAGE]}, {"role": "tool", "content": [VIDEO]}], [IMAGE, VIDEO]),
+        (
+            [{"content": [{"type": "audio_url", "audio_url": {"url": "u"}}]}],
+            [{"type": "audio_url", "audio_url": {"url": "u"}}],
+        ),
+        ([{"content": [{"type": "image_embeds", "image_embeds": "x"}]}], []),
+        ([{"content": [{"type": ["image_url"]}, 7, None, "x", []]}], []),
+        ([{"content": {"image_url": 1}}, {"content": None}, {}, None, 7, []], []),
+        ({"content": [IMAGE]}, []),
+        (None, []),
+    ],
+)
+def test_media_is_what_an_encoder_works_on(messages: Any, items: list[Any]) -> None:
+    call = parse(Api.CHAT, orjson.dumps({"messages": messages}), Cost())
+    assert list(media(call)) == items
+
+
+def _backend(gateway: Deployment, engine: Any) -> Any:
+    pool = gateway.worker.pools.of(Role.ENCODE)
+    return next(backend for backend in pool.backends() if backend.port == engine.port)

@@ -1,0 +1,42 @@
+"""Encoders in front of the program as an operator runs it, with several workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, ask, request
+from tests.deployment import generations
+from tests.scenarios.program import gateway
+from tests.scenarios.test_stopping import is_ready
+
+if TYPE_CHECKING:
+    import aiohttp
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+
+
+async def test_media_is_encoded_whichever_worker_gets_it(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    body: dict[str, Any] = {
+        **request(Api.CHAT, max_tokens=3),
+        "messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what is this?"}]}],
+    }
+    async with SimulatedEngine() as encoder:
+        engines = ("--encode", encoder.url, "--prefill", prefiller.url, "--decode", decoder.url)
+        async with gateway(*engines, "--workers", "2") as program:
+            await is_ready(session, program.url)
+            for _ in range(6):
+                answer = await ask(session, program.url, body, connection="close")
+                assert answer.text == await answer_alone(body)
+            assert (await ask(session, program.url, request(Api.CHAT))).is_done
+            assert len(generations(encoder)) == 6
+            assert len(generations(prefiller)) == 7
+            async with session.get(program.url + "/metrics") as answer:
+                shown = await answer.text()
+            counted = (
+                f'pdproxy_instance_requests_total{{instance="{encoder.host}:{encoder.port}",result="ok",role="encode"}}'
+            )
+            assert f"{counted} 6.0" in shown
