@@ -10,8 +10,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, nobody
-from proxy.errors import GatewayError, UpstreamError
+from proxy.api.questions import ask, bad_answer, counted, nobody
+from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,19 +53,10 @@ class ModelsApi:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
-        return [web.get(_PATH, self._models)]
+        return [web.get(_PATH, counted("models", self._models, self._client_keys, self._metrics))]
 
     async def _models(self, request: web.Request) -> web.Response:
-        status = 499
-        try:
-            self._client_keys.identify(request)
-            body = await self._merged(self._client_keys.credential(request))
-            status = 200
-        except GatewayError as error:
-            status = error.status
-            raise
-        finally:
-            self._metrics.requests_total.labels("models", str(status)).inc()
+        body = await self._merged(self._client_keys.credential(request))
         return web.Response(body=body, content_type="application/json")
 
     async def _merged(self, credential: str | None) -> bytes:

@@ -11,11 +11,39 @@ from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.upstream import read_bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from aiohttp import web
+
+    from proxy.api.keys import ClientKeys
     from proxy.balancer.backend import Backend
+    from proxy.metrics import Metrics
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
+
+
+def counted(
+    api: str,
+    answer: Callable[[web.Request], Awaitable[web.Response]],
+    client_keys: ClientKeys,
+    metrics: Metrics,
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A route that asks for clients with a key, if they need one, and counts how that ends under the label `api`."""
+
+    async def route(request: web.Request) -> web.Response:
+        status = 499
+        try:
+            client_keys.identify(request)
+            response = await answer(request)
+            status = 200
+        except GatewayError as error:
+            status = error.status
+            raise
+        finally:
+            metrics.requests_total.labels(api, str(status)).inc()
+        return response
+
+    return route
 
 
 async def ask(

@@ -16,9 +16,9 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, nobody
+from proxy.api.questions import ask, bad_answer, counted, nobody
 from proxy.balancer.backend import Role
-from proxy.errors import BadRequest, GatewayError, UpstreamError
+from proxy.errors import BadRequest, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -82,22 +82,7 @@ class SglangApi:
     def _counted(
         self, answer: Callable[[web.Request], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """For clients with a key, and in the metrics."""
-
-        async def counted(request: web.Request) -> web.Response:
-            status = 499
-            try:
-                self._client_keys.identify(request)
-                response = await answer(request)
-                status = 200
-            except GatewayError as error:
-                status = error.status
-                raise
-            finally:
-                self._metrics.requests_total.labels("sglang", str(status)).inc()
-            return response
-
-        return counted
+        return counted("sglang", answer, self._client_keys, self._metrics)
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """Of each engine what is shown. `internal_states` are the decoders', which is where clients look for speed."""

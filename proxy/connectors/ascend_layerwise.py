@@ -95,9 +95,7 @@ class AscendLayerwise:
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefill.lease(
-                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
-            ) as prefiller,
+            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
             _HandOver(prefiller, decoder, self._releaser) as handover,
             self._ranks.claim() as rank,
             self.callbacks.expected(_engine_id(call, attempt_id)) as callback,

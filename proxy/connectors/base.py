@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.lease import Lease
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.releaser import Releaser
@@ -50,14 +51,19 @@ class Pools:
             return self.encode
         return self.prefill if role == self.prefill.role else self.decode
 
-    def unpaired(self, backend: Backend, avoid: Collection[Backend]) -> Collection[Backend]:
-        """`avoid`, and the partners that are kept apart from `backend`, unless no other would be left."""
-        apart = self.pairs.partners_to_avoid(backend)
+    def prefiller_for(
+        self, decoder: Backend, call: Call, avoid: Collection[Backend], prefer: Backend | None = None
+    ) -> Lease:
+        """A prefiller's lease, to be entered at once, for a call whose decoder is leased already."""
+        return self.prefill.lease(call.prefill_load, self._unpaired(decoder, avoid), prefer)
+
+    def _unpaired(self, decoder: Backend, avoid: Collection[Backend]) -> Collection[Backend]:
+        """`avoid`, and the prefillers that are kept apart from this decoder, unless no other would be left."""
+        apart = self.pairs.partners_to_avoid(decoder)
         if not apart:
             return avoid
-        partners = self.prefill if backend.role == self.decode.role else self.decode
         both = apart.union(avoid)
-        return both if any(partner not in both for partner in partners.eligible()) else avoid
+        return both if any(prefiller not in both for prefiller in self.prefill.eligible()) else avoid
 
 
 @dataclass(frozen=True, slots=True)

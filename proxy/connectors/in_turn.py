@@ -114,9 +114,7 @@ class InTurn(ABC):
     ) -> AsyncIterator[Attempt]:
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefill.lease(
-                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
-            ) as prefiller,
+            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
             self._ranks.claim() as rank,
         ):
             journey.begin_attempt()

@@ -86,9 +86,7 @@ class MooncakeBootstrap:
         """Both legs. See Connector.open."""
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefill.lease(
-                call.prefill_load, self._pools.unpaired(decoder.backend, avoid), prefer
-            ) as prefiller,
+            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
             self._ranks.claim() as prefill_rank,
             self._ranks.claim() as decode_rank,
         ):
