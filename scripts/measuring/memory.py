@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from benchmark.processes import HOST
 
 from measuring import programs
 from measuring.clients import Crowd, Outcomes, request
@@ -84,7 +85,7 @@ class Run:
             for _ in range(clients):
                 client = stack.enter_context(socket.socket())
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect((programs.HOST, self.port))
+                client.connect((HOST, self.port))
                 client.sendall(words)
             await asyncio.sleep(_STALLED_SECONDS)
             await self._look(f"{clients} clients that read nothing", clients)

@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
-import subprocess
 import sys
-import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
+from benchmark.processes import HOST, free_ports, running, wait_until_ready
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-HOST = "127.0.0.1"
-_READY_SECONDS = 30.0
-_STOP_SECONDS = 5.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody uses now: all are taken at the same time, so that they differ, and then let go."""
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
 
 
 def allow_many_files() -> None:
@@ -56,8 +45,7 @@ def engines(prefillers: int, decoders: int, logs: Path) -> Iterator[Engines]:
     each = Engines(ports[:prefillers], ports[prefillers:])
     lists = [",".join(map(str, role)) for role in (each.prefill, each.decode)]
     command = [sys.executable, "-m", "measuring.engines", *lists]
-    with _running("the engines", command, logs / "engines.log", {}) as process:
-        _wait_until_open("the engines", process, ports[-1], logs / "engines.log")
+    with running("the engines", command, ports[-1], logs / "engines.log"):
         yield each
 
 
@@ -69,9 +57,10 @@ def gateway(engines: Engines, workers: int, logs: Path, settings: Mapping[str, s
     for flag, ports in (("--prefill", engines.prefill), ("--decode", engines.decode)):
         for engine in ports:
             command += [flag, f"{HOST}:{engine}"]
-    with _running("the gateway", command, logs / f"gateway-{workers}.log", settings) as process:
-        _wait_until_ready(port, logs / f"gateway-{workers}.log", process)
-        yield port, process.pid
+    environment = {"PROXY_DRAIN__STREAMS_SECONDS": "1", **settings}
+    with running("the gateway", command, port, logs / f"gateway-{workers}.log", environment) as pid:
+        wait_until_ready("the gateway", port, "/readyz")
+        yield port, pid
 
 
 def tree(pid: int) -> list[int]:
@@ -115,55 +104,3 @@ def memory(pid: int) -> Memory:
             if name in sums:
                 sums[name] += int(rest.split()[0]) * 1024
     return Memory(sums["Rss"], sums["Pss"])
-
-
-@contextmanager
-def _running(
-    name: str, command: Sequence[str], log: Path, settings: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PROXY_")}
-    # Nothing stands in front of the gateway that would have to notice that it stops.
-    environment = {**kept, "PROXY_DRAIN__NOT_READY_SECONDS": "0", "PROXY_DRAIN__STREAMS_SECONDS": "1", **settings}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-    try:
-        yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            print(f"{name} did not stop", file=sys.stderr)
-            for pid in reversed(tree(process.pid)):
-                os.kill(pid, 9)
-            process.wait()
-
-
-def _wait_until_open(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        try:
-            socket.create_connection((HOST, port), timeout=1).close()
-            return
-        except OSError:
-            _give_up_if_late(name, process, deadline, log)
-
-
-def _wait_until_ready(port: int, log: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        try:
-            with urlopen(f"http://{HOST}:{port}/readyz", timeout=5):
-                return
-        except OSError:
-            _give_up_if_late("the gateway", process, deadline, log)
-
-
-def _give_up_if_late(name: str, process: subprocess.Popen[bytes], deadline: float, log: Path) -> None:
-    if process.poll() is not None or time.monotonic() > deadline:
-        sys.exit(f"{name} did not start; its output:\n{log.read_text(errors='replace')}")
-    time.sleep(0.05)
