@@ -60,6 +60,8 @@ class ClientStream:
 
     def write(self, data: bytes) -> bool:
         """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
+        if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
+            return False
         transport = self._transport
         if transport is None:
             self._unsent.append(data)

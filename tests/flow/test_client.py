@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from proxy.flow.client import ClientStream
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.deployment import generations
@@ -41,6 +44,27 @@ async def test_an_http_10_client_gets_a_stream_without_chunks(gateway: Deploymen
     assert "transfer-encoding" not in headers
     assert body.startswith(b"data: {")
     assert body.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+async def test_nothing_is_written_for_nothing() -> None:
+    """An empty chunk would be the end of the body."""
+
+    async def stream(asked: web.Request) -> web.StreamResponse:
+        client = ClientStream(asked, {}, 60.0)
+        for data in (b"", b"a", b"", b"b", b""):
+            client.write(data)
+            await client.attend()
+        await client.finish(b"c")
+        return client.response
+
+    app = web.Application()
+    app.add_routes([web.post(Api.CHAT.path, stream)])
+    async with TestServer(app) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(raw_request({}, b"Connection: close"))
+        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert body == b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n0\r\n\r\n"
 
 
 async def test_an_http_11_client_gets_chunks_and_headers_that_keep_proxies_from_collecting_them(
