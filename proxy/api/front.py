@@ -243,7 +243,9 @@ class Front:
         return await self._serve(request)
 
     async def _on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        if self.close_after_each_answer or not self._listening:
+        # HTTP/1.0 has no chunks: such a body ends with the connection (RFC 9112 6.3).
+        has_no_end = request.version < HttpVersion11 and response.content_length is None
+        if has_no_end or self.close_after_each_answer or not self._listening:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"  # aiohttp has set its headers already
 

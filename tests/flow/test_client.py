@@ -46,6 +46,26 @@ async def test_an_http_10_client_gets_a_stream_without_chunks(gateway: Deploymen
     assert body.endswith(b"\n\ndata: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("breaks_off", [False, True])
+async def test_the_end_of_a_stream_without_chunks_is_that_of_the_connection(deploy: Deploy, breaks_off: bool) -> None:
+    """Whatever a client of HTTP/1.0 asks for: it could not tell otherwise where the answer ends."""
+    gateway = await deploy(resume={"mode": "off"}, listen={"keepalive_seconds": 3600.0})
+    if breaks_off:
+        gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
+    body = request(Api.CHAT, stream=True)
+    headers, answer = await exchange(gateway, raw_request(body, b"Connection: keep-alive", version=b"1.0"))
+    assert headers["connection"] == "close"
+    assert answer.endswith(b"data: [DONE]\n\n") is not breaks_off
+
+
+async def test_a_whole_answer_of_http_10_leaves_the_connection_open_for_those_who_ask_for_that(
+    gateway: Deployment,
+) -> None:
+    whole = raw_request(request(Api.CHAT), b"Connection: keep-alive", version=b"1.0")
+    _, answers = await exchange(gateway, whole + whole.replace(b"keep-alive", b"close"))
+    assert answers.count(b"HTTP/1.0 200") + answers.count(b"HTTP/1.1 200") == 1  # the first one's is not in the body
+
+
 async def test_nothing_is_written_for_nothing() -> None:
     """An empty chunk would be the end of the body."""
 
