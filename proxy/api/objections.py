@@ -36,6 +36,9 @@ _has_no_quotation: Final = re.compile(
 _VERSIONS: Final = (HttpVersion11, HttpVersion10)
 _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*").fullmatch  # RFC 3986 3.2.2 and 3.2.3
 
+# Who counts the first one and who counts the last one see two different callers.
+_CREDENTIALS: Final = (hdrs.AUTHORIZATION, "X-Api-Key", "X-Admin-Key")
+
 
 def malformed(reason: str, status: int = 400) -> GatewayError:
     """The error for a request of the wrong form."""
@@ -70,6 +73,8 @@ def objection(request: web.BaseRequest) -> GatewayError | None:
         return malformed("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
     if not _is_host(headers.get(hdrs.HOST, "")):
         return malformed("the Host header is not valid")
+    if any(len(headers.getall(name, ())) > 1 for name in _CREDENTIALS):
+        return malformed("it has two credentials of a kind")
     if request.method == hdrs.METH_CONNECT:
         return GatewayError("this gateway is no tunnel", code="method_not_allowed", status=405)
     # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.

@@ -132,6 +132,10 @@ MALFORMED = {
     "lower-case-protocol": (b"GET /livez http/1.1\r\nHost: x\r\n\r\n", 400),
     "other-protocol": (b"GET /livez SECRET/1.1\r\nHost: x\r\n\r\n", 400),
     "request-after-the-last": (GET + b"Connection: close\r\n\r\n" + CLEAN, 400),
+    "two-authorizations": (GET + b"Authorization: Bearer secret\r\nauthorization: Bearer x\r\n\r\n", 400),
+    "the-same-authorization-twice": (GET + b"Authorization: Bearer secret\r\n" * 2 + b"\r\n", 400),
+    "two-api-keys": (GET + b"X-Api-Key: secret\r\nx-api-key: x\r\n\r\n", 400),
+    "two-admin-keys": (GET + b"X-Admin-Key: secret\r\nx-admin-key: x\r\n\r\n", 400),
     "garbage-after-a-request": (CLEAN + MARK + b"\r\n\r\n", 400),
     "body-without-length": (HEAD + b"\r\n{}", 400),
 }
