@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError, RawRequestMessage
 
 from proxy.api import replies
@@ -33,11 +33,13 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a Front makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_front",)
+    __slots__ = ("_asks_for_head", "_front")
 
     def __init__(self, front: Front, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
+        self._asks_for_head = False
+        """Whether what aiohttp could not read began as a HEAD."""
 
     @property
     def awaits_request(self) -> bool:
@@ -68,6 +70,7 @@ class Connection(web.RequestHandler):
             if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
                 self.end(malformed("the headers are too long", status=431))
         elif self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
+            self._asks_for_head = data.startswith(b"HEAD ")
             self._on_unreadable(unreadable(self._messages[-1][0].exc))
 
     def end(self, error: GatewayError | None = None) -> None:
@@ -107,14 +110,19 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """The answer to what aiohttp could not read, and to what was raised outside of the middlewares."""
         request_id = replies.request_id(request)
+        asks_for_head = request.method == hdrs.METH_HEAD
         if isinstance(exc, GatewayError):
             words = self._front.refuse(self, exc, request_id)
         elif isinstance(exc, HttpProcessingError):
             words = self._front.refuse(self, unreadable(exc), request_id)
+            asks_for_head = self._asks_for_head
         else:
             words = replies.last_words(replies.unexpected(request, exc), request_id)
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer is out")
+        if asks_for_head:  # the answer is only the head of what others get (RFC 9110 9.3.2)
+            head, blank, _ = words.partition(b"\r\n\r\n")
+            words = head + blank
         return _LastWords(words, self, has_body=not request.content.is_eof())
 
 

@@ -281,6 +281,17 @@ async def test_a_path_is_what_it_says_or_nothing(site: Site, line: bytes) -> Non
     assert site.seen == []
 
 
+@pytest.mark.parametrize("line", [b"HEAD *", b"HEAD /livez", b"HEAD /nowhere", b"HEAD http://x", b"HEAD secret"])
+@pytest.mark.parametrize("more", [b"", b"Expect: secret\r\n", b"Host: secret/\r\n", b"Secret : x\r\n"])
+async def test_the_answer_to_head_has_no_body(site: Site, line: bytes, more: bytes) -> None:
+    """Whoever asked so would take a body for the beginning of the next answer."""
+    host = b"" if more.startswith(b"Host") else b"Host: x\r\n"
+    client = await site.ask(line + b" HTTP/1.1\r\nConnection: close\r\n" + host + more + b"\r\n")
+    head, blank, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 ")
+    assert (blank, body) == (b"\r\n\r\n", b"")
+
+
 async def test_requests_may_follow_each_other_without_waiting(site: Site) -> None:
     client = await site.ask(CLEAN + CLEAN + GET + b"Connection: close\r\n\r\n")
     assert [(await client.reply()).status for _ in range(3)] == [200, 200, 200]
