@@ -109,9 +109,11 @@ def test_only_a_digest_of_a_key_is_kept_and_not_shown_either(file: Path) -> None
         ("keys: [{name: a, key: sk-a, requests_per_minute: yes}]", ": entry 1: requests_per_minute must be a number"),
         (
             "keys: [{name: a, key: sk-a, max_concurent: 2}]",
-            ": entry 1 has an unknown member (did you mean max_concurrent?)",
+            ": entry 1 has an unknown member max_concurent (did you mean max_concurrent?)",
         ),
+        ("keys: [{name: a, key: sk-a, rpm: 60}]", ": entry 1 has an unknown member rpm"),
         (f"keys: [{{name: a, key: sk-a, {SECRET}: 2}}]", ": entry 1 has an unknown member"),
+        ("keys: [{name: a, key: sk-a, 0canary0: 2}]", ": entry 1 has an unknown member"),
         (f"keys: [{{name: a, key: {SECRET}}}, {{name: a, key: b}}]", ": entry 2 has the same name as entry 1"),
         (f"keys: [{{name: a, key: {SECRET}}}, {{name: b, key: {SECRET}}}]", ": entry 2 has the same key as entry 1"),
         (

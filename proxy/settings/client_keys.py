@@ -83,7 +83,9 @@ def _key(entry: object, place: str) -> ClientKey:
         raise SettingsError(f"{place} must have a name and a key, like `- {{name: team-a, key: sk-…}}`")
     for member in entry:
         if member not in _MEMBERS:
-            raise SettingsError(f"{place} has an unknown member{did_you_mean(str(member), _MEMBERS)}")
+            # What has digits or dashes may be a key that was written in the wrong place.
+            name = f" {member}" if re.fullmatch(r"[A-Za-z_]{1,32}", str(member)) else ""
+            raise SettingsError(f"{place} has an unknown member{name}{did_you_mean(str(member), _MEMBERS)}")
     if ("key" in entry) == ("key_sha256" in entry):
         raise SettingsError(f"{place} must have either a key or its key_sha256")
     try:
