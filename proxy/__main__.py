@@ -16,7 +16,7 @@ from proxy.settings import SettingsError, load, to_yaml
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.settings import Settings
+    from proxy.settings import Loaded, Settings
 
 _HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -38,10 +38,10 @@ def _run(words: list[str]) -> int:
     # Imported where they are needed: serving must not load the simulator, and a look at the settings neither of them.
     match words:
         case ["print-config", *flags]:
-            print(to_yaml(load(flags, os.environ, needs_backends=False)))
+            print(to_yaml(_warned(load(flags, os.environ, needs_backends=False))))
             return 0
         case ["check-config", *flags]:
-            settings = load(flags, os.environ).settings
+            settings = _warned(load(flags, os.environ)).settings
             engines = f"{len(settings.prefill)} prefillers and {len(settings.decode)} decoders"
             print(f"ok: {engines}, connector {settings.connector}")
             return 0
@@ -55,6 +55,13 @@ def _run(words: list[str]) -> int:
             from proxy.supervisor import serve
 
             return serve(lambda: load(words, os.environ))
+
+
+def _warned(loaded: Loaded) -> Loaded:
+    """Print the warnings, beside what is asked for."""
+    for warning in loaded.warnings:
+        print(f"pdproxy: warning: {warning}", file=sys.stderr)
+    return loaded
 
 
 def _health(settings: Settings) -> int:

@@ -163,6 +163,20 @@ def test_check_config_finds_the_mistake(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "pdproxy: error: --decode: 'a' has no port: write it as host:port\n"
 
 
+@pytest.mark.parametrize("command", ["check-config", "print-config"])
+def test_what_is_probably_not_meant_is_told_beside_the_answer(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PROXY_WORKER", "4")
+    assert main([command, "--prefill", "p:1", "--decode", "d:1", "--port", "1", "--port", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "warning" not in out
+    assert err.splitlines() == [
+        "pdproxy: warning: --port is given 2 times, and only the last one counts",
+        "pdproxy: warning: PROXY_WORKER is no option and is ignored: did you mean PROXY_WORKERS?",
+    ]
+
+
 def test_check_config_reads_the_keys_of_clients_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

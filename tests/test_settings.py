@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.settings import OPTIONS, Endpoint, Settings, SettingsError, load, parse_endpoints, to_yaml
+from proxy.settings.sources import near_misses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +77,69 @@ def test_defaults_differ_from_the_example_proxy_only_where_they_are_safer() -> N
 def test_hosts_without_ports_and_ports_without_hosts_take_the_example_proxys_defaults() -> None:
     found = settings("--prefiller-hosts a --decoder-ports 9000")
     assert texts(found.prefill + found.decode) == ["a:8001", "localhost:9000"]
+
+
+@pytest.mark.parametrize("option", ["port", "por"])
+def test_a_flag_may_be_cut_short_as_argparse_has_it(option: str) -> None:
+    line = f"--prefiller-{option} 13700 13701 --prefiller-h a b --decoder-{option}=13702 --decoder-host c --max-r 2"
+    found = loaded(f"{line} --wor 3")
+    assert texts(found.settings.prefill + found.settings.decode) == ["a:13700", "b:13701", "c:13702"]
+    assert (found.settings.retry.max_attempts, found.settings.workers) == (2, 3)
+    assert found.origins["workers"] == "--workers"
+
+
+# From vLLM-Ascend's tutorials for one node with Mooncake, chunked pipeline parallelism, a KV pool and encoders apart.
+@pytest.mark.parametrize(
+    ("line", "prefill", "decode"),
+    [
+        (
+            (
+                "--host 192.0.0.1 --port 8080 --prefiller-hosts 192.0.0.1 --prefiller-port 13700"
+                " --decoder-hosts 192.0.0.1 --decoder-ports 13701"
+            ),
+            ["192.0.0.1:13700"],
+            ["192.0.0.1:13701"],
+        ),
+        (
+            (
+                "--host proxy_ip --port 8080 --prefiller-hosts 192.0.0.1 --prefiller-port 8003"
+                " --decoder-hosts 192.0.0.3 192.0.0.3 192.0.0.4 --decoder-ports 8004 8005 8004"
+            ),
+            ["192.0.0.1:8003"],
+            ["192.0.0.3:8004", "192.0.0.3:8005", "192.0.0.4:8004"],
+        ),
+        (
+            (
+                "--host localhost --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost"
+                " --decoder-ports 8200"
+            ),
+            ["localhost:8100"],
+            ["localhost:8200"],
+        ),
+        (
+            (
+                "--encoder-hosts 127.0.0.1 --encoder-ports 23001 --prefiller-hosts 127.0.0.1 --prefiller-ports 33003"
+                " --decoder-hosts 127.0.0.1 --decoder-ports 33006 --host 127.0.0.1 --port 8001"
+            ),
+            ["127.0.0.1:33003"],
+            ["127.0.0.1:33006"],
+        ),
+    ],
+)
+def test_lines_of_tutorials_mean_what_they_meant(line: str, prefill: list[str], decode: list[str]) -> None:
+    found = loaded(line)
+    assert (texts(found.settings.prefill), texts(found.settings.decode)) == (prefill, decode)
+    assert found.warnings == ()
+
+
+def test_a_flag_that_is_given_again_is_warned_about_and_the_last_one_counts() -> None:
+    found = loaded(f"{ONE_PAIR} --port 1 --port=2 --por 3 --decode e:1 --prefiller-hosts a --prefiller-host b")
+    assert found.settings.listen.port == 3
+    assert texts(found.settings.prefill) == ["b:8001", "p:1"]
+    assert found.warnings == (
+        "--prefiller-hosts is given 2 times, and only the last one counts",
+        "--port is given 3 times, and only the last one counts",
+    )
 
 
 def test_no_retries_still_means_one_attempt() -> None:
@@ -239,6 +303,22 @@ def test_hosts_are_paired_with_ports_in_order(hosts: str, ports: str, endpoints:
         ("--decoder-ports 7100,7101", "--decoder-ports: '7100,7101' is not a port or a port range like 7100-7115"),
         ("--decoder-hosts a/b", "--decoder-hosts: 'a/b' is not a host name or an IP address"),
         ("--decode x", "--decode: 'x' has no port: write it as host:port"),
+        (
+            "--prefiller-hosts http://127.0.0.1",
+            "--prefiller-hosts: 'http://127.0.0.1' is not a host alone: --prefill takes URLs and host:port",
+        ),
+        (
+            "--decoder-hosts a 127.0.0.1:7100",
+            "--decoder-hosts: '127.0.0.1:7100' is not a host alone: --decode takes URLs and host:port",
+        ),
+        (
+            "--encoder-hosts [::1]:7100",
+            "--encoder-hosts: '[::1]:7100' is not a host alone: --encode takes URLs and host:port",
+        ),
+        (
+            "--decoder-hosts http://me:hush@a:1",
+            "--decoder-hosts: 'a:1' is not a host alone: --decode takes URLs and host:port",
+        ),
     ],
 )
 def test_hosts_and_ports_that_do_not_fit_are_refused(line: str, sentence: str) -> None:
@@ -348,9 +428,58 @@ def test_an_empty_variable_is_as_good_as_none() -> None:
     assert settings(PROXY_LISTEN__PORT="", PROXY_CONFIG=" ").listen.port == 1999
 
 
-def test_kubernetes_variables_for_a_service_named_proxy_do_no_harm() -> None:
-    service = {"PROXY_PORT": "tcp://10.0.0.1:1999", "PROXY_SERVICE_HOST": "10.0.0.1", "PROXY_PORT_1999_TCP": "x"}
-    assert settings(**service).listen.port == 1999
+# Those of services named proxy, proxy-listen and proxy-log-level, and what others call theirs.
+@pytest.mark.parametrize("service", ["PROXY", "PROXY_LISTEN", "PROXY_LOG_LEVEL"])
+def test_variables_of_others_do_no_harm_and_are_no_mistakes(service: str) -> None:
+    of_kubernetes = {
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "1999",
+        f"{service}_SERVICE_PORT_HTTP": "1999",
+        f"{service}_PORT": "tcp://10.0.0.1:1999",
+        f"{service}_PORT_1999_TCP": "tcp://10.0.0.1:1999",
+        f"{service}_PORT_1999_TCP_PROTO": "tcp",
+        f"{service}_PORT_1999_TCP_PORT": "1999",
+        f"{service}_PORT_1999_TCP_ADDR": "10.0.0.1",
+    }
+    of_others = {"PROXY_HOST": "proxy.example.org", "PROXY_URL": "http://x", "PROXY_USER": "me", "NO_PROXY": "*"}
+    found = loaded(**of_kubernetes, **of_others)
+    assert found.settings.listen.port == 1999
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("PROXY_LISTEN_PORT", "PROXY_LISTEN__PORT"),
+        ("PROXY_LOG_LEVEL", "PROXY_LOG__LEVEL"),
+        ("PROXY_AUTH_ENGINE_API_KEY", "PROXY_AUTH__ENGINE_API_KEY"),
+        ("PROXY_LISEN__PORT", "PROXY_LISTEN__PORT"),
+        ("PROXY_LISTEN_PROT", "PROXY_LISTEN__PORT"),
+        ("PROXY_WORKER", "PROXY_WORKERS"),
+        ("PROXY__WORKERS", "PROXY_WORKERS"),
+        ("PROXY_WROKERS", "PROXY_WORKERS"),
+        ("PROXY_CONECTOR", "PROXY_CONNECTOR"),
+        ("PROXY_PREFILLER", "PROXY_PREFILL"),
+        ("PROXY_DECODERS", "PROXY_DECODE"),
+        ("PROXY_DECODR", "PROXY_DECODE"),
+        ("PROXY_CONFG", "PROXY_CONFIG"),
+        ("proxy_listen__port", "PROXY_LISTEN__PORT"),
+        ("PROXY_workers", "PROXY_WORKERS"),
+    ],
+)
+def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: str) -> None:
+    assert loaded(**{name: "sk-canary"}).warnings == (f"{name} is no option and is ignored: did you mean {meant}?",)
+    assert loaded(**{name: " "}).warnings == ()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
+    name = "PROXY_" + option.upper().replace(".", "_")
+    for place in range(len("PROXY_"), len(name)):
+        left, right = name[:place], name[place + 1 :]
+        for misspelt in {left + right, f"{left}X{right}", f"{left}X{name[place:]}"} - {"PROXY_ENCODE", "PROXY_DECODE"}:
+            warnings = list(near_misses({misspelt: "x"}))
+            assert len(warnings) == 1, misspelt
 
 
 # Mistakes
@@ -378,6 +507,8 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ("--prot 1", "unknown flag --prot (did you mean --port?)"),
         ("--frobnicate", "unknown flag --frobnicate"),
         ("--api-key=hush", "unknown flag --api-key"),
+        ("--prefiller a", "--prefiller is short for --prefiller-hosts and --prefiller-ports: write out which one"),
+        ("--log=hush", "--log is short for --log-level and --log-format: write out which one"),
         ("--admin-key hush", "unknown flag --admin-key"),
         ("serve", "unexpected argument 'serve'"),
         ("--port", "--port: expected one argument"),

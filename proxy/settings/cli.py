@@ -7,6 +7,9 @@ anybody on the host can read a command line.
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import proxy
@@ -18,11 +21,11 @@ from proxy.settings.endpoints import (
     plain_host,
     port_range,
 )
-from proxy.settings.mistakes import SettingsError, did_you_mean, told
+from proxy.settings.mistakes import SettingsError, did_you_mean, shown, told
 from proxy.settings.sources import OPTIONS, Sourced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -46,6 +49,8 @@ _FLAGS: Final = {
 # The option, the noun, and the port of a host that is given without ports.
 _ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("encode", "encoder", 8003))
 
+_REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
+
 _DESCRIPTION: Final = """\
 One OpenAI-compatible endpoint in front of engines that prefill and engines that decode.
 Every option can also be set in the environment (PROXY_LISTEN__PORT) or in the --config file, which have more options
@@ -65,13 +70,26 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message.removeprefix("argument "))
 
 
-def parse(argv: Sequence[str]) -> tuple[dict[str, Sourced], str | None]:
-    """The options that were given as flags, and the path after --config. Raises SettingsError.
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What the flags say."""
+
+    values: dict[str, Sourced]
+    """The options that were given as flags."""
+    config: str | None
+    """The path after --config."""
+    warnings: tuple[str, ...]
+    """A sentence for each flag that was given again, of which only the last one counts."""
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Read the words behind the program's name. Raises SettingsError.
 
     `--help` and `--version` print and raise SystemExit.
     """
     parser, known_flags = _parser()
-    found, unknown = parser.parse_known_args(argv)
+    in_full = _in_full(argv, known_flags)
+    found, unknown = parser.parse_known_args(in_full)
     if unknown:
         # Only the flag: what follows it, or its =, may be a secret.
         for word in unknown:
@@ -89,14 +107,39 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, Sourced], str | None]:
     for role, noun, default_port in _ROLES:
         flags = [f"--{noun}-hosts", f"--{noun}-ports", f"--{role}"]
         if origin := ", ".join(flag for flag in flags if given[flag]):
-            hosts = _each(flags[0], plain_host, given[flags[0]])
+            hosts = _each(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
             ports = _each(flags[1], port_range, given[flags[1]])
             words = given[flags[2]]
             urls = _each(flags[2], parse_endpoints, _with_bootstrap_ports(words) if role == "prefill" else words)
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
-    return values, given["--config"]
+    return CommandLine(values, given["--config"], tuple(_given_again(in_full, known_flags)))
+
+
+def _in_full(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
+    """The words, with each flag as it is called: its beginning is enough where no other flag begins so.
+
+    That is what argparse does with the example's flags, and guides write `--prefiller-port`. Raises SettingsError.
+    """
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag != "--" and flag not in known_flags:
+            meant = [known for known in known_flags if known.startswith(flag)]
+            if len(meant) > 1:
+                raise SettingsError(f"{flag} is short for {' and '.join(meant)}: write out which one")
+            flag = meant[0] if meant else flag
+        words.append(f"{flag}{equals}{value}")
+    return words
+
+
+def _given_again(words: Sequence[str], known_flags: Sequence[str]) -> Iterator[str]:
+    """The words are flags in full and their values."""
+    flags = [word.partition("=")[0] for word in words]
+    for flag in known_flags:
+        if flags.count(flag) > 1 and flag not in _REPEATABLE:
+            yield f"{flag} is given {flags.count(flag)} times, and only the last one counts"
 
 
 def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -> list[T]:
@@ -104,6 +147,13 @@ def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -
         return [convert(word) for word in words or ()]
     except ValueError as error:
         raise SettingsError(f"{flag}: {error}") from None
+
+
+def _host_alone(word: str, url_flag: str) -> str:
+    """Raises ValueError, which says where an address goes that has a port."""
+    if "://" in word or re.fullmatch(r"[^:]+:[0-9-]+|\[.*\]:[0-9-]+", word):
+        raise ValueError(f"{shown(word.rpartition('@')[2])} is not a host alone: {url_flag} takes URLs and host:port")
+    return plain_host(word)
 
 
 def _with_bootstrap_ports(words: Sequence[str] | None) -> list[str]:
@@ -130,12 +180,12 @@ def _parser() -> tuple[_Parser, list[str]]:
         prog="pdproxy",
         description=_DESCRIPTION,
         epilog=_COMMANDS,
-        usage="python -m proxy [sub-command] [flags]",
+        usage="pdproxy [sub-command] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        allow_abbrev=False,  # done here before, so that a value behind `=`, which may be a secret, is in no sentence
     )
     parser.add_argument("--version", action="version", version=f"pdproxy {proxy.__version__}")
-    flags = ["--config"]
+    flags = ["--help", "--version", "--config"]
     parser.add_argument("--config", dest="--config", metavar="FILE.yaml", help="YAML file; also PROXY_CONFIG")
     for role, noun, default_port in _ROLES:
         group = parser.add_argument_group(f"{noun}s")
@@ -149,7 +199,7 @@ def _parser() -> tuple[_Parser, list[str]]:
             f"--{noun}-ports": ("PORT", f"ports or ranges like 7100-7115; one range serves all hosts ({default_port})"),
         }
         for flag, (metavar, text) in texts.items():
-            action = "extend" if flag == f"--{role}" else "store"
+            action = "extend" if flag in _REPEATABLE else "store"
             group.add_argument(flag, dest=flag, nargs="+", action=action, metavar=metavar, help=text)
         flags += texts
     group = parser.add_argument_group("other options")

@@ -15,7 +15,16 @@ from proxy.settings import cli
 from proxy.settings.client_keys import load_client_keys
 from proxy.settings.mistakes import SettingsError, explain
 from proxy.settings.model import Settings
-from proxy.settings.sources import OPTIONS, SECRETS, Sourced, from_environment, from_yaml, variable
+from proxy.settings.sources import (
+    CONFIG,
+    OPTIONS,
+    SECRETS,
+    Sourced,
+    from_environment,
+    from_yaml,
+    near_misses,
+    variable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,27 +42,30 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, str]
     client_keys: tuple[ClientKey, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Sentences about what is probably not meant as it is."""
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True) -> Loaded:
     """Load and check everything. `needs_backends` False accepts settings without engines, to look at them, and leaves
     the keys of clients alone.
     """
-    flags, config = cli.parse(argv)
+    line = cli.parse(argv)
     variables = from_environment(environ)
-    path = config or environ.get("PROXY_CONFIG", "").strip()
-    values = {**(from_yaml(path) if path else {}), **variables, **flags}
+    path = line.config or environ.get(CONFIG, "").strip()
+    values = {**(from_yaml(path) if path else {}), **variables, **line.values}
     settings = _validated(values)
     keys = dict(_keys(settings, values, environ))
     if keys:
         values |= keys
         settings = _validated(values)
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
+    warnings = (*line.warnings, *near_misses(environ))
     if not needs_backends:
-        return Loaded(settings, origins)
+        return Loaded(settings, origins, warnings=warnings)
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
-    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else ())
+    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else (), warnings)
 
 
 def _validated(values: Mapping[str, Sourced]) -> Settings:

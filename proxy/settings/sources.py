@@ -6,6 +6,8 @@ simply replaces entries. A name that is no option is refused; types are the mode
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PREFIX: Final = "PROXY_"
+CONFIG: Final = "PROXY_CONFIG"
+"""The variable with the path of the file."""
+
+# What Kubernetes sets for a service whose name is, or begins with, `proxy`.
+_NAME_FOR_A_SERVICE: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_[0-9]+_(TCP|UDP|SCTP)(_.*)?")
+_VALUE_FOR_A_SERVICE: Final = re.compile(r"(tcp|udp|sctp)://.*")
+# As near as one letter that is wrong is to the shortest option, PROXY_DECODE.
+_NEAR: Final = 0.82
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,26 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
         elif option.partition(".")[0] in SECTIONS:
             raise SettingsError(f"{name} names no option{did_you_mean(name, map(variable, OPTIONS))}")
     return found
+
+
+def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that is ignored although its name is almost that of an option.
+
+    Almost means: in other letter case, with one underscore for two or the other way round, or misspelt.
+    """
+    meant = {_plain(name): name for name in (CONFIG, *map(variable, OPTIONS))}
+    for name, value in environ.items():
+        if not name.upper().startswith(PREFIX) or name in meant.values() or not value.strip():
+            continue
+        if _NAME_FOR_A_SERVICE.fullmatch(name) or _VALUE_FOR_A_SERVICE.fullmatch(value):
+            continue
+        if near := difflib.get_close_matches(_plain(name), meant, n=1, cutoff=_NEAR):
+            yield f"{told(name)} is no option and is ignored: did you mean {meant[near[0]]}?"
+
+
+def _plain(name: str) -> str:
+    """What is compared of a variable's name, which is much longer than the prefix that all have."""
+    return re.sub("_+", "_", name.upper()).removeprefix(PREFIX)
 
 
 def from_yaml(path: str) -> dict[str, Sourced]:

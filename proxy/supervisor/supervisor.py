@@ -63,6 +63,8 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
     with ExitStack() as stack:
         try:
             connector = find_connector(settings)
