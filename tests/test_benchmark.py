@@ -16,6 +16,7 @@ import pytest
 from benchmark import answers, peers
 from benchmark.chart import chart
 from benchmark.client import http_request, problem
+from benchmark.duel import verdict
 from benchmark.engines import without_image
 from benchmark.figures import Measurement, Measurements
 from benchmark.histogram import Histogram
@@ -218,3 +219,26 @@ def test_cpu_time_of_another_process_is_that_of_its_own_clock() -> None:
     before = time.process_time()
     seen = cpu_seconds(os.getpid())
     assert before <= seen
+
+
+def test_a_duel_tells_the_median_of_the_ratios_and_their_spread() -> None:
+    measurements = Measurements(("pdproxy", "vllm-router"))
+    for ours, theirs in ((100.0, 200.0), (300.0, 400.0), (90.0, 100.0)):
+        measurements.add("pdproxy", SHORT_STREAM, measurement(cpu_ms=ours, completed=1000))
+        measurements.add("vllm-router", SHORT_STREAM, measurement(cpu_ms=theirs, completed=1000))
+    said = verdict([STREAM], measurements)
+    assert "100.0" in said
+    assert "0.75 (0.50 to 0.90)" in said
+
+
+def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
+    (tmp_path / "before" / "proxy").mkdir(parents=True)
+    (tmp_path / "before" / "proxy" / "__main__.py").touch()
+    peer = peers.opponent("before", tmp_path, tmp_path)
+    assert peer.name == "before"
+    assert peer.command(1, [2], [3])[:3] == ["env", "-C", str(tmp_path / "before")]
+
+
+def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nobody is neither vllm-router, sglang-router, haproxy nor a checkout"):
+        peers.opponent("nobody", tmp_path, tmp_path)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from benchmark import peers
 from benchmark.chart import chart
 from benchmark.course import Course
+from benchmark.duel import fight, verdict
 from benchmark.figures import FIGURES, Measurements
 from benchmark.report import NOTES, table
 from benchmark.scenarios import Scenario, scenarios
@@ -33,10 +34,13 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     options = _options()
-    chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
-    compared = [peers.ours(), peers.not_resuming(), *peers.routers()]
     # scripts/bench changes the directory and tells from where it was called.
     called_from = Path(os.environ.get("CALLED_FROM", "."))
+    chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
+    if options.duel is not None:
+        _duel(options, called_from, [scenario for scenario in chosen if not scenario.saturates])
+        return
+    compared = [peers.ours(), peers.not_resuming(), *peers.routers()]
     if options.reference is not None:
         compared.append(peers.reference(called_from / options.reference))
     measurements = _measured(compared, chosen, options.seconds, options.rounds)
@@ -48,12 +52,34 @@ def main() -> None:
         sys.exit(1)
 
 
+def _duel(options: argparse.Namespace, called_from: Path, chosen: Sequence[Scenario]) -> None:
+    """This gateway against one peer, both at once on one core."""
+    with tempfile.TemporaryDirectory() as directory:
+        ours = peers.dueller(Path(directory))
+        theirs = peers.opponent(options.duel, called_from, Path(directory))
+        tells_ids = not options.without_token_ids
+        measurements = fight((ours, theirs), chosen, options.seconds, options.rounds, tells_ids=tells_ids)
+    print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s, both on one core.\n")
+    print(verdict(chosen, measurements))
+    if measurements.has_errors():
+        sys.exit(1)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench", description="What a request and a token cost: this gateway beside others, in one run."
     )
     parser.add_argument(
         "--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py"
+    )
+    parser.add_argument(
+        "--duel",
+        metavar="PEER",
+        help="only this gateway and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or the"
+        " directory of another checkout of this gateway",
+    )
+    parser.add_argument(
+        "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (default: 3)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of which the median counts (default: 3)")

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
 from benchmark.figures import Measurement
 from benchmark.load import PATIENCE_SECONDS, Result
+from benchmark.loads import Program, ask
 from benchmark.peers import DIRECT, Peer
-from benchmark.processes import (
-    clean_environment,
-    cpu_seconds,
-    free_ports,
-    resident_bytes,
-    running,
-    wait_until_ready,
-)
+from benchmark.processes import cpu_seconds, free_ports, resident_bytes, running, wait_until_ready
 from benchmark.scenarios import SHORT_STREAM, Scenario
 
 if TYPE_CHECKING:
@@ -29,16 +20,6 @@ if TYPE_CHECKING:
 
 _ENGINES_PER_ROLE = 2
 _WARM_UP_SECONDS = 0.5
-_LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """Something that listens; without a process it is an engine itself."""
-
-    name: str
-    port: int
-    pid: int | None
 
 
 class Course:
@@ -49,7 +30,7 @@ class Course:
         self._directory = directory
         self._seconds = seconds
         self._numbers = count()
-        self._kept: dict[tuple[str, bool], _Program] = {}
+        self._kept: dict[tuple[str, bool], Program] = {}
         ports = free_ports(2 * _ENGINES_PER_ROLE)
         self._prefill, self._decode = ports[:_ENGINES_PER_ROLE], ports[_ENGINES_PER_ROLE:]
         words = (",".join(map(str, self._prefill)), ",".join(map(str, self._decode)))
@@ -65,9 +46,9 @@ class Course:
 
     def measure_directly(self, scenario: Scenario) -> Measurement:
         """One measurement of an engine, with nothing between."""
-        return self._measure(_Program(DIRECT, self._decode[0], None), scenario)
+        return self._measure(Program(DIRECT, self._decode[0], None, directly=True), scenario)
 
-    def _program(self, peer: Peer, *, saturating: bool) -> _Program:
+    def _program(self, peer: Peer, *, saturating: bool) -> Program:
         """Started when it is first needed."""
         key = (peer.name, saturating)
         if key not in self._kept:
@@ -75,17 +56,17 @@ class Course:
         return self._kept[key]
 
     @contextmanager
-    def _running(self, peer: Peer, *, saturating: bool) -> Iterator[_Program]:
+    def _running(self, peer: Peer, *, saturating: bool) -> Iterator[Program]:
         """A program that has answered some requests."""
         (port,) = free_ports(1)
         command = peer.command(port, self._prefill, self._decode, saturating=saturating)
         with running(peer.name, command, port, self._directory / f"{next(self._numbers)}.log") as pid:
             wait_until_ready(peer.name, port, peer.ready_path)
-            program = _Program(peer.name, port, pid)
+            program = Program(peer.name, port, pid)
             self._ask(program, SHORT_STREAM, _WARM_UP_SECONDS, PATIENCE_SECONDS)
             yield program
 
-    def _measure(self, program: _Program, scenario: Scenario) -> Measurement:
+    def _measure(self, program: Program, scenario: Scenario) -> Measurement:
         patience = scenario.seconds + 2 * PATIENCE_SECONDS
         if program.pid is None:
             result, _ = self._ask(program, scenario.name, self._seconds, patience)
@@ -94,22 +75,7 @@ class Course:
         result, bytes_at_most = self._ask(program, scenario.name, self._seconds, patience)
         return Measurement(result, cpu_seconds(program.pid) - cpu_before, bytes_before, bytes_at_most)
 
-    def _ask(self, program: _Program, scenario: str, seconds: float, patience: float) -> tuple[Result, float]:
+    def _ask(self, program: Program, scenario: str, seconds: float, patience: float) -> tuple[Result, float]:
         """Run the load generator once; what came of it, and the most memory that the program had meanwhile."""
-        command = [sys.executable, "-m", "benchmark.load", str(program.port), scenario, str(seconds)]
-        if program.pid is None:
-            command.append("directly")
-        output = self._directory / "result.json"
-        bytes_at_most = 0.0
-        deadline = time.monotonic() + patience
-        with output.open("wb") as file, subprocess.Popen(command, env=clean_environment(), stdout=file) as process:
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    process.kill()
-                    sys.exit(f"the load generator did not end within {patience:g} s")
-                if program.pid is not None:
-                    bytes_at_most = max(bytes_at_most, resident_bytes(program.pid))
-                time.sleep(_LOOK_SECONDS)
-        if process.returncode:
-            sys.exit("the load generator failed")
-        return Result.from_json(output.read_text()), bytes_at_most
+        ((result, bytes_at_most),) = ask([program], scenario, seconds, patience, self._directory)
+        return result, bytes_at_most

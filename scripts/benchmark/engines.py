@@ -1,4 +1,5 @@
-"""Prefillers and decoders that cost next to nothing: `python -m benchmark.engines PREFILL_PORTS DECODE_PORTS`.
+"""Prefillers and decoders that cost next to nothing: `python -m benchmark.engines PREFILL_PORTS DECODE_PORTS`, and
+`without-ids` for engines that know no token ids.
 
 Raw asyncio on uvloop, one process for all, answers built beforehand. They speak the pull protocol as far as a proxy can
 get it wrong: a prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. And they
@@ -34,8 +35,9 @@ _IMAGE_TOKENS = 2000
 class _Engine(asyncio.Protocol):
     """One connection. `phase`: when the steps of a decoder begin, as a share of a step."""
 
-    def __init__(self, answer: Callable[[_Engine, dict[str, Any]], None], phase: float) -> None:
+    def __init__(self, answer: Callable[[_Engine, dict[str, Any]], None], phase: float, *, knows_ids: bool) -> None:
         self._answer = answer
+        self._knows_ids = knows_ids
         self._phase = phase
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
@@ -68,7 +70,7 @@ class _Engine(asyncio.Protocol):
         body, tokens = without_image(b"".join(self._body))
         self._body.clear()
         request = orjson.loads(body)
-        self._tells_ids = bool(request.get("return_token_ids"))
+        self._tells_ids = self._knows_ids and bool(request.get("return_token_ids"))
         self._role = answers.role(tokens if self._tells_ids else None)
         self._pace_seconds = _pace_seconds(request["model"])
         self._answer(self, request)
@@ -135,15 +137,16 @@ def _pace_seconds(model: str) -> float:
     return int(model.removeprefix(f"{MODEL}-").removesuffix("ms")) / 1000
 
 
-async def _serve(prefill_ports: list[int], decode_ports: list[int]) -> None:
+async def _serve(prefill_ports: list[int], decode_ports: list[int], *, knows_ids: bool) -> None:
     loop = asyncio.get_running_loop()
     for ports, answer in ((prefill_ports, _Engine.prefill), (decode_ports, _Engine.decode)):
         for index, port in enumerate(ports):
-            make = partial(_Engine, answer, index / len(ports))
+            make = partial(_Engine, answer, index / len(ports), knows_ids=knows_ids)
             await loop.create_server(make, "127.0.0.1", port, backlog=4096)
     # Whoever started this process holds the other end: its end, however it comes, is the end here, too.
     await loop.run_in_executor(None, sys.stdin.buffer.read)
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve(*([int(port) for port in argument.split(",")] for argument in sys.argv[1:3])))
+    prefill, decode = ([int(port) for port in argument.split(",")] for argument in sys.argv[1:3])
+    uvloop.run(_serve(prefill, decode, knows_ids=sys.argv[3:] != ["without-ids"]))

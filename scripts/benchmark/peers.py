@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -23,6 +24,7 @@ DIRECT = "direct"
 OURS = "pdproxy"
 NOT_RESUMING = "not resuming"
 RUST_ROUTERS = ("vllm-router", "sglang-router")
+HAPROXY = "haproxy"
 REFERENCE = "reference"
 # What the script asks for, and what uvicorn finds beside it wherever vLLM is installed.
 _REFERENCE_NEEDS = ("fastapi<0.124.0", "httpx", "uvicorn", "uvloop", "httptools")
@@ -65,6 +67,8 @@ class Peer:
     """More words, with which it uses two cores; none when it does so anyway or never."""
     only: frozenset[str] = ALL
     """Names of the scenarios that are worth their time here."""
+    is_one_hop: bool = False
+    """It passes a request on to a decoder and knows nothing of prefillers."""
 
     def command(
         self, port: int, prefill: Sequence[int], decode: Sequence[int], *, saturating: bool = False
@@ -121,3 +125,52 @@ def reference(script: Path) -> Peer:
     # It cannot begin 5,000 streams within the time that they last.
     only = ALL - {SLOW_5000}
     return Peer(REFERENCE, (_PYTHON, str(script.resolve())), "/healthcheck", only=only)
+
+
+# What stands in the way of a request that comes to a duel: a file of keys with limits that are not reached.
+_CLIENT_KEYS = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
+
+
+def dueller(directory: Path, checkout: Path | None = None) -> Peer:
+    """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
+    keys = directory / "keys.yaml"
+    keys.write_text(_CLIENT_KEYS)
+    keys.chmod(0o600)
+    there = () if checkout is None else ("-C", str(checkout.resolve()))
+    name = OURS if checkout is None else checkout.resolve().name
+    words = ("env", *there, f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", sys.executable, "-m", "proxy")
+    return Peer(name, words, "/readyz")
+
+
+def opponent(name: str, called_from: Path, directory: Path) -> Peer:
+    """The peer of that name: a router in Rust, HAProxy, or another checkout of this gateway, whose path may be relative
+    to `called_from`. Exits when there is none.
+    """
+    if name == HAPROXY:
+        return _haproxy(directory)
+    found = [peer for peer in routers() if peer.name == name] if name in RUST_ROUTERS else []
+    if found:
+        return found[0]
+    checkout = called_from / name
+    if (checkout / "proxy" / "__main__.py").is_file():
+        return dueller(directory, checkout)
+    sys.exit(f"--duel: {name} is neither {', '.join(RUST_ROUTERS)}, {HAPROXY} nor a checkout of this gateway")
+
+
+def _haproxy(directory: Path) -> Peer:
+    """The floor: a relay in C that only passes on what it gets, to decoders."""
+    if shutil.which(HAPROXY) is None:
+        sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
+
+    def spelling(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+        servers = [f"  server d{index} {HOST}:{engine}" for index, engine in enumerate(decode)]
+        configuration = [
+            *("global", "  nbthread 1", "  maxconn 20000", "defaults", "  mode http", "  balance roundrobin"),
+            *("  timeout client 1h", "  timeout server 1h", "  timeout connect 5s", "  http-reuse always"),
+            *("frontend front", f"  bind {HOST}:{port}", "  default_backend engines", "backend engines", *servers),
+        ]
+        file = directory / f"haproxy-{port}.cfg"
+        file.write_text("\n".join(configuration) + "\n")
+        return ["-db", "-f", str(file)]
+
+    return Peer(HAPROXY, (HAPROXY,), "/", spelling, is_one_hop=True)
