@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.progress import Progress
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection
+from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.response import upstream_error
 
@@ -58,6 +58,7 @@ class Upstream:
         self._on_stall = on_stall
         self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds)
         self._clock = clock
+        self._dialer = Dialer(clock)
         self._idle: dict[Backend, list[Connection]] = {}
         self._busy: set[Connection] = set()
         self._swept_at = clock()
@@ -76,6 +77,7 @@ class Upstream:
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
+        await self._dialer.close()
 
     def configure(self, timeouts: Timeouts, stall_seconds: float) -> None:
         """Change how long to wait, for connections and looks from now on."""
@@ -138,23 +140,21 @@ class Upstream:
 
     async def _connect(self, backend: Backend) -> Connection:
         try:
-            async with asyncio.timeout(self._timeouts.connect_seconds):
-                return await self._connect_to_any(backend, await self._addresses(backend.host))
+            seconds = self._timeouts.connect_seconds
+            async with asyncio.timeout(seconds):
+                addresses = await self._addresses(backend.host)
+                connect = partial(self._connect_to, backend)
+                return await self._dialer.dial(backend.host, backend.port, addresses, connect, seconds)
         except OSError as error:  # TimeoutError is one
             problem = connect_problem(error)
         except ValueError:  # a name that can be no host's
             problem = "not a host name"
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
-    async def _connect_to_any(self, backend: Backend, addresses: Sequence[str]) -> Connection:
-        """A connection to the first of the addresses that takes one. Raises the last one's OSError."""
+    async def _connect_to(self, backend: Backend, address: str) -> Connection:
         loop = asyncio.get_running_loop()
         make = partial(Connection, backend, loop, self._put_back)
-        *others, last = addresses
-        for address in others:
-            with suppress(OSError):
-                return (await loop.create_connection(make, address, backend.port))[1]
-        return (await loop.create_connection(make, last, backend.port))[1]
+        return (await loop.create_connection(make, address, backend.port))[1]
 
     async def _addresses(self, host: str) -> Sequence[str]:
         if self._names is None:

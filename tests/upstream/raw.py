@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +17,7 @@ from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from proxy.upstream import Names, Response
 
@@ -67,7 +67,9 @@ class Link:
 
 
 @asynccontextmanager
-async def engine(*scripts: Callable[[Link], Awaitable[None]]) -> AsyncIterator[Backend]:
+async def engine(
+    *scripts: Callable[[Link], Awaitable[None]], host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[Backend]:
     """A server whose n-th connection follows the n-th script, and is closed when that ends.
 
     Leaving waits until every script has ended, and fails when one did, or when one was not asked for.
@@ -85,9 +87,9 @@ async def engine(*scripts: Callable[[Link], Awaitable[None]]) -> AsyncIterator[B
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         running.append(asyncio.create_task(serve(reader, writer)))
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, host, port)
     try:
-        yield Backend(Role.PREFILL, "127.0.0.1", server.sockets[0].getsockname()[1])
+        yield Backend(Role.PREFILL, host, server.sockets[0].getsockname()[1])
         await asyncio.gather(*running)
         assert not waiting, "a connection that was never made"
     finally:
@@ -108,6 +110,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def deaf(address: str = "127.0.0.1", port: int = 0) -> Iterator[socket.socket]:
+    """A listener to which connecting hangs, as to a host whose packets get lost: the one place in its queue is taken.
+
+    After `listen(16)` it takes connections, which nobody accepts.
+    """
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind((address, port))
+        listener.listen(0)
+        first.connect(listener.getsockname())
+        yield listener
 
 
 @asynccontextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.upstream.raw import (
     STREAM_HEAD,
     Link,
     chunk,
+    deaf,
     engine,
     exchange,
     failure_of,
@@ -27,8 +27,6 @@ from tests.upstream.raw import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from proxy.upstream import Upstream
 
 # Connections that serve again
@@ -209,20 +207,10 @@ async def test_a_refused_connection_is_a_failed_connect(upstream: Upstream) -> N
     assert failed.value.message == "decode instance: cannot connect (connection refused)"
 
 
-@asynccontextmanager
-async def deaf_backend() -> AsyncIterator[Backend]:
-    """A port where connecting hangs: the one place in the listener's queue is taken."""
-    with socket.socket() as listener, socket.socket() as first:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        first.connect(listener.getsockname())
-        yield Backend(Role.DECODE, "127.0.0.1", listener.getsockname()[1])
-
-
 async def test_a_connection_that_takes_too_long_is_a_failed_connect() -> None:
-    async with deaf_backend() as backend, new_upstream(connect_seconds=SHORT) as upstream:
-        with pytest.raises(UpstreamError) as failed:
-            await fetch(upstream, backend)
+    async with new_upstream(connect_seconds=SHORT) as upstream:
+        with deaf() as listener, pytest.raises(UpstreamError) as failed:
+            await fetch(upstream, Backend(Role.DECODE, *listener.getsockname()))
     assert failed.value.failure is Failure.CONNECT
     assert failed.value.message == "decode instance: cannot connect (timed out)"
 
@@ -409,8 +397,8 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 async def test_cancelled_while_connecting(upstream: Upstream) -> None:
-    async with deaf_backend() as backend:
-        task = asyncio.create_task(fetch(upstream, backend))
+    with deaf() as listener:
+        task = asyncio.create_task(fetch(upstream, Backend(Role.DECODE, *listener.getsockname())))
         await asyncio.sleep(0)  # it has begun
         await cancelled(task)
         assert upstream.busy_connections == 0

@@ -1,0 +1,167 @@
+"""Which of a name's addresses to connect to: "Happy Eyeballs", RFC 8305.
+
+They are tried a moment apart, beginning with the one that worked last, and the first to take the connection is used.
+Those that lose go on by themselves until they have connected or failed, since only that tells a dead address from a
+slow one: aiohappyeyeballs, which aiohttp uses for the same purpose, cancels them and so cannot say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.upstream.names import connect_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from proxy.upstream.connection import Connection
+
+    Connect = Callable[[str], Awaitable[Connection]]
+    """Connects to one address. Raises OSError."""
+
+logger = logging.getLogger(__name__)
+
+_STAGGER_SECONDS: Final = 0.25  # the delay that RFC 8305 recommends
+_LOOK_AGAIN_SECONDS: Final = 30.0
+# More than there can be names. What was forgotten is found out again.
+_MAX_REMEMBERED: Final = 4096
+
+
+class Dialer:
+    """One worker's memory of which addresses take connections.
+
+    It is about addresses of one name only: where none of them takes a connection, it is the engine that is down.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._worked: dict[tuple[str, int], str] = {}
+        """By name and port, and only where a name has several addresses."""
+        self._dead: dict[tuple[str, str], dict[int, float]] = {}
+        """By name and address: the ports that take no connections, each with the time at which to look again."""
+        self._losers: set[asyncio.Task[Connection]] = set()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        losers = list(self._losers)
+        for task in losers:
+            task.cancel()
+        await asyncio.gather(*losers, return_exceptions=True)
+
+    async def dial(
+        self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float
+    ) -> Connection:
+        """A connection to one of the addresses, of which there is at least one. Raises the last one's OSError.
+
+        `seconds`: how long each may take. All together may take as long as the caller waits.
+        """
+        if len(addresses) == 1:
+            return await connect(addresses[0])
+        waiting = self._in_order(host, port, addresses)
+        stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
+        racing: dict[asyncio.Task[Connection], str] = {}
+        failed: dict[str, OSError] = {}
+        self._look_again(host, port, addresses, connect, seconds)
+        try:
+            while True:
+                if waiting:
+                    address = waiting.pop(0)
+                    racing[asyncio.create_task(_within(seconds, connect, address))] = address
+                done, _ = await asyncio.wait(
+                    racing, timeout=stagger_seconds if waiting else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    error = task.exception()
+                    if error is None:
+                        address = racing.pop(task)
+                        self._won(host, port, address, failed)
+                        return task.result()
+                    if not isinstance(error, OSError):
+                        raise error
+                    failed[racing.pop(task)] = error
+                    if not racing and not waiting:
+                        raise error
+        except BaseException:
+            for task in racing:
+                task.cancel()
+            raise
+        finally:
+            for task, address in racing.items():
+                self._let_lose(task, host, port, address)
+
+    def _in_order(self, host: str, port: int, addresses: Sequence[str]) -> list[str]:
+        """The one that worked last, then the others, those that are dead at the end."""
+        worked = self._worked.get((host, port))
+        return sorted(addresses, key=lambda address: (address != worked, port in self._dead.get((host, address), ())))
+
+    def _look_again(self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float) -> None:
+        """Try what is dead beside, from time to time: nobody waits for it."""
+        now = self._clock()
+        for address in addresses:
+            ports = self._dead.get((host, address), {})
+            if ports.get(port, now + 1.0) <= now:
+                ports[port] = now + _LOOK_AGAIN_SECONDS
+                self._let_lose(asyncio.create_task(_within(seconds, connect, address)), host, port, address)
+
+    def _let_lose(self, task: asyncio.Task[Connection], host: str, port: int, address: str) -> None:
+        self._losers.add(task)
+        task.add_done_callback(partial(self._lost, host, port, address))
+
+    def _lost(self, host: str, port: int, address: str, task: asyncio.Task[Connection]) -> None:
+        """A connection that is not needed has come about, or failed."""
+        self._losers.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            task.result().abort()
+            self._note_alive(host, port, address)
+        elif isinstance(error, OSError) and (host, port) in self._worked:
+            self._note_dead(host, port, address, error)
+
+    # What follows from it
+
+    def _won(self, host: str, port: int, address: str, failed: dict[str, OSError]) -> None:
+        self._worked.pop((host, port), None)
+        _bound(self._worked)
+        self._worked[host, port] = address
+        self._note_alive(host, port, address)
+        for other, error in failed.items():
+            self._note_dead(host, port, other, error)
+
+    def _note_dead(self, host: str, port: int, address: str, error: OSError) -> None:
+        ports = self._dead.get((host, address))
+        if ports is None:
+            _bound(self._dead)
+            ports = self._dead[host, address] = {}
+            # An engine may well listen on one family only. Such an address costs no time.
+            is_usual = isinstance(error, ConnectionRefusedError) and (":" in address) != (
+                ":" in self._worked[host, port]
+            )
+            logger.log(
+                logging.INFO if is_usual else logging.WARNING,
+                "the name %s has an address that takes no connections, %s (%s); another one is used",
+                host,
+                address,
+                connect_problem(error),
+            )
+        ports[port] = self._clock() + _LOOK_AGAIN_SECONDS
+
+    def _note_alive(self, host: str, port: int, address: str) -> None:
+        ports = self._dead.get((host, address), {})
+        if ports.pop(port, None) is not None and not ports:
+            del self._dead[host, address]
+            logger.info("the address %s of the name %s takes connections again", address, host)
+
+
+async def _within(seconds: float, connect: Connect, address: str) -> Connection:
+    async with asyncio.timeout(seconds):
+        return await connect(address)
+
+
+def _bound(remembered: dict[Any, Any]) -> None:
+    if len(remembered) >= _MAX_REMEMBERED:
+        del remembered[next(iter(remembered))]

@@ -1,0 +1,178 @@
+"""Names with several addresses, of which some take no connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.errors import Failure
+from proxy.settings import Timeouts
+from proxy.upstream import Upstream
+from tests.upstream.desk import Desk, desk
+from tests.upstream.raw import SHORT, Link, deaf, engine, failure_of, fetch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.clock import Clock
+
+DEAF, GOOD, REFUSED = "127.0.0.2", "127.0.0.1", "127.0.0.3"
+LOGGER = "proxy.upstream.dialing"
+
+
+class Dialing:
+    """An upstream whose engine has the name `engine`, and a port at which every address of that name is told of."""
+
+    def __init__(self, upstream: Upstream, at: Desk, port: int) -> None:
+        self.upstream = upstream
+        self.at = at
+        self.port = port
+
+    async def ask(self) -> None:
+        assert await fetch(self.upstream, Backend(Role.DECODE, "engine", self.port)) == b"ok"
+
+    async def verdicts(self) -> None:
+        """Until the attempts that were not waited for have ended."""
+        while losers := list(self.upstream._dialer._losers):
+            await asyncio.wait(losers)
+            await asyncio.sleep(0)
+
+
+async def closes(link: Link) -> None:
+    await link.answer(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok")
+
+
+@asynccontextmanager
+async def dialing(
+    clock: Clock, *addresses: str, requests: int = 1, connect_seconds: float = 0.2
+) -> AsyncIterator[Dialing]:
+    """`requests`: so many are going to be answered, each on a connection of its own."""
+    timeouts = Timeouts(connect_seconds=connect_seconds)
+    async with (
+        desk(clock) as at,
+        engine(*[closes] * requests) as server,
+        Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream,
+    ):
+        at.server.say(addresses)
+        yield Dialing(upstream, at, server.port)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records if record.name == LOGGER]
+
+
+DEAD = (
+    "WARNING",
+    f"the name engine has an address that takes no connections, {DEAF} (timed out); another one is used",
+)
+ALIVE = ("INFO", f"the address {DEAF} of the name engine takes connections again")
+
+
+@pytest.mark.fault(70)
+@pytest.mark.parametrize("addresses", [(DEAF, GOOD), (GOOD, DEAF), (DEAF, REFUSED, GOOD)])
+async def test_a_name_with_a_dead_address_is_not_dead(clock: Clock, addresses: tuple[str, ...]) -> None:
+    async with dialing(clock, *addresses, requests=3) as at:
+        with deaf(DEAF, at.port):
+            for _ in range(3):
+                await at.ask()
+
+
+@pytest.mark.fault(70)
+async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    async with dialing(clock, DEAF, GOOD, requests=5) as at:
+        with deaf(DEAF, at.port) as listener:
+            for _ in range(2):
+                await at.ask()
+                await at.verdicts()
+            assert told(caplog) == [DEAD]
+            clock.now += 30.1  # it is looked at again, and nobody waits for it
+            await at.ask()
+            await at.verdicts()
+            assert told(caplog) == [DEAD]
+            listener.listen(16)
+            await at.ask()
+            await at.verdicts()
+            assert told(caplog) == [DEAD]
+            clock.now += 30.1
+            await at.ask()
+            await at.verdicts()
+            assert told(caplog) == [DEAD, ALIVE]
+
+
+async def test_the_address_that_worked_last_is_tried_first(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with dialing(clock, DEAF, GOOD, requests=2) as at:
+        with deaf(DEAF, at.port):
+            await at.ask()
+            # Whoever begins with the wrong one now has to wait for it for ever.
+            monkeypatch.setattr("proxy.upstream.dialing._STAGGER_SECONDS", 3600.0)
+            at.upstream.configure(Timeouts(connect_seconds=3600.0), 30.0)
+            await at.ask()
+
+
+async def test_an_address_that_worked_is_left_when_it_does_so_no_longer(clock: Clock) -> None:
+    async with desk(clock) as at, Upstream(Timeouts(), EngineKeys(None), at.names, clock=clock) as upstream:
+        at.server.say([GOOD, REFUSED])
+        async with engine(closes) as first:
+            backend = Backend(Role.DECODE, "engine", first.port)
+            await fetch(upstream, backend)
+        async with engine(closes, closes, host=REFUSED, port=first.port):
+            for _ in range(2):
+                assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_a_late_address_is_not_a_dead_one(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    monkeypatch.setattr("proxy.upstream.dialing._STAGGER_SECONDS", 0.0)  # all of them at once: one must lose
+
+    async def may_be_left(link: Link) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            await closes(link)
+
+    async with (
+        desk(clock) as at,
+        engine(may_be_left) as one,
+        engine(may_be_left, host=REFUSED, port=one.port),
+        Upstream(Timeouts(), EngineKeys(None), at.names, clock=clock) as upstream,
+    ):
+        at.server.say([GOOD, REFUSED])
+        dialing = Dialing(upstream, at, one.port)
+        await dialing.ask()
+        await dialing.verdicts()
+    assert told(caplog) == []
+
+
+async def test_where_all_addresses_are_dead_it_is_the_engine_that_is_down(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    timeouts = Timeouts(connect_seconds=SHORT)
+    async with desk(clock) as at, Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream:
+        at.server.say([DEAF, REFUSED])
+        with deaf(DEAF) as listener:
+            backend = Backend(Role.DECODE, "engine", listener.getsockname()[1])
+            for _ in range(2):
+                assert await failure_of(fetch(upstream, backend)) is Failure.CONNECT
+            await Dialing(upstream, at, backend.port).verdicts()
+    assert told(caplog) == []
+
+
+async def test_a_request_that_is_given_up_leaves_no_attempt_behind(clock: Clock) -> None:
+    timeouts = Timeouts(connect_seconds=3600.0)
+    async with desk(clock) as at, Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream:
+        at.server.say([DEAF, GOOD])
+        await at.names.find("engine")
+        with deaf(GOOD) as listener, deaf(DEAF, listener.getsockname()[1]):
+            asking = asyncio.create_task(fetch(upstream, Backend(Role.DECODE, "engine", listener.getsockname()[1])))
+            await asyncio.sleep(0)  # it has begun
+            asking.cancel()
+            await asyncio.wait([asking])
+            await Dialing(upstream, at, 0).verdicts()
