@@ -78,7 +78,7 @@ class Delivery:
         self.segment = Segment()
         """Of the present decoder."""
         self.usage: dict[str, Any] | None = None
-        """Of the whole answer, as far as engines told."""
+        """Of the whole answer, when it has ended; None where no engine told, and no token ids either."""
         self.counts_reasoning = False
         """Engines tell in a chat's usage how many tokens are reasoning."""
         self.fingerprint: str | None = None
@@ -154,6 +154,7 @@ class Delivery:
     def begin_stream(self, segment: Segment) -> None:
         """Another decoder begins to answer, whose words come with this segment."""
         self.segment = segment
+        self.usage = None
         self._is_checked = False
         self._shape = None
         self._shapes_left = _MAX_SHAPES
@@ -231,13 +232,15 @@ class Delivery:
         which counts when the KV cache was handed over.
         """
         self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
+        if not segment.is_finished:
+            return b""  # of a stream that ends without an answer
         told = segment.usage or {}
         usage = told if self._seam is None else self._seam.usage(told)
         if self._seam is not None:
             self._count_reasoning(usage)
         self.usage = with_prompt_details(usage, details) if handed_over else usage
-        if not self.call.include_usage or self._rewrite is not None or not segment.is_finished:
-            return b""  # not asked for, the merger's, or of a stream that ends without an answer
+        if not self.call.include_usage or self._rewrite is not None:
+            return b""  # not asked for, or the merger's
         if self.usage is told:
             return event.raw
         return data_event({**segment.payload, **(self.head if self._seam else {}), "usage": self.usage})
@@ -252,29 +255,43 @@ class Delivery:
         return event.raw
 
     def close(self, details: dict[str, Any] | None, client: ClientStream | None) -> None:
-        """End an answer that no engine ends."""
+        """End an answer that no engine ends, or whose usage no engine tells."""
         ending = self.closing(details)
-        if client is not None and ending:
+        if client is not None:
             client.write(ending)
 
     def closing(self, details: dict[str, Any] | None) -> bytes:
-        """What ends an answer that no engine ends: the finish, unless the client has it, and usage."""
+        """What is missing at the end of an answer: the finish, and usage, unless they were told."""
         parts = []
         if self._seam is not None and not self.is_finished:
             for payload, _ in self._seam.ending():
                 self.transcript.take(payload["choices"][0], None)
                 parts.append(self._finished(payload, payload["choices"][0]))
-        prompt, completion = len(orjson.loads(self.transcript.prompt_ids or b"[]")), len(self.transcript.ids)
+        if self.usage is None:
+            self.usage = self._counted(details)
+            # Of an answer that is not observed the client has all that was told.
+            if self.usage is not None and self.head and self.call.include_usage and self._rewrite is None:
+                parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
+        return self._given(b"".join(parts))
+
+    def _counted(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Usage where there was no usage chunk: what the finish said of it, or else by the token ids.
+
+        None where engines tell neither. Text is not counted: how many tokens it is only the engine knows.
+        """
+        segment = self.segment
+        if self._seam is None and segment.usage is not None and len(segment.finish_reasons) == 1:
+            return with_prompt_details(segment.usage, details)
+        prompt, completion = self.transcript.prompt_tokens, len(self.transcript.ids)
+        if prompt is None or (not completion and self.transcript.has_text):
+            return None
         counts: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
         }
         self._count_reasoning(counts)
-        self.usage = counts if details is None else with_prompt_details(counts, details)
-        if self.call.include_usage and self._rewrite is None:
-            parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
-        return self._given(b"".join(parts))
+        return with_prompt_details(counts, details)
 
     def _look_at_shape(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
         """Learn what the next tokens look like, if this one, which was parsed, is the first of its text."""

@@ -165,7 +165,7 @@ class Gateway:
         finally:
             if relay.malformed_events:
                 self.metrics.sse_bad_events_total.inc(relay.malformed_events)
-        if delivery.is_stopped:
+        if delivery.is_stopped or delivery.usage is None:
             delivery.close(attempt.journey.prompt_details, client)
         attempt.saw_usage(delivery.usage)
 

@@ -57,6 +57,8 @@ class Relay:
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
+        self._is_over = False
+        """The answer has ended, by `[DONE]` or otherwise: what follows is not of it."""
         self._ended = False
         self._idle_seconds = 0.0
         self._error: UpstreamError | None = None
@@ -82,14 +84,11 @@ class Relay:
         if self._error is not None:
             raise self._error
 
-    @property
-    def _is_over(self) -> bool:
-        return self._ended
-
     # Sink
 
     def received(self, data: bytes) -> None:
-        if self._ended:
+        if self._is_over:
+            self._end(None)  # there is more after `[DONE]`: nobody waits for the end of that
             return
         if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
             if token:
@@ -123,7 +122,7 @@ class Relay:
                 self._delivery.lose_track()
                 fail = self._attempt.response.fail
                 self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of a kind that no engine sends"))
-            if self._is_over:
+            if self._ended or self.segment.done:
                 break
         if output:
             self._give(b"".join(output))
@@ -155,6 +154,7 @@ class Relay:
             if not segment.is_complete:
                 self._end(self._unfinished())
             # The answer is whole. What is left is the end mark of the body, for the connection's sake.
+            self._is_over = True
             attempt.response.limit_silence(_END_MARK_SECONDS)
         elif meaning is Meaning.ERROR:
             self._end(_engine_error(attempt, segment.payload, event.data))
@@ -189,7 +189,7 @@ class Relay:
 
     def _end(self, error: UpstreamError | None) -> None:
         if not self._ended:
-            self._ended, self._error = True, error
+            self._ended, self._is_over, self._error = True, True, error
             self._wake()
 
     def _wake(self) -> None:

@@ -181,6 +181,12 @@ class Transcript:
         return self._content.decode()
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """How many token ids the prompt has; None while no engine has told them."""
+        ids = self.prompt_ids
+        return None if ids is None else ids.count(b",") + bool(ids.strip(b"[] \t\r\n"))
+
+    @property
     def has_text(self) -> bool:
         """Is there anything that a client can see?"""
         return bool(self._content or self._reasoning or self.tools)

@@ -15,7 +15,7 @@ from yarl import URL
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer, answer_alone, read, request, until
-from tests.canned import CannedEngine, data, event_stream
+from tests.canned import CannedEngine, data, event_stream, json_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,14 @@ async def streamed(
     engine = CannedEngine("both", event_stream(pieces, is_whole=is_whole), closes=not is_whole)
     gateway = await deploy(decoders=[engine], connector="plain", retry={"max_attempts": 1}, **sections)
     return await gateway.ask(request(Api.COMPLETIONS, stream=True, **(fields or {})))
+
+
+async def handed_over(deploy: Deploy, stream: bytes) -> Deployment:
+    """A gateway whose decoder writes this stream, to each of several answers in one."""
+    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
+    prefilled = {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "kv_transfer_params": params}
+    prefiller = CannedEngine("prefill", [json_answer(prefilled)])
+    return await deploy([prefiller], [CannedEngine("decode", event_stream([stream]))])
 
 
 DONE = b"data: [DONE]\n\n"
@@ -147,6 +155,82 @@ async def test_a_finish_without_done_is_no_end_where_it_was_not(deploy: Deploy, 
     answer = await streamed(deploy, data(chunk("a", "stop")), resume={"mode": mode})
     assert not answer.is_whole
     assert answer.error["code"] == "decode_broken"
+
+
+def counted(text: str, finish_reason: str | None = None, *, ids: list[int] | None, prompt: list[int] | None) -> bytes:
+    """A chunk that tells token ids, as far as they are given."""
+    told = chunk(text, finish_reason)
+    told["choices"][0] |= {"prompt_token_ids": prompt, "token_ids": ids}
+    return data(told)
+
+
+TOLD_NO_USAGE = counted("a", ids=[3], prompt=[1, 2]) + counted("b", "stop", ids=[4, 5], prompt=None) + DONE
+ASKS_USAGE = {"stream_options": {"include_usage": True}}
+COUNTS = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
+
+
+async def test_usage_that_an_engine_does_not_tell_is_counted_by_the_token_ids(deploy: Deploy) -> None:
+    answer = await streamed(deploy, TOLD_NO_USAGE, fields=ASKS_USAGE)
+    assert answer.is_done
+    assert answer.texts == {0: "ab"}
+    *_, usage, done = answer.events
+    assert (usage, done) == ({"id": "cmpl-1", "choices": [], "usage": COUNTS}, "[DONE]")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_client_that_may_know_its_usage_does(deploy: Deploy, n: int, stream: bool) -> None:
+    """One answer or several in one, streamed or not, whatever hands the KV cache over."""
+    gateway = await handed_over(deploy, TOLD_NO_USAGE)
+    body = request(Api.COMPLETIONS, n=n, stream=stream, max_tokens=100)
+    for _ in range(2):  # the second one on the same connections, where nobody finds bytes of another's
+        answer = await gateway.ask(body | (ASKS_USAGE if stream else {}))
+        assert answer.is_done
+        assert answer.texts == dict.fromkeys(range(n), "ab")
+        assert answer.usage == {"prompt_tokens": 2, "total_tokens": 2 + 3 * n, "completion_tokens": 3 * n}
+
+
+async def test_usage_that_nobody_knows_is_not_told(deploy: Deploy) -> None:
+    """Neither made up nor an empty chunk, which would end the body before `[DONE]`."""
+    gateway = await handed_over(deploy, data(chunk("a")) + ENDING)
+    for n in (1, 2):
+        answer = await gateway.ask(request(Api.COMPLETIONS, n=n, stream=True, **ASKS_USAGE))
+        assert answer.is_done
+        assert answer.texts == dict.fromkeys(range(n), "ad")
+        assert all(event["choices"] for event in answer.events[:-1])
+
+
+async def test_usage_that_came_before_the_connection_broke_is_not_told_twice(deploy: Deploy) -> None:
+    usage = data({"id": "cmpl-1", "choices": [], "usage": COUNTS})
+    cut_off = TOLD_NO_USAGE.removesuffix(DONE) + usage
+    answer = await streamed(deploy, cut_off, is_whole=False, fields=ASKS_USAGE)
+    assert answer.is_done
+    assert [event["usage"] for event in answer.events[:-1] if not event["choices"]] == [COUNTS]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("cut", [0, 1])
+async def test_what_comes_after_done_is_not_of_the_answer(deploy: Deploy, n: int, cut: int) -> None:
+    """In the same bytes as `[DONE]`, or later: an engine that says something has not hung up."""
+    more = data(chunk("late")) + data({"x": 1}) + b": late\n\n" + DONE
+    pieces = [data(chunk("a")) + ENDING, more][: 2 if cut else 1]
+    if not cut:
+        pieces[0] += more
+    answer = await streamed(deploy, *pieces, fields={"n": n})
+    assert answer.is_done
+    assert answer.body.count(b"[DONE]") == 1
+    assert b"late" not in answer.body
+    assert b'"x"' not in answer.body
+
+
+async def test_an_engine_that_goes_on_after_done_holds_nobody_up(deploy: Deploy) -> None:
+    """Silence ends the wait for the end of the body, and so does anything else."""
+    engine = CannedEngine(
+        "both", lambda _: itertools.chain(event_stream([ENDING])[:-1], itertools.repeat(b"1\r\n\n\r\n"))
+    )
+    gateway = await deploy(decoders=[engine], connector="plain")
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
+    assert answer.body == ENDING
 
 
 async def test_an_answer_is_whole_once_its_engine_said_done(deploy: Deploy) -> None:
