@@ -44,6 +44,8 @@ def _run(words: list[str]) -> int:
             settings = _warned(load(flags, os.environ)).settings
             engines = f"{len(settings.prefill)} prefillers and {len(settings.decode)} decoders"
             print(f"ok: {engines}, connector {settings.connector}")
+            for told in settings.doors:
+                print(f"note: {told}")
             return 0
         case ["health", *flags]:
             return _health(load(flags, os.environ, needs_backends=False).settings)

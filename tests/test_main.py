@@ -158,6 +158,31 @@ def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.startswith("ok: ")
 
 
+@pytest.mark.parametrize(
+    ("host", "variables", "notes"),
+    [
+        ("127.0.0.1", {}, []),
+        ("localhost", {}, []),
+        ("0.0.0.0", {}, ["whoever reaches 0.0.0.0 is served", "nobody may administer"]),
+        ("0.0.0.0", {"PROXY_AUTH__ADMIN_KEY": "k-1"}, ["whoever reaches 0.0.0.0 is served"]),
+        ("10.0.0.1", {"PROXY_ADMIN__PORT": "9000"}, ["whoever reaches 10.0.0.1 is served"]),
+        ("127.0.0.1", {"PROXY_ADMIN__PORT": "9000", "PROXY_ADMIN__HOST": "::"}, ["nobody may administer"]),
+    ],
+)
+def test_check_config_tells_who_is_let_in(
+    host: str,
+    variables: dict[str, str],
+    notes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["check-config", "--prefill", "p:1", "--decode", "d:1", "--host", host]) == 0
+    told = capsys.readouterr().out.splitlines()[1:]
+    assert [line.removeprefix("note: ").split(",")[0] for line in told] == notes
+
+
 def test_check_config_finds_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", "--decode", "a"]) == 2
     assert capsys.readouterr().err == "pdproxy: error: --decode: 'a' has no port: write it as host:port\n"

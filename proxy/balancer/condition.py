@@ -45,6 +45,10 @@ class Condition:
     """It came back then, and starts slowly."""
     served_at: int = 0
     """Event of its last success; see Breaker."""
+    reason: str | None = None
+    """Of the last change of `state`; None: there was none."""
+    changed_at: float | None = None
+    """When that was."""
     facts: EngineFacts | None = None
     """None: it has not been asked since it came up."""
 

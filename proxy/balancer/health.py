@@ -207,6 +207,14 @@ class Health:
     def state(self, backend: Backend) -> HealthState:
         return self._known(backend).state
 
+    def reason(self, backend: Backend) -> str | None:
+        """Of its last transition; None: there was none."""
+        return self._known(backend).reason
+
+    def changed_at(self, backend: Backend) -> float | None:
+        """When that was, in clock seconds."""
+        return self._known(backend).changed_at
+
     def is_healthy(self, backend: Backend) -> bool:
         """Whether it is not known to be of no use."""
         return self.state(backend) not in (HealthState.DOWN, HealthState.EJECTED)
@@ -303,6 +311,7 @@ class Health:
         if new is old:
             return None
         self.version += 1
+        condition.reason, condition.changed_at = reason, self._clock()
         condition.back_since = None
         if new is HealthState.UP:
             if old is not HealthState.UNKNOWN or condition.must_prove_itself:

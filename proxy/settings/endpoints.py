@@ -35,6 +35,21 @@ def plain_host(text: str) -> str:
 Host = Annotated[str, AfterValidator(plain_host)]
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address, without brackets, is this host's own: a loopback address, or a name that is
+    reserved for one (RFC 6761 6.3). No look-up is made, so any other name is not.
+    """
+    name = host.lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
 class Endpoint(BaseModel):
     """One engine's address. An IPv6 host is stored without brackets. As text it is `host:port`."""
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from proxy.settings.endpoints import Host
+from proxy.settings.endpoints import Host, is_loopback
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -321,7 +321,8 @@ class Auth(Section):
     engine_api_key_file: FilePath = None
     """File that holds engine_api_key."""
     admin_key: Secret = None
-    """Lets administrators in from elsewhere than this host; none: only this host may administer."""
+    """Lets administrators in, wherever they are; none: only programs on this host may administer, and only where the
+    listener is on a loopback address."""
     admin_key_file: FilePath = None
     """File that holds admin_key."""
     client_keys_file: FilePath = None
@@ -406,6 +407,27 @@ class Settings(Section):
         if self.connector == "ascend_layerwise":
             self.callback_host  # noqa: B018 raises
         return self
+
+    @property
+    def administration_host(self) -> str:
+        """Where the listener is that has the routes of administration."""
+        return self.listen.host if self.admin.port is None else self.admin.host
+
+    @property
+    def doors(self) -> tuple[str, ...]:
+        """What an operator should know of who is let in and who is not, a sentence each."""
+        told = []
+        if not is_loopback(self.listen.host) and self.auth.client_keys_file is None:
+            told.append(
+                f"whoever reaches {self.listen.host} is served, as clients need no key: set auth.client_keys_file, or "
+                "see to it that only clients reach it"
+            )
+        if not is_loopback(self.administration_host) and self.auth.admin_key is None:
+            told.append(
+                f"nobody may administer, as others than this host may reach {self.administration_host}: set "
+                "auth.admin_key, or admin.port for a listener on this host alone"
+            )
+        return tuple(told)
 
     @property
     def callback_host(self) -> str:

@@ -11,10 +11,13 @@ from aiohttp import web
 
 from proxy import logs
 from proxy.api import replies
-from proxy.api.admin import FLUSH_CACHE, RESET_PREFIX_CACHE, AdminApi
+from proxy.api.admin import AdminApi
+from proxy.api.administrators import Administrators
+from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.drain import Drain
 from proxy.api.front import Front
 from proxy.api.generate import GenerateApi
+from proxy.api.instances import InstancesApi
 from proxy.api.keys import ClientKeys
 from proxy.api.models import ModelsApi
 from proxy.api.openai import GenerationApi
@@ -78,7 +81,7 @@ class Worker:
     generation: GenerationApi
     generate: GenerateApi
     passthrough: PassthroughApi
-    admin: AdminApi
+    administrators: Administrators
     front: Front
     """Where clients connect."""
     admin_front: Front | None
@@ -113,7 +116,7 @@ class Worker:
         self.generation.configure(settings)
         self.generate.configure(settings)
         self.passthrough.configure(settings)
-        self.admin.configure(text_of(settings.auth.admin_key))
+        self.administrators.configure(text_of(settings.auth.admin_key))
         for front in (self.front, self.admin_front):
             if front is not None:
                 front.configure(settings.listen)
@@ -183,10 +186,17 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
             *(settings, metrics),
         )
-        admin_key = text_of(settings.auth.admin_key)
         is_sglang = settings.connector == "sglang_bootstrap"
-        cache_path = FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE
-        admin = AdminApi(everybody, prober, session, keys, names, metrics, follower.reload, admin_key, cache_path)
+        administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
+        administration = [
+            *AdminApi(metrics, follower.reload, administrators).routes(),
+            *InstancesApi(
+                *(everybody, shared.roster, shared.scoreboard, health, prober, names, administrators)
+            ).routes(),
+            *BroadcastApi(
+                *(everybody, session, keys, administrators, FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE)
+            ).routes(),
+        ]
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
         for api in (generation, generate, models, passthrough, probes):
@@ -196,15 +206,15 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         front = Front(app, settings.listen, metrics)
         admin_front = None
         if settings.admin.port is None:
-            app.add_routes(admin.routes())
+            app.add_routes(administration)
         else:
             admin_app = _application(metrics)
-            admin_app.add_routes([*probes.routes(), *admin.routes()])
+            admin_app.add_routes([*probes.routes(), *administration])
             admin_front = Front(admin_app, settings.listen, metrics)
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(upstream, releaser, gateway, generation, generate, passthrough, admin, front, admin_front),
+            *(upstream, releaser, gateway, generation, generate, passthrough, administrators, front, admin_front),
             *(callback_front, index),
         )
         await stack.enter_async_context(follower)

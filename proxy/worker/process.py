@@ -11,6 +11,7 @@ import uvloop
 
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
+from proxy.settings import is_loopback
 from proxy.worker.listening import listening
 from proxy.worker.parts import build
 from proxy.worker.tuning import tune
@@ -56,6 +57,8 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
         tune()
         if index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
+            for told in worker.settings.doors:
+                logger.warning("%s", told)
         await stop.requested.wait()
         await _drain(worker, stop, stop_accepting)
     return stop.exit_code
@@ -138,7 +141,8 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
         if sock is not None
         for socket_host, socket_port in [sock.getsockname()[:2]]
     ]
-    admin = "with the admin key" if settings.auth.admin_key else "from this host only"
+    here = "from this host only" if is_loopback(settings.administration_host) else "closed"
+    admin = "with the admin key" if settings.auth.admin_key else here
     return (
         f"pdproxy {__version__} on {', '.join(ports)}, connector {settings.connector}, "
         f"{len(settings.prefill)} prefillers, {len(settings.decode)} decoders, {settings.workers} workers, "

@@ -113,7 +113,9 @@ class Gateway:
     def add(self, role: Role, host: str, port: int, *, healthy: bool = True, trusted: bool = False) -> None:
         self.roster.add(role, host, port, trusted=trusted)
         (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
-        self.health.on_probe(backend, healthy, "")
+        self.health.on_probe(
+            backend, healthy, "passed its health check" if healthy else "cannot connect (connection refused)"
+        )
 
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
         """Keys for these backends, which from now on stand in the roster as trusted."""

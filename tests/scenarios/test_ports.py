@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.scenarios.program import Program
 
 PROBES = ("/livez", "/readyz", "/health", "/healthz", "/ping", "/healthcheck", "/version")
-LOOKING = ("/metrics",)
+LOOKING = ("/metrics", "/instances")
 CHANGING = ("/instances/add", "/instances/remove", "/reset_prefix_cache", "/admin/reload")
 
 
@@ -67,6 +67,24 @@ async def test_each_port_has_its_own_routes(program: Program, session: aiohttp.C
         while await status(session, "GET", probes + "/readyz") != 200:
             pass
     assert await status(session, "GET", probes + "/metrics") == 404
+
+
+async def test_what_is_open_and_what_is_closed_is_said_at_the_start(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    engines = ("--host", "0.0.0.0", "--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines) as program:
+        await program.says("administration closed")
+        await program.says("whoever reaches 0.0.0.0 is served")
+        await program.says("nobody may administer")
+        url = program.url.replace("0.0.0.0", "127.0.0.1")
+        assert await status(session, "GET", url + "/instances") == 403
+        assert await status(session, "POST", url + "/instances/add") == 403
+        assert await status(session, "GET", url + "/metrics") == 200
+    async with gateway(*engines, PROXY_ADMIN__PORT="0") as program:
+        await program.says("administration from this host only")
+        assert await status(session, "GET", await admin_url(program) + "/instances") == 200
+        assert "nobody may administer" not in program.output
 
 
 async def test_operators_are_served_while_clients_are_not_any_more(

@@ -1,0 +1,230 @@
+"""The instances: which there are and how they are, and adding and removing them while the gateway runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from aiohttp import web
+
+from proxy.api.administrators import author
+from proxy.api.body import read_body
+from proxy.balancer.backend import Role
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.errors import BadRequest
+from proxy.settings import Listen, parse_endpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from proxy.api.administrators import Administrators
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.health import Health
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.prober import Prober
+    from proxy.settings import Endpoint
+    from proxy.upstream.names import Names
+
+logger = logging.getLogger(__name__)
+
+_BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
+
+
+class InstancesApi:
+    """The routes under `/instances`. `pools` are those of the roles that the connector uses."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        roster: Roster,
+        scoreboard: Scoreboard,
+        health: Health,
+        prober: Prober,
+        names: Names,
+        administrators: Administrators,
+    ) -> None:
+        self._pools = pools
+        self._roster = roster
+        self._scoreboard = scoreboard
+        self._health = health
+        self._prober = prober
+        self._names = names
+        self._administrators = administrators
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        administrators = self._administrators
+        return [
+            web.get("/instances", administrators.only(self._show)),
+            web.post("/instances/add", administrators.only_few(self._add)),
+            web.post("/instances/remove", administrators.only_few(self._remove)),
+        ]
+
+    # Looking
+
+    async def _show(self, request: web.Request) -> web.Response:
+        """All instances. Loads are those of all workers; health is as the worker sees it that was asked."""
+        shown: list[dict[str, Any]] = []
+        for role, pool in self._pools.items():
+            pool.backends()  # brings what is known up to date
+            shown += (
+                self._describe(member.backend, "draining" if member.draining else "enabled")
+                for member in self._roster.members(role)
+            )
+            shown += (_described(backend, "joining") for backend in self._prober.joining(role))
+        return _json({"instances": shown})
+
+    def _describe(self, backend: Backend, membership: str) -> dict[str, Any]:
+        health, board = self._health, self._scoreboard
+        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at(backend)
+        facts = health.facts(backend) or EngineFacts()
+        return {
+            **_described(backend, membership, health.state(backend), health.reason(backend)),
+            "since_seconds": None if changed_at is None else round(time.monotonic() - changed_at, 3),
+            "load": {
+                "inflight": board.requests(backend.slot),
+                "running": board.running(backend.slot),
+                "max_running": self._pools[backend.role].limit(backend),
+                "compute_tokens": charged.compute,
+                "kv_tokens": charged.kv,
+                "pinned_kv": pinned.count,
+                "pinned_kv_tokens": pinned.tokens,
+            },
+            "engine": {
+                "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
+                "max_model_len": facts.max_model_len,
+                "max_num_seqs": facts.max_num_seqs,
+            },
+        }
+
+    # Changing
+
+    async def _add(self, request: web.Request) -> web.Response:
+        change = _parse(await read_body(request, _BODY), self._pools.keys())
+        role, endpoints = change.role, change.endpoints
+        for endpoint in endpoints:
+            await self._check_address(endpoint)
+        try:
+            joining = [e for e in endpoints if self._join(role, e, is_trusted=change.send_key)]
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        if joining:
+            return self._members(request, f"Instances {_names(joining)} are waiting to be added.")
+        return self._members(request, f"add {role} instances: {_names(endpoints)}.")
+
+    def _join(self, role: Role, endpoint: Endpoint, *, is_trusted: bool) -> bool:
+        host, port, bootstrap_port = endpoint.host, endpoint.port, endpoint.bootstrap_port
+        return self._prober.join(role, host, port, trusted=is_trusted, bootstrap_port=bootstrap_port)
+
+    async def _check_address(self, endpoint: Endpoint) -> None:
+        """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
+        try:
+            await self._names.find(endpoint.host)
+        except OSError as problem:
+            message = f"{endpoint} cannot be an instance: {problem}"
+            raise BadRequest(message, code="address_not_allowed", param="instances") from None
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        change = _parse(await read_body(request, _BODY), self._pools.keys())
+        role, endpoints = change.role, change.endpoints
+        for endpoint in endpoints:
+            self._prober.remove(role, endpoint.host, endpoint.port)
+        self._prober.drop_drained()
+        left = {backend.name for backend in self._backends(role)}
+        if any(str(endpoint) in left for endpoint in endpoints):
+            return self._members(request, f"Instances {_names(endpoints)} are isolated and waiting to be removed.")
+        return self._members(request, f"remove {role} instances: {_names(endpoints)}.")
+
+    def _members(self, request: web.Request, message: str) -> web.Response:
+        _log(request, message)
+        answer: dict[str, Any] = {"message": message}
+        for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
+            answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
+            answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
+        return _json(answer)
+
+    def _backends(self, role: Role) -> Sequence[Backend]:
+        return self._pools[role].backends() if role in self._pools else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What an administrator asks for. `send_key`: the added instances may be sent the engine key."""
+
+    role: Role
+    endpoints: list[Endpoint]
+    send_key: bool
+
+
+def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
+    """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest.
+
+    Behind a prefiller may stand its bootstrap port, as in the settings.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    try:
+        role = Role(body.get("type", ""))
+    except ValueError:
+        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
+    if role not in roles:
+        raise BadRequest(f"this gateway has no {role} instances", param="type")
+    listed = body.get("instances")
+    texts = [listed] if isinstance(listed, str) else listed
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
+    send_key = body.get("send_key", False)
+    if not isinstance(send_key, bool):
+        raise BadRequest("send_key must be true or false", param="send_key")
+    try:
+        return _Change(role, [_endpoint(text, role) for text in texts], send_key)
+    except ValueError as error:
+        raise BadRequest(str(error), param="instances") from None
+
+
+def _described(
+    backend: Backend, membership: str, state: HealthState = HealthState.UNKNOWN, reason: str | None = None
+) -> dict[str, Any]:
+    """What is known of any instance, also of one that has not answered yet."""
+    return {
+        "role": backend.role,
+        "address": backend.name,
+        "bootstrap_port": backend.bootstrap_port,
+        "membership": membership,
+        "state": state,
+        "reason": reason,
+        "since_seconds": None,
+        "load": None,
+        "engine": None,
+    }
+
+
+def _endpoint(text: str, role: Role) -> Endpoint:
+    if "/" in text:
+        raise ValueError(f"{text!r} must be host:port without scheme and path")
+    found = parse_endpoints(text)
+    if len(found) != 1:
+        raise ValueError(f"{text!r} must name one port")
+    if found[0].bootstrap_port is not None and role is not Role.PREFILL:
+        raise ValueError(f"{text!r} has a bootstrap port, which only prefillers have")
+    return found[0]
+
+
+def _log(request: web.Request, what: str) -> None:
+    logger.info("%s", what, extra={"fields": {"by": author(request)}})
+
+
+def _names(endpoints: Sequence[Endpoint]) -> list[str]:
+    return [str(endpoint) for endpoint in endpoints]

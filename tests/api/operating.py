@@ -1,0 +1,70 @@
+"""The operators' routes as a worker puts them together, and what operators send."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.api.admin import AdminApi
+from proxy.api.administrators import Administrators
+from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
+from proxy.api.drain import Drain
+from proxy.api.instances import InstancesApi
+from proxy.api.probes import ProbeApi
+from proxy.balancer.backend import Role
+from proxy.configuration import Change
+from proxy.settings import Admin
+from proxy.upstream.addresses import AddressRules
+from proxy.upstream.names import Names
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection
+
+    from aiohttp import web
+    from aiohttp.test_utils import TestClient
+
+    from proxy.balancer.engine_keys import EngineKeys
+    from tests.api.conftest import Gateway
+
+    Client = TestClient[web.Request, web.Application]
+
+RULES = AddressRules(Admin().networks)
+
+
+async def nothing_to_reload(by: str) -> Change:
+    return Change()
+
+
+async def client_of(
+    gateway: Gateway,
+    *,
+    admin_key: str | None = None,
+    listens_on: str = "127.0.0.1",
+    roles: Collection[Role] = (Role.PREFILL, Role.DECODE),
+    is_draining: bool = False,
+    keys: EngineKeys | None = None,
+    names: Names | None = None,
+    reload: Callable[[str], Awaitable[Change]] = nothing_to_reload,
+    cache_path: str = RESET_PREFIX_CACHE,
+) -> Client:
+    """A client of a gateway with the routes of operators and probes."""
+    pools = {role: gateway.pools[role] for role in roles}
+    drain = Drain()
+    drain.is_draining = is_draining
+    administrators = Administrators(admin_key, listens_on=listens_on)
+    names = names or Names(RULES, (), gateway.metrics)
+    instances = InstancesApi(
+        pools, gateway.roster, gateway.scoreboard, gateway.health, gateway.prober, names, administrators
+    )
+    apis = (
+        ProbeApi(pools, drain),
+        AdminApi(gateway.metrics, reload, administrators),
+        instances,
+        BroadcastApi(pools, gateway.session, keys or gateway.keys(), administrators, cache_path),
+    )
+    return await gateway.serve([route for api in apis for route in api.routes()])
+
+
+async def change(client: Client, what: str, **body: object) -> tuple[int, Any]:
+    """POST to a route under `/instances`: the status and the JSON of the answer."""
+    async with client.post(f"/instances/{what}", json=body) as answer:
+        return answer.status, await answer.json()

@@ -1,0 +1,228 @@
+"""Looking is free, changing takes the key or this host, where that can be told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from proxy.configuration import Change
+from tests.api.operating import client_of
+from tests.asking import until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.api.conftest import Gateway
+
+CHANGES = [
+    *("/instances/add", "/instances/remove", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+    "/admin/reload",
+]
+ROUTES = [("GET", "/instances"), *(("POST", path) for path in CHANGES)]
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.internal"])
+async def test_on_a_listener_that_others_reach_administration_takes_a_key(
+    gateway: Gateway, method: str, path: str, host: str
+) -> None:
+    client = await client_of(gateway, listens_on=host)
+    async with client.request(method, path) as answer:
+        assert answer.status == 403
+        error = (await answer.json())["error"]
+    assert error["code"] == "admin_key_not_configured"
+    assert error["message"] == (
+        f"administration needs a key here, since the gateway listens on {host}, which others may reach; set "
+        "auth.admin_key and send it as X-Admin-Key, or give administration a listener on this host alone (admin.port)"
+    )
+    client = await client_of(gateway, listens_on=host, admin_key="k-1")
+    async with client.request(method, path, headers={"X-Admin-Key": "k-1"}) as answer:
+        assert answer.status not in (401, 403)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "::ffff:127.0.0.1"])
+async def test_on_a_listener_of_this_host_alone_it_takes_none(gateway: Gateway, host: str) -> None:
+    client = await client_of(gateway, listens_on=host)
+    async with client.get("/instances") as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize(("method", "path"), ROUTES[:2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("X-Forwarded-For", "x-forwarded-proto", "X-Forwarded-Client-Cert", "X-Forwarded", "Forwarded", "Via"),
+        *("X-Real-IP", "X-Envoy-Peer-Metadata", "x-envoy-external-address", "CF-Connecting-IP", "DO-Connecting-IP"),
+        *("CF-Ray", "X-Client-IP", "X-Cluster-Client-IP", "Fastly-Client-IP", "True-Client-IP", "X-Original-Host"),
+        *("X-Azure-FDID", "X-Amzn-Trace-Id", "CDN-Loop", "Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode"),
+    ],
+)
+async def test_a_request_made_for_somebody_else_is_not_local(
+    gateway: Gateway, method: str, path: str, name: str
+) -> None:
+    client = await client_of(gateway)
+    async with client.request(method, path, headers={name: "127.0.0.1"}) as answer:
+        assert answer.status == 403
+        error = (await answer.json())["error"]
+    assert error["code"] == "admin_key_not_configured"
+    assert f"the header {name} tells".lower() in error["message"].lower()
+
+
+@pytest.mark.fault(60)
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "localhost:1999", "LOCALHOST.:1999", "gateway.localhost", "127.0.0.1")),
+        *((host, 200) for host in ("127.3.2.1:80", "[::1]", "[::1]:1999", "[::ffff:127.0.0.1]:1")),
+        *((host, 403) for host in ("evil.example.com", "evil.example.com:1999", "127.0.0.1.nip.io", "localhost.evil")),
+        *((host, 403) for host in ("10.0.0.1:1999", "[fd00::1]:1999", "0.0.0.0:1999", "127.1", "", "[", ":", "[::1")),
+    ],
+)
+async def test_a_name_that_is_not_this_hosts_own_is_not_local(gateway: Gateway, host: str, status: int) -> None:
+    client = await client_of(gateway)  # a browser that was given this address for a name of its page sends the name
+    async with client.get("/instances", headers={"Host": host}) as answer:
+        assert answer.status == status
+
+
+@pytest.mark.parametrize("name", ["X-Request-Id", "traceparent", "User-Agent", "Authorization", "X-Forward"])
+async def test_what_programs_send_by_themselves_is_no_sign_of_others(gateway: Gateway, name: str) -> None:
+    client = await client_of(gateway)
+    async with client.get("/instances", headers={name: "a"}) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"),
+    [
+        (("127.0.0.1", 1), 200),
+        (("127.8.8.8", 1), 200),
+        (("::1", 1, 0, 0), 200),
+        (("::ffff:127.0.0.1", 1, 0, 0), 200),
+        (("10.0.0.1", 1), 403),
+        (("::ffff:10.0.0.1", 1, 0, 0), 403),
+        (("fe80::1", 1, 0, 2), 403),
+        ("", 403),
+        (None, 403),
+    ],
+)
+async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: object, status: int) -> None:
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return peer if name == "peername" else default
+
+        def is_closing(self) -> bool:
+            return False
+
+    client = await client_of(gateway)
+    request = make_mocked_request("GET", "/instances", app=client.app, transport=Transport())
+    answer = await client.app._handle(request)
+    assert answer.status == status
+
+
+@pytest.mark.parametrize("path", CHANGES)
+@pytest.mark.parametrize(
+    ("headers", "let_in"),
+    [
+        ({"Authorization": "Bearer k-1"}, True),
+        ({"Authorization": "bearer k-1"}, True),
+        ({"X-Admin-Key": "k-1"}, True),
+        ({"Authorization": "Bearer k-1", "X-Forwarded-For": "10.0.0.1"}, True),
+        ({}, False),
+        ({"Authorization": "Bearer k-2"}, False),
+        ({"Authorization": "Basic k-1"}, False),
+        ({"Authorization": "Bearer"}, False),
+        ({"X-Admin-Key": "ümlaut"}, False),
+        ({"X-Admin-Key": "k-1 "}, True),  # HTTP strips the space
+    ],
+)
+async def test_with_a_key_everybody_needs_it(
+    gateway: Gateway, path: str, headers: Mapping[str, str], let_in: bool
+) -> None:
+    client = await client_of(gateway, admin_key="k-1")
+    async with client.post(path, json={"type": "prefill", "instances": ["h:1", "[bad"]}, headers=headers) as answer:
+        if let_in:
+            assert answer.status == (400 if path.startswith("/instances/") else 200)
+        else:
+            assert answer.status == 401
+            assert (await answer.json())["error"]["code"] == "admin_key_required"
+
+
+async def test_looking_needs_no_key(gateway: Gateway) -> None:
+    client = await client_of(gateway, admin_key="k-1")
+    for path in ("/livez", "/healthcheck", "/version", "/metrics"):
+        async with client.get(path, headers={"X-Forwarded-For": "10.0.0.1"}) as answer:
+            assert answer.status == 200
+
+
+async def test_a_change_is_not_made_by_looking(gateway: Gateway) -> None:
+    client = await client_of(gateway)
+    for path in CHANGES:
+        async with client.get(path) as answer:
+            assert answer.status == 405
+
+
+async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    client = await client_of(gateway, admin_key="canary")
+    told = []
+    for path in CHANGES:
+        async with client.post(path, headers={"X-Admin-Key": "canar"}) as answer:
+            told.append(await answer.text())
+    assert "canar" not in "".join(told) + caplog.text
+
+
+async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None:
+    begun, go_on = 0, asyncio.Event()
+
+    async def reload(by: str) -> Change:
+        nonlocal begun
+        begun += 1
+        await go_on.wait()
+        return Change()
+
+    client = await client_of(gateway, reload=reload)
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(client.post("/admin/reload")) for _ in range(10)]
+        await until(lambda: begun == 10, "ten of them")
+        for path in ("/admin/reload", "/instances/add", "/instances/remove"):
+            async with client.post(path) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+                assert (await answer.json())["error"]["code"] == "too_many_changes"
+        go_on.set()
+    assert [task.result().status for task in waiting] == [200] * 10
+    async with client.post("/admin/reload") as answer:
+        assert answer.status == 200
+
+
+async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    authors = []
+
+    async def reload(by: str) -> Change:
+        authors.append(by)
+        return Change()
+
+    client = await client_of(gateway, reload=reload, admin_key="canary")
+    caplog.set_level("INFO", "proxy.api")
+    for path, body in (
+        ("/instances/add", {"type": "decode", "instances": "10.0.0.1:1"}),
+        ("/instances/remove", {"type": "decode", "instances": "10.0.0.1:1"}),
+        ("/reset_prefix_cache", None),
+        ("/start_profile", None),
+        ("/admin/reload", None),
+    ):
+        async with client.post(path, json=body, headers={"X-Admin-Key": "canary"}) as answer:
+            assert answer.status == 200
+    by = "an administrator at 127.0.0.1"
+    assert authors == [by]
+    lines = [record for record in caplog.records if record.name.startswith("proxy.api")]
+    assert [(line.getMessage(), vars(line)["fields"]) for line in lines] == [
+        ("Instances ['10.0.0.1:1'] are waiting to be added.", {"by": by}),
+        ("remove decode instances: ['10.0.0.1:1'].", {"by": by}),
+        ("all instances are told: /reset_prefix_cache", {"by": by}),
+        ("all instances are told: /start_profile", {"by": by}),
+    ]
+    assert "canary" not in caplog.text

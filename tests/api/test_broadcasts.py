@@ -1,0 +1,97 @@
+"""What all engines are told at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE
+from proxy.balancer.backend import Role
+from tests.api.operating import client_of
+
+if TYPE_CHECKING:
+    from tests.api.conftest import Gateway
+
+HOST = "127.0.0.1"
+
+
+async def test_resetting_the_prefix_cache_reaches_every_engine(gateway: Gateway) -> None:
+    engines = [await gateway.engine(role) for role in 2 * (Role.PREFILL, Role.DECODE)]
+    keys = gateway.keys("s3cret", [(HOST, engines[0].port)])
+    client = await client_of(gateway, keys=keys)
+    async with client.post("/reset_prefix_cache?reset_external=true&x=a%20b&x=2") as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+    for engine in engines:
+        (asked,) = engine.asked
+        assert (asked.method, asked.path, asked.query) == (
+            "POST",
+            "/reset_prefix_cache",
+            "reset_external=true&x=a b&x=2",
+        )
+    assert [e.asked[0].headers.get("authorization") for e in engines] == ["Bearer s3cret", None, None, None]
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path: str) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway, cache_path=FLUSH_CACHE)
+    async with client.post(f"{path}?timeout=60") as answer:
+        assert answer.status == 200
+    (asked,) = engine.asked
+    assert (asked.method, asked.path, asked.query) == ("POST", "/flush_cache", "timeout=60")
+
+
+async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    for cache_path, method, path, status in [
+        (FLUSH_CACHE, "GET", "/flush_cache", 405),
+        (RESET_PREFIX_CACHE, "POST", "/flush_cache", 404),
+    ]:
+        client = await client_of(gateway, cache_path=cache_path)
+        async with client.request(method, path) as answer:
+            assert answer.status == status
+    assert engine.asked == []
+
+
+async def test_engines_that_did_not_reset_are_named(gateway: Gateway) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    await gateway.engine(Role.PREFILL)
+    old = await gateway.engine(Role.DECODE, refuse)
+    port = unused_port()
+    gateway.add(Role.DECODE, HOST, port, healthy=False)
+    client = await client_of(gateway)
+    async with client.post("/reset_prefix_cache") as answer:
+        assert answer.status == 500
+        assert await answer.json() == {"failed": [f"http://{old.name}", f"http://{HOST}:{port}"]}
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+async def test_every_engine_is_profiled(gateway: Gateway, path: str) -> None:
+    engines = [await gateway.engine(role) for role in (Role.PREFILL, Role.DECODE)]
+    client = await client_of(gateway)
+    options = b'{"num_steps": 5}'  # as SGLang takes them
+    async with client.post(f"{path}?x=1", data=options, headers={"Content-Type": "application/json"}) as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+    async with client.post(path) as answer:
+        assert answer.status == 200
+    for engine in engines:
+        with_options, without = engine.asked
+        assert (with_options.method, with_options.path, with_options.query) == ("POST", path, "x=1")
+        assert (with_options.body, with_options.headers["content-type"]) == (options, "application/json")
+        assert (without.method, without.path, without.query, without.body) == ("POST", path, "", b"")
+
+
+async def test_engines_without_a_profiler_are_named(gateway: Gateway) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    await gateway.engine(Role.PREFILL)
+    decoder = await gateway.engine(Role.DECODE, refuse)
+    client = await client_of(gateway)
+    async with client.post("/start_profile") as answer:
+        assert (answer.status, await answer.json()) == (500, {"failed": [f"http://{decoder.name}"]})

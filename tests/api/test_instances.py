@@ -1,0 +1,293 @@
+"""The instances: looking at them, adding and removing them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from proxy.balancer.backend import Load, Role
+from proxy.balancer.engine_facts import EngineFacts
+from proxy.upstream.names import Names
+from tests.api.operating import RULES, change, client_of
+from tests.asking import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.api.conftest import Gateway
+    from tests.api.operating import Client
+
+HOST = "127.0.0.1"
+
+
+async def shown(client: Client) -> list[dict[str, Any]]:
+    async with client.get("/instances") as answer:
+        assert answer.status == 200
+        told: list[dict[str, Any]] = (await answer.json())["instances"]
+        return told
+
+
+async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gateway) -> None:
+    prefiller = await gateway.engine(Role.PREFILL)
+    decoder = await gateway.engine(Role.DECODE)
+    gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
+    client = await client_of(gateway)
+    with gateway.pools[Role.DECODE].lease(Load(compute=7, kv=100)):
+        first, second = await shown(client)
+    seconds = (first.pop("since_seconds"), second.pop("since_seconds"))
+    assert all(0 <= past < 60 for past in seconds)
+    nothing = {"version": None, "max_model_len": None, "max_num_seqs": None}
+    idle = {
+        "inflight": 0,
+        "running": 0,
+        "max_running": None,
+        "compute_tokens": 0,
+        "kv_tokens": 0,
+        "pinned_kv": 0,
+        "pinned_kv_tokens": 0,
+    }
+    well = {"bootstrap_port": None, "membership": "enabled", "state": "up", "reason": "passed its health check"}
+    assert first == {"role": "prefill", "address": prefiller.name, **well, "load": idle, "engine": nothing}
+    assert second == {
+        "role": "decode",
+        "address": decoder.name,
+        **well,
+        "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
+        "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16},
+    }
+
+
+async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    absent = await gateway.engine(None, never)
+    gateway.add(Role.DECODE, HOST, 1, healthy=False)
+    leaving = await gateway.engine(Role.DECODE)
+    client = await client_of(gateway)
+    await change(client, "add", type="prefill", instances=f"{absent.name} 8998")
+    with gateway.pools[Role.DECODE].lease(Load()):
+        await change(client, "remove", type="decode", instances=leaving.name)
+        assert [
+            (one["role"], one["address"], one["bootstrap_port"], one["membership"], one["state"], one["reason"])
+            for one in await shown(client)
+        ] == [
+            ("prefill", absent.name, 8998, "joining", "unknown", None),
+            ("decode", f"{HOST}:1", None, "enabled", "down", "cannot connect (connection refused)"),
+            ("decode", leaving.name, None, "draining", "up", "passed its health check"),
+        ]
+    gateway.prober.drop_drained()
+    assert [one["address"] for one in await shown(client)] == [absent.name, f"{HOST}:1"]
+
+
+async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def load_model(request: web.Request) -> web.Response:
+        arrived.set()
+        await go_on.wait()
+        return web.Response()
+
+    engine = await gateway.engine(None, load_model)
+    client = await client_of(gateway)
+    status, told = await change(client, "add", type="decode", instances=engine.name)
+    assert status == 200
+    assert told == {
+        "message": f"Instances ['{engine.name}'] are waiting to be added.",
+        "current_prefill_instances": [],
+        "joining_prefill_instances": [],
+        "current_decode_instances": [],
+        "joining_decode_instances": [engine.name],
+    }
+    await arrived.wait()
+    go_on.set()
+    while gateway.prober.joining(Role.DECODE):  # noqa: ASYNC110 - joining ends without an event
+        await asyncio.sleep(0)
+    status, told = await change(client, "add", type="decode", instances=[engine.name])
+    assert told["message"] == f"add decode instances: ['{engine.name}']."
+    assert told["current_decode_instances"] == [engine.name]
+
+
+async def test_an_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
+    engine = await gateway.engine(None)
+    client = await client_of(gateway)
+    status, _ = await change(client, "add", type="prefill", instances=f"{engine.name} 8998")
+    assert status == 200
+    await until(lambda: gateway.pools[Role.PREFILL].backends(), "the instance to be added")
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    assert (backend.name, backend.bootstrap_port) == (engine.name, 8998)
+
+
+async def test_an_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    status, told = await change(client, "remove", type="prefill", instances=[engine.name])
+    assert status == 200
+    assert told["message"] == f"remove prefill instances: ['{engine.name}']."
+    assert told["current_prefill_instances"] == []
+
+
+async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway) -> None:
+    busy = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    with gateway.pools[Role.PREFILL].lease(Load()):
+        other = await gateway.engine(Role.PREFILL)
+        _, told = await change(client, "remove", type="prefill", instances=busy.name)
+        assert told["message"] == f"Instances ['{busy.name}'] are isolated and waiting to be removed."
+        assert told["current_prefill_instances"] == [busy.name, other.name]
+        assert [backend.name for backend in gateway.pools[Role.PREFILL].eligible()] == [other.name]
+    with gateway.pools[Role.PREFILL].lease(Load()):  # on the other one, which is nothing to the first
+        _, told = await change(client, "remove", type="prefill", instances=busy.name)
+        assert told["current_prefill_instances"] == [other.name]
+
+
+async def test_a_joining_instance_can_be_removed(gateway: Gateway) -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    engine = await gateway.engine(None, never)
+    client = await client_of(gateway)
+    await change(client, "add", type="prefill", instances=engine.name)
+    _, told = await change(client, "remove", type="prefill", instances=engine.name)
+    assert told["joining_prefill_instances"] == []
+
+
+async def test_an_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None:
+    gateway.add(Role.DECODE, "::1", 7200)
+    client = await client_of(gateway)
+    _, told = await change(client, "remove", type="decode", instances="[0:0:0:0:0:0:0:1]:7200")
+    assert told["message"] == "remove decode instances: ['[::1]:7200']."
+    assert told["current_decode_instances"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"type": "encode", "instances": "h:1"}, "type"),
+        ({"instances": "h:1"}, "type"),
+        ({"type": ["prefill"], "instances": "h:1"}, "type"),
+        ({"type": "prefill"}, "instances"),
+        ({"type": "prefill", "instances": []}, "instances"),
+        ({"type": "prefill", "instances": [1]}, "instances"),
+        ({"type": "prefill", "instances": {"h:1": 1}}, "instances"),
+        *(
+            ({"type": "prefill", "instances": text}, "instances")
+            for text in (
+                "h",
+                "h:",
+                "h:0",
+                "h:65536",
+                "h:x",
+                ":1",
+                "::1:80",
+                "http://h:1",
+                "h:1/",
+                "h:1/admin",
+                "h:1?x",
+                "h:1#x",
+                "u@h:1",
+                "u:p@h:1",
+                "h:1-9",
+                "h :1",
+                "h\r\nX: y:1",
+                "[fe80::1%eth0]:1",
+                "h:1 0",
+                "h:1 x",
+            )
+        ),
+        ({"type": "decode", "instances": "h:1 8998"}, "instances"),
+        ([], None),
+        ("prefill", None),
+    ],
+)
+async def test_anything_but_a_role_and_endpoints_is_refused(gateway: Gateway, body: object, param: str | None) -> None:
+    client = await client_of(gateway)
+    for what in ("add", "remove"):
+        async with client.post(f"/instances/{what}", json=body) as answer:
+            assert answer.status == 400
+            error = (await answer.json())["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert gateway.prober.joining(Role.PREFILL) == []
+
+
+async def test_a_body_that_is_no_json_is_refused(gateway: Gateway) -> None:
+    client = await client_of(gateway)
+    async with client.post("/instances/add", data=b"type=prefill") as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] == "invalid_json"
+
+
+async def test_an_endpoint_cannot_take_the_other_role(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    status, told = await change(client, "add", type="decode", instances=engine.name)
+    assert status == 400
+    assert told["error"]["message"] == f"{engine.name} is already a prefill instance"
+
+
+async def test_a_role_that_the_connector_does_not_use_is_refused(gateway: Gateway) -> None:
+    client = await client_of(gateway, roles=[Role.DECODE])
+    status, told = await change(client, "add", type="prefill", instances="h:1")
+    assert (status, told["error"]["param"]) == (400, "type")
+
+
+async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -> None:
+    engine = await gateway.engine(None)
+    client = await client_of(gateway, keys=gateway.keys("s3cret"))
+    status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)
+    assert status == 200
+    assert [backend.trusted for backend in gateway.prober.joining(Role.DECODE)] == [True]
+    status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
+    assert (status, told["error"]["param"]) == (400, "send_key")
+
+
+@pytest.fixture
+async def names(gateway: Gateway) -> AsyncIterator[Names]:
+    """A name server that knows a few."""
+    known = {"inside": ("10.0.0.7",), "metadata": ("169.254.169.254",), "world": ("93.184.216.34",)}
+
+    def look_up(host: str) -> tuple[str, ...]:
+        if host not in known:
+            raise OSError(errno.ENOENT, "")
+        return known[host]
+
+    async with Names(RULES, (), gateway.metrics, look_up=look_up) as names:
+        yield names
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("169.254.169.254", "224.0.0.1", "0.0.0.0", "255.255.255.255", "93.184.216.34"),
+        *("[fe80::1]", "[::]", "[ff02::1]", "[2001:db8::1]", "[::ffff:169.254.169.254]"),
+        *("2130706433", "0x7f.1", "127.1", "0177.0.0.1", "0x7f000001"),
+        *("metadata", "world", "nowhere"),
+    ],
+)
+async def test_an_instance_may_not_be_just_anywhere(gateway: Gateway, names: Names, host: str) -> None:
+    client = await client_of(gateway, names=names)
+    status, told = await change(client, "add", type="decode", instances=[f"{HOST}:1", f"{host}:80"])
+    assert (status, told["error"]["code"], told["error"]["param"]) == (400, "address_not_allowed", "instances")
+    assert "169.254" not in told["error"]["message"].replace(host, "")
+    assert "93.184" not in told["error"]["message"].replace(host, "")
+    assert gateway.prober.joining(Role.DECODE) == []
+
+
+@pytest.mark.parametrize("host", ["inside", "10.1.2.3", "[fd00::1]", "100.64.0.1"])
+async def test_an_instance_may_be_in_the_networks_that_are_named(gateway: Gateway, names: Names, host: str) -> None:
+    client = await client_of(gateway, names=names)
+    status, told = await change(client, "add", type="decode", instances=f"{host}:80")
+    assert (status, told["joining_decode_instances"]) == (200, [f"{host}:80"])
+
+
+@pytest.mark.parametrize("path", ["/instances/add", "/instances/remove"])
+async def test_a_long_body_is_refused(gateway: Gateway, path: str) -> None:
+    client = await client_of(gateway)
+    async with client.post(path, data=b" " * (64 * 1024 + 1)) as answer:
+        assert answer.status == 413
