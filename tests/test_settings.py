@@ -614,6 +614,55 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
     assert engine_key(settings(PROXY_AUTH__ENGINE_API_KEY_FILE=str(tmp_path / "key"), OPENAI_API_KEY="other")) == "hush"
 
 
+@pytest.mark.parametrize("given_as", ["etc/gateway.yaml", "../work/etc/gateway.yaml", "/absolute"])
+def test_a_relative_path_in_a_file_begins_where_that_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_as: str
+) -> None:
+    for directory, key in (("work", "wrong"), ("work/etc", "right")):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "key").write_text(key)
+        (tmp_path / directory / "keys.yaml").write_text(f"keys: [{{name: {key}, key: sk-1}}]")
+    monkeypatch.chdir(tmp_path / "work")
+    file = tmp_path / "work/etc/gateway.yaml"
+    file.write_text("auth: {engine_api_key_file: key, admin_key_file: ../etc/key, client_keys_file: ./keys.yaml}")
+    found = loaded(f"{ONE_PAIR} --config {file if given_as == '/absolute' else given_as}")
+    assert engine_key(found.settings) == "right"
+    assert found.settings.auth.admin_key is not None
+    assert found.settings.auth.admin_key.get_secret_value() == "right"
+    assert [key.name for key in found.client_keys] == ["right"]
+    text = to_yaml(found)
+    (tmp_path / "elsewhere.yaml").write_text("\n".join(line for line in text.splitlines() if "_key: '*" not in line))
+    assert settings(f"--config {tmp_path / 'elsewhere.yaml'}") == found.settings
+
+
+def test_a_relative_path_in_the_environment_begins_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "key").write_text("right")
+    monkeypatch.chdir(tmp_path / "here")
+    file.write_text("auth: {engine_api_key_file: elsewhere}")
+    environ = {"PROXY_CONFIG": "../gateway.yaml", "PROXY_AUTH__ENGINE_API_KEY_FILE": "key"}
+    assert engine_key(settings(**environ)) == "right"
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    monkeypatch.chdir("/")
+    file.write_text("auth: {client_keys_file: keys.yaml}")
+    assert mistake(f"{ONE_PAIR} --config {file}") == f"{tmp_path}/keys.yaml cannot be read: no such file or directory"
+    file.write_text("auth: {admin_key_file: key}")
+    sentence = f"auth.admin_key_file {tmp_path}/key cannot be read: no such file or directory"
+    assert mistake(f"{ONE_PAIR} --config {file}") == sentence
+    assert mistake("--config nowhere.yaml") == "/nowhere.yaml cannot be read: no such file or directory"
+
+
+def test_a_path_that_is_empty_or_null_is_none(file: Path) -> None:
+    file.write_text("auth: {client_keys_file: ' ', admin_key_file: null}")
+    assert settings(f"{ONE_PAIR} --config {file}").auth.client_keys_file is None
+
+
 def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "key"
     empty.write_text("\n")

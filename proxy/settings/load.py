@@ -6,7 +6,8 @@ mistake raises SettingsError, whose text is one sentence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from proxy.settings.model import Settings
 from proxy.settings.sources import (
     CONFIG,
     OPTIONS,
+    PATHS,
     SECRETS,
     Sourced,
     from_environment,
@@ -28,7 +30,6 @@ from proxy.settings.sources import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from proxy.settings.client_keys import ClientKey
 
@@ -54,6 +55,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: boo
     variables = from_environment(environ)
     path = line.config or environ.get(CONFIG, "").strip()
     values = {**(from_yaml(path) if path else {}), **variables, **line.values}
+    values |= {option: _absolute(values[option]) for option in PATHS if option in values}
     settings = _validated(values)
     keys = dict(_keys(settings, values, environ))
     if keys:
@@ -66,6 +68,16 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: boo
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
     return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else (), warnings)
+
+
+def _absolute(found: Sourced) -> Sourced:
+    """A relative path in a file begins where that file is, so that it is good from everywhere; any other one begins in
+    the working directory.
+    """
+    if not isinstance(found.value, str) or not found.value.strip():
+        return found
+    directory = Path(found.origin).absolute().parent if found.in_file else Path.cwd()
+    return replace(found, value=str(directory / found.value.strip()))
 
 
 def _validated(values: Mapping[str, Sourced]) -> Settings:

@@ -314,7 +314,9 @@ class Drain(Section):
 
 
 class Auth(Section):
-    """Keys. They come from the environment or from files, never from the command line."""
+    """Keys. They come from the environment or from files, never from the command line. A relative path begins where the
+    configuration file is that has it, or in the working directory if the environment has it.
+    """
 
     engine_api_key: Secret = None
     """Sent to engines as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""

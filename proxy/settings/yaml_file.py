@@ -14,11 +14,15 @@ from proxy.settings.mistakes import SettingsError
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What the file holds; None when it holds nothing. Raises SettingsError."""
+    """What the file holds; None when it holds nothing. Raises SettingsError, with the whole path of one that cannot be
+    read: which directory it was looked for in may be the mistake.
+    """
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise SettingsError(
+            f"{Path(path).absolute()} cannot be read: {(error.strerror or str(error)).lower()}"
+        ) from None
     except UnicodeDecodeError:
         raise SettingsError(f"{path} is not UTF-8 text") from None
     except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:

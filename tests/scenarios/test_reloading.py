@@ -174,7 +174,7 @@ async def statuses(program: Program, body: dict[str, Any]) -> int:
 async def test_client_keys_change_with_their_file(file: File, session: aiohttp.ClientSession, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: a, key: sk-1}]")
-    file.write(auth={"client_keys_file": str(keys)})
+    file.write(auth={"client_keys_file": keys.name})
 
     async def asks(key: str) -> int:
         return (await ask(session, program.url, request(Api.CHAT), authorization=f"Bearer {key}")).status
