@@ -59,6 +59,15 @@ class Call:
         return _output_limit(self.values)
 
     @property
+    def is_all_prompt(self) -> bool:
+        """At most one token is to be generated, so an engine that prefills has done it all. 0 is what completions that
+        only echo their prompt may ask for.
+        """
+        values = self.values
+        limit = values.get("max_completion_tokens") if self.api is Api.CHAT else None
+        return (values.get("max_tokens") if limit is None else limit) in (0, 1)
+
+    @property
     def prefill_load(self) -> Load:
         """Held by a prefiller: compute until it answers, kv until the decoder's first token."""
         return Load(compute=self.prompt_tokens + PREFILL_OVERHEAD_TOKENS, kv=self.prompt_tokens)

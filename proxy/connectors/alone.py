@@ -1,15 +1,16 @@
-"""One leg: an engine that prefills and decodes a request by itself."""
+"""One leg: an engine that serves a request by itself, whichever role it has."""
 
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id
+from proxy.balancer.backend import Role
+from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id, prefill_seconds
 from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
     from proxy.balancer.backend import Backend
     from proxy.call import Call
@@ -19,34 +20,54 @@ if TYPE_CHECKING:
 
 
 class Alone:
-    """Sends a call to one decoder as it is."""
+    """Sends a call to one backend of a role as it is, and its answer is the client's.
 
-    def __init__(self, kit: Kit, ranks: Ranks) -> None:
-        self._pool = kit.pools.decode
+    A prefiller is given what is nearly all prompt; it is charged, and waited for, as for any other prefill.
+    """
+
+    def __init__(
+        self, kit: Kit, role: Role, ranks: Ranks, members: Callable[[str], Mapping[str, object]] | None = None
+    ) -> None:
+        """`members`: what the protocol has to put into the body, by the attempt's id; None: nothing."""
+        self._role = role
+        self._pool = kit.pools.of(role)
         self._upstream = kit.upstream
         self._ranks = ranks
+        self._members = members
         self.configure(kit.settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
         self._timeouts = settings.timeouts
-        self._dp_ranks = settings.balance.decode_dp_ranks
+        balance = settings.balance
+        self._dp_ranks = balance.prefill_dp_ranks if self._role is Role.PREFILL else balance.decode_dp_ranks
 
     @asynccontextmanager
     async def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AsyncIterator[Attempt]:
         """The attempt, as in Connector.open; there is no prefiller to prefer."""
-        changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
-        with self._pool.lease(call.decode_load, avoid) as lease, self._ranks.claim() as rank:
+        is_prefiller = self._role is Role.PREFILL
+        attempt_id = new_attempt_id()
+        changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
+        if self._members is not None:
+            changes.update(self._members(attempt_id))
+        load = call.prefill_load if is_prefiller else call.decode_load
+        with self._pool.lease(load, avoid) as lease, self._ranks.claim() as rank:
             journey.begin_attempt()
-            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
-            journey.decoder = lease.backend.name
+            if is_prefiller:
+                journey.enter(Stage.PREFILL)
+                journey.prefiller = lease.backend.name
+                silence_seconds = prefill_seconds(self._timeouts, call)
+            else:
+                journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+                journey.decoder = lease.backend.name
+                silence_seconds = first_byte_seconds(self._timeouts, call)
             steering = rank.header(lease.backend, self._dp_ranks)
             with await self._upstream.open(
                 lease.backend,
                 call.api.path,
                 call.body(changes),
-                {**call.headers, "x-request-id": new_attempt_id(), **steering},
-                silence_seconds=first_byte_seconds(self._timeouts, call),
+                {**call.headers, "x-request-id": attempt_id, **steering},
+                silence_seconds=silence_seconds,
                 resend_if_stale=True,
             ) as response:
                 await check_status(response)
@@ -56,4 +77,5 @@ class Alone:
                     prefiller=None,
                     kv_handed_over=False,
                     on_arrival=lambda works: lease.confirm() if works else None,
+                    first_token_seconds=silence_seconds if is_prefiller else None,
                 )

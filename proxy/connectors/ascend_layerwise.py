@@ -30,7 +30,8 @@ from proxy.connectors.base import (
 )
 from proxy.connectors.beside import running
 from proxy.connectors.callbacks import Callbacks
-from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
@@ -39,6 +40,7 @@ from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Sequence
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from proxy.balancer.backend import Backend
@@ -58,7 +60,6 @@ class AscendLayerwise:
     """Decode → callback → prefill, which runs beside the decode leg."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    one_sequence_per_call = True
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:
@@ -70,27 +71,38 @@ class AscendLayerwise:
         """What decoders are told to call back."""
         logger.info("decoders call this worker back at %s", self.metaserver)
         self._ranks = Ranks()
+        self._one_engine = OneEngine(kit, self._ranks)
         self.callbacks = Callbacks()
         self.configure(kit.settings)
 
     def check(self, call: Call) -> None:
-        """Refuse what one sequence with KV from elsewhere cannot express."""
-        check_can_be_handed_over(call)
+        """Refuse what can neither be handed over nor be served by one engine."""
+        self._one_engine.check(call)
+
+    def splits(self, call: Call) -> bool:
+        """A hand-over is of one sequence."""
+        return not is_search(call)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
         self._timeouts, self._balance = settings.timeouts, settings.balance
+        self._one_engine.configure(settings)
         self._callback_seconds = settings.layerwise.callback_seconds
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Where decoders call back."""
         return (web.post(_PATH, self.callbacks.take),)
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, or one engine's alone. See Connector.open."""
+        return self._one_engine.open(call, avoid, journey) or self._open_both(call, avoid, journey, prefer)
+
+    @asynccontextmanager
+    async def _open_both(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
     ) -> AsyncIterator[Attempt]:
-        """Both legs. See Connector.open."""
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (

@@ -121,13 +121,14 @@ class Connector(Protocol):
 
     roles: tuple[Role, ...]
     """Roles that need a healthy backend before the gateway is ready."""
-    one_sequence_per_call: bool
-    """Only one prompt and one sample fit a hand-over: the gateway splits the rest."""
     continues_answers: bool
     """Engines can tell token ids and go on from them, so answers are watched and taken up again on other engines."""
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for what this protocol cannot serve."""
+
+    def splits(self, call: Call) -> bool:
+        """Whether an attempt at it serves one prompt and one sample: the gateway splits what has more."""
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""

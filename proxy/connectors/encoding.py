@@ -48,13 +48,16 @@ class Encoding:
         self._pools = kit.pools
         self._upstream = kit.upstream
         self.roles: tuple[Role, ...] = connector.roles
-        self.one_sequence_per_call = connector.one_sequence_per_call
         self.continues_answers = connector.continues_answers
         self._take(kit.settings)
 
     def check(self, call: Call) -> None:
         """What the other connector cannot serve."""
         self._connector.check(call)
+
+    def splits(self, call: Call) -> bool:
+        """As the other connector says."""
+        return self._connector.splits(call)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.balancer.backend import Role
-from proxy.connectors.alone import Alone
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -26,7 +25,8 @@ from proxy.connectors.base import (
     refusal,
 )
 from proxy.connectors.kv_transfer import kv_transfer
-from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
 from proxy.connectors.releaser import PrefilledKv
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -74,7 +74,6 @@ class InTurn(ABC):
     """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    one_sequence_per_call = True
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:
@@ -83,17 +82,21 @@ class InTurn(ABC):
         self._metrics = kit.metrics
         self._releaser = kit.releaser
         self._ranks = Ranks()
-        self._alone = Alone(kit, self._ranks)
+        self._one_engine = OneEngine(kit, self._ranks)
         self._timeouts, self._kv, self._balance = kit.settings.timeouts, kit.settings.kv, kit.settings.balance
 
     def check(self, call: Call) -> None:
-        """Refuse what cannot be handed over."""
-        check_can_be_handed_over(call)
+        """Refuse what can neither be handed over nor be served by one engine."""
+        self._one_engine.check(call)
+
+    def splits(self, call: Call) -> bool:
+        """A hand-over is of one sequence."""
+        return not is_search(call)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
         self._timeouts, self._kv, self._balance = settings.timeouts, settings.kv, settings.balance
-        self._alone.configure(settings)
+        self._one_engine.configure(settings)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Engines call nobody."""
@@ -102,10 +105,12 @@ class InTurn(ABC):
     def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
     ) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or the decoder's alone. See Connector.open."""
+        """Both legs, or one engine's alone. See Connector.open."""
+        if alone := self._one_engine.open(call, avoid, journey):
+            return alone
         if call.prompt_tokens < self._kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
-            return self._alone.open(call, avoid, journey)
+            return self._one_engine.decoder.open(call, avoid, journey)
         return self._open_both(call, avoid, journey, prefer)
 
     @asynccontextmanager

@@ -26,7 +26,8 @@ from proxy.connectors.base import (
 from proxy.connectors.beside import running
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.kv_transfer import kv_transfer
-from proxy.connectors.prefill_body import check_can_be_handed_over, prefill_body
+from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER, Ranks
 from proxy.connectors.releaser import PrefilledKv
 from proxy.errors import UpstreamError
@@ -34,6 +35,7 @@ from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Sequence
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from aiohttp import web
@@ -52,7 +54,6 @@ class MooncakeBootstrap:
     """Prefill beside decode."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    one_sequence_per_call = True
     # The decoder is any vLLM: it tells token ids, and both engines take `prompt_token_ids` among the parameters, which
     # vLLM reads before the KV connector sees them (renderers/online_renderer.py).
     continues_answers = True
@@ -63,15 +64,21 @@ class MooncakeBootstrap:
         self._releaser = kit.releaser
         self._bootstraps = Bootstraps(kit.session)
         self._ranks = Ranks()
+        self._one_engine = OneEngine(kit, self._ranks)
         self.configure(kit.settings)
 
     def check(self, call: Call) -> None:
-        """Refuse what cannot be handed over."""
-        check_can_be_handed_over(call)
+        """Refuse what can neither be handed over nor be served by one engine."""
+        self._one_engine.check(call)
+
+    def splits(self, call: Call) -> bool:
+        """A hand-over is of one sequence."""
+        return not is_search(call)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
         self._timeouts = settings.timeouts
+        self._one_engine.configure(settings)
         self._bootstrap_port = settings.mooncake.bootstrap_port
         self._decode_dp_ranks = settings.balance.decode_dp_ranks
 
@@ -79,11 +86,16 @@ class MooncakeBootstrap:
         """Engines call nobody."""
         return ()
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, or one engine's alone. See Connector.open."""
+        return self._one_engine.open(call, avoid, journey) or self._open_both(call, avoid, journey, prefer)
+
+    @asynccontextmanager
+    async def _open_both(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
     ) -> AsyncIterator[Attempt]:
-        """Both legs. See Connector.open."""
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
             self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,

@@ -28,14 +28,17 @@ class Plain:
     """Sends a call to one engine as it is."""
 
     roles: tuple[Role, ...] = (Role.DECODE,)
-    one_sequence_per_call = False
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:
-        self._alone = Alone(kit, Ranks())
+        self._alone = Alone(kit, Role.DECODE, Ranks())
 
     def check(self, call: Call) -> None:
         """Everything an engine can do alone is served."""
+
+    def splits(self, call: Call) -> bool:
+        """An engine takes it whole."""
+        return False
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""

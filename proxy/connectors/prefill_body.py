@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import BadRequest
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
@@ -41,17 +40,3 @@ def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping
     if is_forced and prefiller is not None and prefiller < _TOOL_CHOICE_FIXED:
         changes["tool_choice"] = "auto"
     return call.body(changes)
-
-
-def check_can_be_handed_over(call: Call) -> None:
-    """Raise BadRequest for what one KV cache cannot express, or what only the prefiller's discarded answer has."""
-    values = call.values
-    if values.get("use_beam_search"):
-        raise BadRequest("beam search is not supported with prefill/decode disaggregation", param="use_beam_search")
-    best_of = values.get("best_of")
-    if isinstance(best_of, int) and best_of > call.samples:
-        raise BadRequest("best_of larger than n is not supported", param="best_of")
-    if values.get("prompt_logprobs") is not None:
-        raise BadRequest("prompt_logprobs is not supported with prefill/decode disaggregation", param="prompt_logprobs")
-    if values.get("echo") and values.get("logprobs") is not None:
-        raise BadRequest("echo with logprobs is not supported with prefill/decode disaggregation", param="echo")

@@ -8,16 +8,14 @@ wait for it for minutes: it is told to abort the request.
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-from weakref import WeakValueDictionary
-
-import orjson
 
 from proxy.balancer.backend import Role
 from proxy.balancer.health import is_to_blame
+from proxy.connectors.aborts import Aborts
+from proxy.connectors.alone import Alone
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -27,13 +25,17 @@ from proxy.connectors.base import (
     refusal,
 )
 from proxy.connectors.beside import running
+from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
-from proxy.errors import BadRequest, Failure, UpstreamError
+from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
+from proxy.wire import sglang
+from proxy.wire.sglang import NativeApi
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 
@@ -44,22 +46,19 @@ if TYPE_CHECKING:
     from proxy.connectors.beside import PrefillLeg
     from proxy.connectors.ranks import RankClaim
     from proxy.settings import Settings
-    from proxy.upstream import Response, Upstream
+    from proxy.upstream import Response
 
+# Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
+# checks go there.
+_NOBODY: Final = "2.2.2.2"
 # A signed 64-bit number in the engines. Room 0 is that of their health checks.
 _ROOMS: Final = 1 << 63
-
-_ABORT_SECONDS: Final = 2.0
-_MAX_ABORTS_AT_ONCE: Final = 8
-_MAX_ABORTS_PENDING: Final = 1024
 
 
 class SglangBootstrap:
     """Prefill and decode leg side by side."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    # The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py).
-    one_sequence_per_call = True
     continues_answers = False
 
     def __init__(self, kit: Kit) -> None:
@@ -69,15 +68,21 @@ class SglangBootstrap:
         self._pair_told = kit.releaser.handed_over
         self._dp_size = kit.settings.sglang.dp_size
         self._ranks = Ranks()
-        self._aborts = _Aborts(kit.upstream)
+        self._aborts = Aborts(kit.upstream)
+        self._prefiller = Alone(kit, Role.PREFILL, self._ranks, _nobodys_bootstrap)
 
     def check(self, call: Call) -> None:
         """Refuse what only the prefiller knows and OpenAI's answers have no place for."""
-        if call.values.get("echo") and call.values.get("logprobs") is not None:
-            raise BadRequest("echo with logprobs is not supported with prefill/decode disaggregation", param="echo")
+        if asks_for_echoed_logprobs(call) and not call.is_all_prompt:
+            raise echo_refused()
+
+    def splits(self, call: Call) -> bool:
+        """The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py)."""
+        return True
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
+        self._prefiller.configure(settings)
         self._timeouts = settings.timeouts
         self._dp_size = settings.sglang.dp_size
 
@@ -85,11 +90,18 @@ class SglangBootstrap:
         """Engines call nobody."""
         return ()
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
+    ) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, or the prefiller's alone. See Connector.open."""
+        if _is_about_prompt(call):
+            return self._prefiller.open(call, avoid, journey)
+        return self._open_both(call, avoid, journey, prefer)
+
+    @asynccontextmanager
+    async def _open_both(
+        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
     ) -> AsyncIterator[Attempt]:
-        """Both legs. See Connector.open."""
         with (
             self._pools.decode.lease(call.decode_load, avoid) as decoder,
             self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
@@ -252,37 +264,23 @@ def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> d
     }
 
 
+def _nobodys_bootstrap(attempt_id: str) -> dict[str, object]:
+    """What keeps a prefiller from waiting for a decoder: it sends the KV cache nowhere and gives its answer at once."""
+    return {
+        "bootstrap_host": _NOBODY,
+        "bootstrap_port": None,
+        "bootstrap_room": room(int(attempt_id[:16], 16), 0, 1),
+        "rid": attempt_id,
+    }
+
+
+def _is_about_prompt(call: Call) -> bool:
+    """Whether a prefiller's answer is all that is asked for: the prompt's log probabilities, and one token at most."""
+    if call.api.value == NativeApi.GENERATE:
+        return sglang.is_about_prompt({**call.values, **call.changes})
+    return asks_for_echoed_logprobs(call) and call.is_all_prompt
+
+
 def room(drawn: int, rank: int, dp_size: int) -> int:
     """A room in [1, 2**63) of a data-parallel rank: prefillers take `room % dp_size` (`follow_bootstrap_room`)."""
     return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
-
-
-class _Aborts:
-    """Tells engines to stop working on requests that nobody waits for, beside whatever else goes on.
-
-    An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
-    on it, so what fails is not repeated, and what is too much is left out.
-    """
-
-    def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-        self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
-        """Have an engine abort this attempt. `headers`: the client's credential may be the engine's."""
-        if len(self._tasks) < _MAX_ABORTS_PENDING:
-            places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
-            task = asyncio.get_running_loop().create_task(self._send(backend, attempt_id, headers, places))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _send(
-        self, backend: Backend, attempt_id: str, headers: Mapping[str, str], places: asyncio.Semaphore
-    ) -> None:
-        body = orjson.dumps({"rid": attempt_id})
-        async with places:
-            with suppress(UpstreamError):
-                await self._upstream.fetch(
-                    backend, "/abort_request", body, headers, silence_seconds=_ABORT_SECONDS, resend_if_stale=True
-                )

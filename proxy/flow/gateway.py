@@ -171,7 +171,7 @@ class Gateway:
 
     def _units(self, call: Call) -> list[Unit]:
         self.connector.check(call)
-        if not self.connector.one_sequence_per_call:
+        if not self.connector.splits(call):
             return [fanout.Unit(call, 0, True)]
         return fanout.split(call, self.settings.cost, self.settings.fanout.max_units)
 
@@ -183,7 +183,7 @@ class Gateway:
             resume.mode == "exact"
             and (limit is None or limit > resume.repeat_up_to_tokens)
             and self.connector.continues_answers
-            and (self.connector.one_sequence_per_call or fanout.is_single(call))
+            and (self.connector.splits(call) or fanout.is_single(call))
             and can_be_observed(call)
         )
 

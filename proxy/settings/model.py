@@ -191,6 +191,10 @@ class Kv(Section):
     prefill_min_tokens: Natural = 0
     """A shorter prompt, as it is estimated, goes to a decoder alone, which computes it by itself; with connectors
     vllm_pull and vllm_store."""
+    on_unsupported: Literal["error", "local"] = "error"
+    """What no hand-over can serve, with vLLM's connectors: beam search, best_of larger than n, and log probabilities of
+    the prompt (echo with logprobs, prompt_logprobs) with more than one token to generate. error refuses it; local has a
+    decoder serve it alone, prompt included. With at most one token, log probabilities are told by a prefiller alone."""
     release: Literal["auto", "never"] = "auto"
     """KV that no decoder fetched, because its request failed or the client left: auto has a decoder release it where
     the engines can; never leaves it to the prefiller, which frees it after pin_seconds."""

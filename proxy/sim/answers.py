@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from proxy.sim.logprobs import prompt_logprobs
 from proxy.sim.sequence import Delta
 
 if TYPE_CHECKING:
@@ -68,6 +69,21 @@ class Answer:
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.ask.model}
+
+    @property
+    def unknown_tokens(self) -> int:
+        """How many tokens at the beginning of each prompt have no log probabilities: the first, and whatever was not
+        computed here.
+        """
+        if self.options.profile.is_sglang:
+            is_foreign = self.options.role == "decode"
+        else:
+            is_foreign = bool(self.ask.kv_params.get("do_remote_prefill"))
+        return self.prompt_tokens if is_foreign else 1
+
+    def prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:
+        top = self.ask.prompt_logprobs
+        return None if top is None else prompt_logprobs(prompt, top, unknown=min(self.unknown_tokens, len(prompt)))
 
     def events(self, delta: Delta) -> list[bytes]:
         raise NotImplementedError

@@ -64,6 +64,10 @@ class Ask:
     include_reasoning: bool
     calls_tools: bool
     names_tool: bool
+    echo_only: bool = False
+    """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report per token of the prompt; None reports none."""
     dp_rank: int | None = None
     """The data-parallel rank that a vLLM engine is told to use; None lets it choose."""
     is_batch: bool = False
@@ -90,7 +94,9 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
                 f"Please reduce the length of the input prompt.",
                 "input_tokens",
             )
-    max_tokens, min_tokens = _token_limits(body, is_chat)
+    echo_only = bool(body.get("echo")) and not is_chat and body.get("max_tokens") == 0
+    max_tokens, min_tokens = _token_limits(body | {"max_tokens": 1} if echo_only else body, is_chat)
+    logprobs = _logprobs(body, is_chat)
     dp_rank = _dp_rank(headers, options)
     stop = body.get("stop") or ()
     stream_options = body.get("stream_options") or {}
@@ -113,9 +119,11 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         stream=bool(body.get("stream")),
         include_usage=bool(stream_options.get("include_usage")),
         continuous_usage=bool(stream_options.get("include_usage") and stream_options.get("continuous_usage_stats")),
-        logprobs=_logprobs(body, is_chat),
+        logprobs=logprobs,
         return_token_ids=bool(body.get("return_token_ids")),
         echo=bool(body.get("echo")),
+        echo_only=echo_only,
+        prompt_logprobs=_prompt_logprobs(body, logprobs),
         kv_params=body.get("kv_transfer_params") or {},
         is_thinking=thinking,
         include_reasoning=body.get("include_reasoning") is not False,
@@ -155,6 +163,8 @@ def _check_schema(body: Any, is_chat: bool) -> None:
             raise _invalid("Input should be a valid integer", f"body.{name}")
     if body.get("stream_options") and not body.get("stream"):
         raise _invalid("Value error, Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.get("stream") and (body.get("prompt_logprobs") or 0) != 0:
+        raise _invalid("Value error, `prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     if body.get("continue_final_message") and body.get("add_generation_prompt", True):
         raise _invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
     if not isinstance(body.get("kv_transfer_params"), dict | None):
@@ -189,6 +199,14 @@ def _logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
         count = body.get("logprobs")
         return count if isinstance(count, int) and not isinstance(count, bool) else None
     return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+
+
+def _prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
+    """Those of an echoed prompt are as many as those of the answer."""
+    count = body.get("prompt_logprobs")
+    if count is None:
+        return logprobs if body.get("echo") else None
+    return int(count)
 
 
 def _completion_prompts(prompt: Any) -> list[list[int]]:

@@ -62,7 +62,9 @@ class BootstrapProtocol(KvProtocol):
         self._peers = Peers()
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
-        """A matter of the engine's role; without one there is no disaggregation."""
+        """A matter of the engine's role; without one, or without a partner, there is no disaggregation."""
+        if not params:
+            return Leg.ALONE
         return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
 
     async def meet(self, child: Child) -> None:

@@ -130,7 +130,7 @@ class ChatAnswer(Answer):
             "service_tier": None,
             "system_fingerprint": fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
-            "prompt_logprobs": None,
+            "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
             "kv_transfer_params": kv_params,
         }

@@ -37,11 +37,11 @@ class CompletionAnswer(Answer):
         is_first = not self._has_begun[delta.index]
         self._has_begun[delta.index] = True
         prompt = self.ask.prompts[delta.index // self.ask.samples]
-        echo = decode(prompt, keep_markers=True) if self.ask.echo and is_first else ""
-        logprobs = None if self.ask.logprobs is None else self._logprobs(delta, self.ask.logprobs)
+        echoed = prompt if self.ask.echo and is_first else []
+        logprobs = None if self.ask.logprobs is None else self._logprobs(delta, self.ask.logprobs, echoed)
         return {
             "index": delta.index,
-            "text": echo + delta.text,
+            "text": decode(echoed, keep_markers=True) + ("" if self.ask.echo_only else delta.text),
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -49,11 +49,16 @@ class CompletionAnswer(Answer):
             "token_ids": delta.token_ids if self.ask.return_token_ids else None,
         }
 
-    def _logprobs(self, delta: Delta, top: int) -> dict[str, Any]:
+    def _logprobs(self, delta: Delta, top: int, echoed: list[int]) -> dict[str, Any]:
         index = delta.index
-        logprobs = completion_logprobs(delta.token_ids, top, self._text_offsets[index], self._spellers[index])
+        shown = echoed + ([] if self.ask.echo_only else delta.token_ids)
+        unknown = min(self.unknown_tokens, len(echoed))
+        offset, speller = self._text_offsets[index], self._spellers[index]
+        logprobs = completion_logprobs(shown, top, offset, speller, unknown=unknown)
+        if echoed:
+            self._text_offsets[index] += len(decode(echoed, keep_markers=True))
         if self.options.profile.offsets_follow_tokens:
-            self._text_offsets[index] += sum(map(len, logprobs["tokens"]))
+            self._text_offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         else:
             # Text held back for stop strings lags the tokens, so offsets of two chunks may overlap.
             self._text_offsets[index] += len(delta.text)
@@ -66,7 +71,8 @@ class CompletionAnswer(Answer):
         for delta in texts:
             choice = self._choice(delta)
             token_ids, prompt_ids = choice.pop("token_ids"), choice.pop("prompt_token_ids")
-            choices.append(choice | {"token_ids": token_ids, "prompt_logprobs": None, "prompt_token_ids": prompt_ids})
+            told = self.prompt_logprobs(self.ask.prompts[delta.index // self.ask.samples])
+            choices.append(choice | {"token_ids": token_ids, "prompt_logprobs": told, "prompt_token_ids": prompt_ids})
         return self.head(self.kind) | {
             "choices": choices,
             "service_tier": None,

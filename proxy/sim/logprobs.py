@@ -31,21 +31,38 @@ def chat_logprobs(token_ids: Sequence[int], top: int, speller: Speller) -> dict[
     }
 
 
-def completion_logprobs(token_ids: Sequence[int], top: int, text_offset: int, speller: Speller) -> dict[str, Any]:
+def completion_logprobs(
+    token_ids: Sequence[int], top: int, text_offset: int, speller: Speller, *, unknown: int = 0
+) -> dict[str, Any]:
+    """`unknown`: so many tokens at the beginning have none, as the first of a prompt, which nothing goes before."""
     tokens = speller.spell(token_ids)
     offsets: list[int] = []
     for token in tokens:
         offsets.append(text_offset)
         text_offset += len(token)
+    known = list(zip(token_ids, tokens, strict=True))[unknown:]
+    alternatives = [_alternatives(token, text, top + 1) for token, text in known]
     return {
         "text_offset": offsets,
-        "token_logprobs": [_logprob(token, 0) for token in token_ids],
+        "token_logprobs": [None] * unknown + [_logprob(token, 0) for token, _ in known],
         "tokens": tokens,
-        "top_logprobs": [
-            {entry["token"]: entry["logprob"] for entry in _alternatives(token, text, top + 1)}
-            for token, text in zip(token_ids, tokens, strict=True)
-        ],
+        "top_logprobs": [None] * unknown
+        + [{entry["token"]: entry["logprob"] for entry in entries} for entries in alternatives],
     }
+
+
+def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[dict[str, Any] | None]:
+    """By token id, as vLLM tells them. `unknown` as in completion_logprobs."""
+    told: list[dict[str, Any] | None] = [None] * unknown
+    for token in prompt[unknown:]:
+        ranked = {token: 0} | {(token + rank) % 256: rank for rank in range(1, top)}
+        told.append(
+            {
+                str(rival): {"logprob": _logprob(token, rank), "rank": rank + 1, "decoded_token": decode([rival])}
+                for rival, rank in ranked.items()
+            }
+        )
+    return told
 
 
 def _alternatives(token: int, text: str, count: int) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from proxy.sim.options import Options
 
 _DEFAULT_TOKENS = 128
+_NOBODY = "2.2.2.2"
+"""Where a prefiller sends nothing (`FAKE_BOOTSTRAP_HOST`)."""
 _NOT_READ = ("model", "kv_transfer_params", "return_token_ids")
 _SAMPLING = {
     "max_new_tokens": "max_tokens",
@@ -40,6 +42,8 @@ def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> As
     given = body.get("sampling_params") or {}
     sampling = (given[0] if given else {}) if isinstance(given, list) else given
     completion = {name: sampling[key] for key, name in _SAMPLING.items() if sampling.get(key) is not None}
+    if completion.get("max_tokens") == 0:
+        completion["max_tokens"] = 1  # it prefills, and samples once
     completion = {"max_tokens": _DEFAULT_TOKENS} | completion | {"prompt": prompt, "stream": body.get("stream")}
     ask = read_ask(completion, is_chat=False, options=options, headers={})
     is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -62,6 +66,8 @@ def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
     if options.role == "both":
         return replace(ask, kv_params={})
     rooms = _rooms(body, len(ask.prompts))
+    if options.role == "prefill" and all(place["bootstrap_host"] == _NOBODY for place in rooms):
+        return replace(ask, kv_params={}, max_tokens=1, min_tokens=0)
     if any(place["bootstrap_room"] is None for place in rooms):
         raise EngineError(400, "Disaggregated request received without bootstrap room id", "BadRequestError")
     ask = replace(ask, kv_params={"rooms": rooms, **ranks})

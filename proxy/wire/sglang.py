@@ -129,9 +129,18 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
 
 def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
     """Whether only the prefiller has a part of what is asked for."""
+    return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))
+
+
+def is_about_prompt(values: Mapping[str, Any]) -> bool:
+    """Whether one prompt's log probabilities are asked for, and at most one token besides."""
+    params = values.get("sampling_params")
+    return bool(values.get("return_logprob")) and _asks_for_input(values) and output_limit(params) <= 1
+
+
+def _asks_for_input(values: Mapping[str, Any]) -> bool:
     first = values.get("logprob_start_len")
-    asks_for_input = isinstance(first, int) and first >= 0  # by default only the output's are told
-    return bool(values.get("return_logprob") and asks_for_input) or bool(values.get("return_routed_experts"))
+    return isinstance(first, int) and first >= 0  # by default only the output's are told
 
 
 def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:

@@ -1,0 +1,53 @@
+"""SGLang's engines are told to stop working on what nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+import orjson
+
+from proxy.errors import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.balancer.backend import Backend
+    from proxy.upstream import Upstream
+
+_ABORT_SECONDS: Final = 2.0
+_MAX_ABORTS_AT_ONCE: Final = 8
+_MAX_ABORTS_PENDING: Final = 1024
+
+
+class Aborts:
+    """Tells engines to stop working on requests that nobody waits for, beside whatever else goes on.
+
+    An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
+    on it, so what fails is not repeated, and what is too much is left out.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
+        """Have an engine abort this attempt. `headers`: the client's credential may be the engine's."""
+        if len(self._tasks) < _MAX_ABORTS_PENDING:
+            places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
+            task = asyncio.get_running_loop().create_task(self._send(backend, attempt_id, headers, places))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send(
+        self, backend: Backend, attempt_id: str, headers: Mapping[str, str], places: asyncio.Semaphore
+    ) -> None:
+        body = orjson.dumps({"rid": attempt_id})
+        async with places:
+            with suppress(UpstreamError):
+                await self._upstream.fetch(
+                    backend, "/abort_request", body, headers, silence_seconds=_ABORT_SECONDS, resend_if_stale=True
+                )

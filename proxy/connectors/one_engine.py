@@ -1,0 +1,100 @@
+"""Requests that no hand-over can serve: which engine serves them alone, or in which words they are refused.
+
+Only the prefiller computes the prompt's log probabilities, and its answer is thrown away. Where the prompt is all there
+is to compute, as in the requests of evaluations, its answer is the whole answer, and no KV cache has to travel. A
+search among several sequences (beam search, `best_of`) needs them all on one engine, and one KV cache carries one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.balancer.backend import Role
+from proxy.connectors.alone import Alone
+from proxy.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from contextlib import AbstractAsyncContextManager
+
+    from proxy.balancer.backend import Backend
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt, Kit
+    from proxy.connectors.ranks import Ranks
+    from proxy.record import Journey
+    from proxy.settings import Settings
+
+
+class OneEngine:
+    """Serves by one vLLM engine what its connector cannot hand over."""
+
+    def __init__(self, kit: Kit, ranks: Ranks) -> None:
+        self._prefiller = Alone(kit, Role.PREFILL, ranks)
+        self.decoder = Alone(kit, Role.DECODE, ranks)
+        self._takes_all = kit.settings.kv.on_unsupported == "local"
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for what is opened from now on."""
+        self._prefiller.configure(settings)
+        self.decoder.configure(settings)
+        self._takes_all = settings.kv.on_unsupported == "local"
+
+    def check(self, call: Call) -> None:
+        """Raise BadRequest for what can neither be handed over nor be served by one engine."""
+        self._role(call)
+
+    def open(
+        self, call: Call, avoid: Collection[Backend], journey: Journey
+    ) -> AbstractAsyncContextManager[Attempt] | None:
+        """The attempt, as in Connector.open; None for a call that can be handed over."""
+        role = self._role(call)
+        if role is None:
+            return None
+        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, avoid, journey)
+
+    def _role(self, call: Call) -> Role | None:
+        """Who serves a call alone; None: it can be handed over. Raises BadRequest."""
+        problem = _problem(call)
+        if problem is None:
+            return None
+        if call.is_all_prompt and not is_search(call):
+            return Role.PREFILL
+        if self._takes_all:
+            return Role.DECODE
+        raise problem
+
+
+def is_search(call: Call) -> bool:
+    """Whether the answer is chosen among several sequences, which have to be on one engine."""
+    best_of = call.values.get("best_of")
+    return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples)
+
+
+def asks_for_echoed_logprobs(call: Call) -> bool:
+    """Whether the answer is to begin with the prompt, log probabilities included."""
+    return bool(call.values.get("echo")) and call.values.get("logprobs") is not None
+
+
+def echo_refused() -> BadRequest:
+    """The error for such a request if it also generates."""
+    return BadRequest(
+        "echo with logprobs is not supported with prefill/decode disaggregation, but with max_tokens 0 or 1",
+        param="echo",
+    )
+
+
+def _problem(call: Call) -> BadRequest | None:
+    """What is asked for that one KV cache cannot express, or that only the prefiller's discarded answer has; None:
+    nothing.
+    """
+    values = call.values
+    if values.get("use_beam_search"):
+        return BadRequest("beam search is not supported with prefill/decode disaggregation", param="use_beam_search")
+    if is_search(call):
+        return BadRequest("best_of larger than n is not supported", param="best_of")
+    if values.get("prompt_logprobs") is not None:
+        return BadRequest(
+            "prompt_logprobs is not supported with prefill/decode disaggregation, but with max_tokens 1",
+            param="prompt_logprobs",
+        )
+    return echo_refused() if asks_for_echoed_logprobs(call) else None

@@ -1,0 +1,174 @@
+"""What only a prefiller knows and what only one engine can do: the prompt's log probabilities, and searches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+
+from proxy.balancer.backend import Role
+from proxy.connectors import CONNECTORS
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import ask, read, request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+
+LISTS = [[*b"Which river is long? The Nile"], [*b"Which river is long? The Po"], [*b"Which river? None"]]
+ECHOES: dict[str, dict[str, Any]] = {
+    "one token": request(Api.COMPLETIONS, max_tokens=1, echo=True, logprobs=1),
+    "none": request(Api.COMPLETIONS, max_tokens=0, echo=True, logprobs=2),
+    "no alternatives": request(Api.COMPLETIONS, max_tokens=1, echo=True, logprobs=0),
+    "prompts": request(Api.COMPLETIONS, prompt=LISTS, max_tokens=1, echo=True, logprobs=1, seed=1234, temperature=0),
+    "samples": request(Api.COMPLETIONS, prompt=["a", "b"], n=2, max_tokens=1, echo=True, logprobs=1),
+}
+PROMPT_LOGPROBS: dict[str, dict[str, Any]] = {
+    "completion": request(Api.COMPLETIONS, max_tokens=1, prompt_logprobs=2),
+    "echo": request(Api.COMPLETIONS, max_tokens=0, echo=True, prompt_logprobs=0),
+    "chat": request(Api.CHAT, max_tokens=1, prompt_logprobs=0),
+    "max_completion_tokens": request(Api.CHAT, max_tokens=9, max_completion_tokens=1, prompt_logprobs=1),
+}
+VLLM = sorted(CONNECTORS.keys() - {"plain", "sglang_bootstrap"})
+UNITS = {"prompts": 3, "samples": 4}
+
+
+async def of_one_engine(body: dict[str, Any], connector: str) -> Answer:
+    """What an engine answers that no gateway stands in front of."""
+    profile = {"profile_name": "sglang"} if connector == "sglang_bootstrap" else {}
+    async with SimulatedEngine(**profile) as engine, aiohttp.ClientSession() as session:
+        return await ask(session, engine.url, body)
+
+
+def choices(answer: Answer) -> dict[int, list[Any]]:
+    """What is told of each choice, in its order: the streams of several choices may be mixed in any way."""
+    told: dict[int, list[Any]] = {}
+    for payload in answer.events if answer.is_stream else [answer.json]:
+        for choice in payload["choices"] if isinstance(payload, dict) else ():
+            told.setdefault(choice["index"], []).append(choice)
+    return told
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("kind", ECHOES)
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_an_echoed_prompt_has_the_log_probabilities_of_one_engine(
+    deploy: Deploy, connector: str, kind: str, stream: bool
+) -> None:
+    gateway = await deploy(2, 2, connector=connector)
+    body = ECHOES[kind] | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+    answer, alone = await gateway.ask(body), await of_one_engine(body, connector)
+    assert (answer.status, answer.is_done) == (200, True)
+    assert choices(answer) == choices(alone)
+    assert [answer.usage[name] for name in ("prompt_tokens", "completion_tokens")] == [
+        sum(map(len, LISTS)) if kind == "prompts" else alone.usage["prompt_tokens"],
+        alone.usage["completion_tokens"],
+    ]
+    first = choices(answer)[0][0]["logprobs"]
+    assert None not in first["token_logprobs"][1:]
+    if connector != "plain":
+        assert generations(*gateway.decoders) == []
+        asked = [len(generations(engine)) for engine in gateway.prefillers]
+        assert sum(asked) == UNITS.get(kind, 1)
+        assert bool(min(asked)) == (kind in UNITS)
+
+
+@pytest.mark.parametrize("kind", PROMPT_LOGPROBS)
+@pytest.mark.parametrize("connector", ["plain", *VLLM])
+async def test_prompt_logprobs_are_those_of_one_engine(deploy: Deploy, connector: str, kind: str) -> None:
+    gateway = await deploy(2, 2, connector=connector)
+    body = PROMPT_LOGPROBS[kind]
+    answer, alone = (await gateway.ask(body)).json, (await of_one_engine(body, connector)).json
+    assert answer["choices"] == alone["choices"]
+    told = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+    assert None not in told[1:]
+    assert answer.get("prompt_logprobs") == alone.get("prompt_logprobs")
+    if connector != "plain":
+        assert generations(*gateway.decoders) == []
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("new_tokens", [0, 1])
+async def test_input_logprobs_of_sglangs_own_api_need_no_decoder(deploy: Deploy, new_tokens: int, stream: bool) -> None:
+    gateway = await deploy(2, 2, connector="sglang_bootstrap")
+    body = {"text": ["Which river?", "That one"], "return_logprob": True, "logprob_start_len": 0, "stream": stream}
+    body["sampling_params"] = {"max_new_tokens": new_tokens}
+    async with gateway.session.post(gateway.url + "/generate", data=orjson.dumps(body)) as response:
+        answer = await read(response)
+    assert answer.is_done
+    payloads = answer.events[:-1] if stream else answer.json
+    metas = [payload["meta_info"] for payload in payloads]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [12, 8]
+    assert not any(seen.path == "/generate" for engine in gateway.decoders for seen in engine.requests)
+    assert sum(seen.path == "/generate" for engine in gateway.prefillers for seen in engine.requests) == 2
+
+
+@pytest.mark.parametrize("connector", VLLM)
+@pytest.mark.parametrize("fault", ["refuse_status", "reset_before_headers", "truncated_json"])
+async def test_what_one_prefiller_fails_to_do_another_does(deploy: Deploy, connector: str, fault: str) -> None:
+    gateway = await deploy(2, 1, connector=connector)
+    gateway.prefillers[0].faults.add(fault, path=Api.COMPLETIONS.path)
+    answers = [await gateway.ask(ECHOES["one token"]) for _ in range(4)]
+    assert [answer.status for answer in answers] == [200] * 4
+    assert generations(*gateway.decoders) == []
+
+
+@pytest.mark.parametrize("connector", [*VLLM, "sglang_bootstrap"])
+async def test_it_is_the_load_of_a_prefill_and_nothing_else(deploy: Deploy, connector: str) -> None:
+    gateway = await deploy(connector=connector)
+    gateway.prefillers[0].faults.add("hang_before_headers", path=Api.COMPLETIONS.path)
+    board, pools = gateway.scoreboard, gateway.worker.pools
+    (prefiller,), (decoder,) = pools.of(Role.PREFILL).backends(), pools.of(Role.DECODE).backends()
+    async with gateway.asking(ECHOES["one token"]):
+        await until(lambda: board.requests(prefiller.slot), "the prefiller to be at work")
+        assert board.load(prefiller.slot).compute > 3000
+        assert board.requests(decoder.slot) == 0
+
+
+async def test_it_needs_no_decoder_that_works(deploy: Deploy) -> None:
+    gateway = await deploy()
+    await gateway.decoders[0].kill()
+    assert (await gateway.ask(ECHOES["one token"])).status == 200
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (request(Api.COMPLETIONS, echo=True, logprobs=1), "echo"),
+    (request(Api.COMPLETIONS, echo=True, logprobs=1, max_tokens=None), "echo"),
+    (request(Api.COMPLETIONS, prompt_logprobs=1, max_tokens=2), "prompt_logprobs"),
+    (request(Api.CHAT, prompt_logprobs=1, max_tokens=1, max_completion_tokens=2), "prompt_logprobs"),
+    (request(Api.CHAT, prompt_logprobs=1, max_tokens=None), "prompt_logprobs"),
+    (request(Api.CHAT, use_beam_search=True, n=2), "use_beam_search"),
+    (request(Api.COMPLETIONS, best_of=3, n=2), "best_of"),
+    # A prefiller could, but would decode all the beams.
+    (request(Api.COMPLETIONS, best_of=3, max_tokens=1), "best_of"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=str)
+@pytest.mark.parametrize("connector", VLLM)
+async def test_what_no_hand_over_can_serve_is_refused(
+    deploy: Deploy, connector: str, body: dict[str, Any], param: str
+) -> None:
+    gateway = await deploy(connector=connector)
+    answer = await gateway.ask(body)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert generations(*gateway.engines) == []
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=str)
+@pytest.mark.parametrize("connector", VLLM)
+async def test_or_a_decoder_serves_it_alone_where_the_settings_say_so(
+    deploy: Deploy, connector: str, body: dict[str, Any], param: str
+) -> None:
+    gateway = await deploy(connector=connector, kv={"on_unsupported": "local"})
+    answer, alone = await gateway.ask(body), await of_one_engine(body, connector)
+    assert answer.status == 200
+    assert choices(answer) == choices(alone)
+    assert generations(*gateway.prefillers) == []
+    if param in ("use_beam_search", "best_of"):  # a search is of all that it chooses from
+        (seen,) = generations(*gateway.decoders)
+        assert seen.body == body
