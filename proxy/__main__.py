@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from proxy.settings import SettingsError, load, to_yaml
+from proxy.settings import SettingsError, load, reachable, to_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ def _health(settings: Settings) -> int:
     """Is the gateway on this host alive? 0 if it says so, 1 otherwise. A port for probes is asked, if there is one."""
     listen, admin = settings.listen, settings.admin
     host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = reachable(host)
     connection = http.client.HTTPConnection(host, port, timeout=_HEALTH_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/livez")

@@ -44,10 +44,12 @@ _SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 _SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
-def log_transition(transition: Transition) -> None:
-    """One line for a backend that changed its state, whoever noticed it."""
+def log_transition(transition: Transition, *, is_news: bool = True) -> None:
+    """One line for a backend that changed its state, whoever noticed it. `is_news` False: another worker has told."""
     is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
     level = logging.WARNING if is_bad else logging.INFO
+    if not is_news:
+        level = logging.DEBUG
     backend = transition.backend
     what = (backend.role, backend.name, transition.new, transition.reason)
     logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
@@ -66,6 +68,7 @@ class Prober:
         session: aiohttp.ClientSession,
         engine_headers: Callable[[Backend], Mapping[str, str]],
         on_transition: Callable[[Transition], None] = log_transition,
+        on_removed: Callable[[Backend], None] = lambda backend: None,
     ) -> None:
         self._pools = pools
         self._roster = roster
@@ -75,6 +78,7 @@ class Prober:
         self._session = session
         self._engine_headers = engine_headers
         self._on_transition = on_transition
+        self._on_removed = on_removed
         self._tasks: set[asyncio.Task[None]] = set()
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._joining: dict[Backend, asyncio.Task[None]] = {}
@@ -126,6 +130,7 @@ class Prober:
         """Forget the removed backends whose last request has ended."""
         for backend in self._roster.finalize():
             logger.info("%s instance %s is removed", backend.role, backend.name)
+            self._on_removed(backend)
 
     def joining(self, role: Role) -> list[Backend]:
         """Instances that have been added and did not answer yet."""

@@ -91,6 +91,8 @@ class Monitor:
         self._told = logs.Lost()
         self._was_ready = False
         self.overload = Overload.NONE
+        self.became_ready = asyncio.Event()
+        """Set once the worker has been ready, for the first time."""
 
     async def __aenter__(self) -> Self:
         self._due = self._clock()
@@ -143,6 +145,8 @@ class Monitor:
             self._metrics.open_fds_share.set(fds_share)
         self._tell_lost_lines()
         self._was_ready = self._is_ready()
+        if self._was_ready:
+            self.became_ready.set()
 
     def _note_lag(self, now: float) -> None:
         self._lags.append((now, max(0.0, now - self._due)))

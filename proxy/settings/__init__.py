@@ -4,7 +4,7 @@
 """
 
 from proxy.settings.client_keys import ClientKey, load_client_keys
-from proxy.settings.endpoints import Endpoint, is_loopback, parse_endpoints
+from proxy.settings.endpoints import Endpoint, is_loopback, parse_endpoints, reachable
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
@@ -55,5 +55,6 @@ __all__ = [
     "load",
     "load_client_keys",
     "parse_endpoints",
+    "reachable",
     "to_yaml",
 ]

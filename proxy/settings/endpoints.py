@@ -50,6 +50,11 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def reachable(host: str) -> str:
+    """Where a listener on that address is reached from the same host: every interface has no address to ask for."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 class Endpoint(BaseModel):
     """One engine's address. An IPv6 host is stored without brackets. As text it is `host:port`."""
 

@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
+from proxy.balancer.bulletin import Bulletin
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.callers import KeyUsage
@@ -59,6 +60,7 @@ class Shared:
     scoreboard: Scoreboard
     roster: Roster
     key_usage: KeyUsage
+    bulletin: Bulletin = field(default_factory=Bulletin)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""

@@ -16,9 +16,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from proxy import logs
+from proxy import __version__, logs
 from proxy.configuration import secrets_of
-from proxy.supervisor.detection import find_connector, with_connector
 from proxy.supervisor.inheritance import listen, share
 
 if TYPE_CHECKING:
@@ -63,8 +62,12 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
+    logger.info("pdproxy %s is starting", __version__)
     for warning in loaded.warnings:
         logger.warning("%s", warning)
+    # Late, because it takes longer than all before, and an operator waits for a sign of life.
+    from proxy.supervisor.detection import find_connector, with_connector
+
     with ExitStack() as stack:
         try:
             connector = find_connector(settings)

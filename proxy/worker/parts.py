@@ -139,9 +139,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
     drain = Drain()
 
     def heed(transition: Transition) -> None:
-        log_transition(transition)
+        backend = transition.backend
+        log_transition(transition, is_news=shared.bulletin.is_news(_subject(backend), transition.new))
         if transition.cause is not None:
-            backend = transition.backend
             metrics.instance_ejected_total.labels(backend.role.value, backend.name, transition.cause).inc()
 
     health = Health(settings.health)
@@ -170,7 +170,10 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             connector = Encoding(connector, pools.encode, kit)
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(
-            Prober(everybody, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed)
+            Prober(
+                *(everybody, shared.roster, health, settings.health, settings.joining, session, keys.headers, heed),
+                on_removed=lambda backend: shared.bulletin.forget(_subject(backend)),
+            )
         )
         metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health)
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
@@ -220,6 +223,11 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         await stack.enter_async_context(follower)
         await stack.enter_async_context(monitor)
         yield worker
+
+
+def _subject(backend: Backend) -> str:
+    """On the bulletin."""
+    return f"{backend.role} {backend.name}"
 
 
 def _balance(

@@ -11,7 +11,7 @@ import uvloop
 
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
-from proxy.settings import is_loopback
+from proxy.settings import Endpoint, is_loopback, reachable
 from proxy.worker.listening import listening
 from proxy.worker.parts import build
 from proxy.worker.tuning import tune
@@ -59,9 +59,19 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
             logger.info("%s", _banner(worker.settings, shared.listeners))
             for told in worker.settings.doors:
                 logger.warning("%s", told)
+        telling = loop.create_task(_tell_when_ready(worker, shared))
         await stop.requested.wait()
+        telling.cancel()
         await _drain(worker, stop, stop_accepting)
     return stop.exit_code
+
+
+async def _tell_when_ready(worker: Worker, shared: Shared) -> None:
+    """One line for the whole gateway, by the worker that is ready first."""
+    await worker.monitor.became_ready.wait()
+    if shared.bulletin.is_news("gateway", "ready"):
+        host, port = shared.listeners.clients.getsockname()[:2]
+        logger.info("ready: http://%s", Endpoint(host=reachable(host), port=port))
 
 
 def _on_hang_up(worker: Worker) -> None:

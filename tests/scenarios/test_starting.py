@@ -2,13 +2,70 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
 from tests.scenarios.program import gateway
+from tests.scenarios.test_several_workers import everywhere
 
 if TYPE_CHECKING:
-    from proxy.sim.engine import SimulatedEngine
+    import aiohttp
+
+    from tests.scenarios.program import Program
+
+READY = r"ready: (http://\S+?)(?=[\"\s])"
+
+
+async def everything_it_says(program: Program) -> list[str]:
+    program.signal(signal.SIGTERM)
+    await program.ended()
+    return program.output.splitlines()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_each_instance_and_the_gateway_are_told_to_be_up_once(
+    workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, "--workers", str(workers)) as program:
+        url = (await program.says(READY))[1]
+        async with session.get(f"{url}/readyz") as response:
+            assert response.status == 200
+        await everywhere(program, "/readyz", status="ok")
+        lines = await everything_it_says(program)
+    assert "is starting" in lines[0]
+    assert url == program.url
+    for text in (f"127.0.0.1:{prefiller.port} is up", f"127.0.0.1:{decoder.port} is up", "ready: "):
+        assert len([line for line in lines if text in line]) == 1, text
+
+
+async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(
+    prefiller: SimulatedEngine, session: aiohttp.ClientSession, unused_tcp_port: int
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", f"127.0.0.1:{unused_tcp_port}")
+    async with gateway(*engines, "--workers", "2", "--host", "0.0.0.0") as program:
+        await program.says(f"prefill instance 127.0.0.1:{prefiller.port} is up")
+        await program.says("decode instance .* is down")
+        assert not re.search(READY, program.output)
+        async with SimulatedEngine(role="decode", port=unused_tcp_port):
+            url = (await program.says(READY))[1]
+            assert url == program.url.replace("0.0.0.0", "127.0.0.1")
+            lines = await everything_it_says(program)
+    assert len([line for line in lines if "decode instance" in line and "is down" in line]) == 1
+    assert len([line for line in lines if "decode instance" in line and "is up" in line]) == 1
+
+
+def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
+    late = "aiohttp", "prometheus_client", "uvloop", "proxy.worker", "proxy.sim"
+    code = f"import proxy.__main__, proxy.supervisor, sys; sys.exit(str(sorted(sys.modules.keys() & {set(late)})))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stderr == "[]\n"
 
 
 async def test_what_is_probably_not_meant_is_told_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
