@@ -86,7 +86,8 @@ class Admin(Section):
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
         *("::1/128", "fc00::/7"),
     )
-    """Where instances that are added at run time may be; link-local, multicast and unspecified addresses never are."""
+    """Where instances that are added at run time may be; link-local, multicast and unspecified addresses and the
+    metadata services of clouds never are."""
 
 
 class Admission(Section):

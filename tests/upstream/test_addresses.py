@@ -12,8 +12,14 @@ from proxy.upstream.addresses import is_literal
 
 EVERYWHERE = AddressRules(["0.0.0.0/0", "::/0"])
 
-INSIDE = ["10.1.2.3", "192.168.0.9", "127.0.0.1", "100.64.0.1", "::1", "fd00::7", "::ffff:10.0.0.1"]
-OUTSIDE = ["8.8.8.8", "172.32.0.1", "2001:db8::1", "::ffff:8.8.8.8", "64:ff9b::a00:1"]
+INSIDE = [
+    *("10.1.2.3", "192.168.0.9", "127.0.0.1", "100.64.0.1", "::1", "fd00::7", "::ffff:10.0.0.1"),
+    *("100.100.100.201", "fd20:ce::255", "fd00:ec3::254", "fd00:1:2:3:a9fe::1"),
+]
+OUTSIDE = [
+    *("8.8.8.8", "172.32.0.1", "2001:db8::1", "::ffff:8.8.8.8", "64:ff9b::a00:1", "2002:a00:1::1"),
+    *("168.63.129.17", "192.0.0.193"),
+]
 NEVER = {
     "the metadata service": "169.254.169.254",
     "link-local": "fe80::1",
@@ -27,6 +33,36 @@ NEVER = {
     "unspecified, mapped": "::ffff:0.0.0.0",
     "multicast, mapped": "::ffff:e000:1",
     "broadcast, mapped": "::ffff:255.255.255.255",
+    "Alibaba Cloud's metadata": "100.100.100.200",
+    "Azure's wire server": "168.63.129.16",
+    "Oracle Cloud Classic's metadata": "192.0.0.192",
+    "AWS' metadata": "fd00:ec2::254",
+    "AWS' credentials of pods": "fd00:ec2:0:0::23",
+    "Google Cloud's metadata": "fd20:ce::254",
+    "Google Cloud's metadata, written out": "FD20:00CE:0000:0000:0000:0000:0000:0254",
+    "Oracle Cloud's metadata": "fd00:c1::a9fe:a9fe",
+    "Scaleway's metadata": "fd00:42::42",
+    "Akamai's metadata": "fd00:a9fe:a9fe::1",
+    "Alibaba Cloud's metadata, IPv6": "fd00:100::100:200",
+    "metadata, mapped": "::ffff:100.100.100.200",
+    "metadata, mapped, in hexadecimal": "::ffff:6464:64c8",
+    "metadata, compatible": "::169.254.169.254",
+    "metadata, translated": "::ffff:0:100.100.100.200",
+    "metadata, 6to4": "2002:a9fe:a9fe::1",
+    "Alibaba Cloud's metadata, 6to4": "2002:6464:64c8::",
+    "metadata, NAT64": "64:ff9b::a9fe:a9fe",
+    "Alibaba Cloud's metadata, NAT64": "64:ff9b::100.100.100.200",
+    "metadata, local NAT64, 48 bits": "64:ff9b:1:a9fe:a9:fe00::",
+    "metadata, local NAT64, 56 bits": "64:ff9b:1:a9:fe:a9fe::",
+    "metadata, local NAT64, 64 bits": "64:ff9b:1::a9:fea9:fe00:0",
+    "metadata, local NAT64, 96 bits": "64:ff9b:1::a9fe:a9fe",
+    "metadata, NAT64 with an operator's prefix": "fd64:1234::169.254.169.254",
+    "credentials of containers, NAT64 with an operator's prefix": "2001:db8:64::169.254.170.2",
+    "metadata, Teredo's server": "2001:0:a9fe:a9fe::1",
+    "metadata, Teredo's client": "2001:0:808:808::5601:5601",
+    "metadata, ISATAP": "fd00::5efe:169.254.1.1",
+    "metadata, ISATAP, universal": "2001:db8::200:5efe:100.100.100.200",
+    "link-local, NAT64": "64:ff9b::169.254.0.1",
     "a name": "localhost",
     "nothing": "",
     "a number": "2130706433",
@@ -44,6 +80,7 @@ def test_by_default_instances_may_not_be_elsewhere(address: str) -> None:
     assert EVERYWHERE.allows(address)
 
 
+@pytest.mark.fault(61)
 @pytest.mark.parametrize("address", NEVER.values(), ids=NEVER)
 def test_some_addresses_are_never_allowed(address: str) -> None:
     assert not EVERYWHERE.allows(address)
