@@ -111,7 +111,7 @@ class Prober:
         """
         candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
         for other in (*self._joining, *(backend for pool in self._pools.values() for backend in pool.backends())):
-            if (other.host, other.port) == (host, port) and other.role is not role:
+            if other.place == candidate.place and other.role is not role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
         members = {member.backend: member for member in self._roster.members(role)}
         if candidate in self._joining or (candidate in members and not members[candidate].draining):

@@ -344,6 +344,11 @@ def test_encoders_are_given_like_prefillers_and_decoders(line: str) -> None:
     ("line", "sentence"),
     [
         ("--prefill a:1 --decode b:1-2 b:2", "b:2 is given twice as a decoder"),
+        ("--prefill a:1 --decode 127.0.0.1:1 localhost:1", "localhost:1 is given twice as a decoder"),
+        (
+            "--prefill [::ffff:127.0.0.1]:1 --decode LocalHost:1",
+            "localhost:1 is given both as a prefiller and as a decoder",
+        ),
         ("--prefill a:1 --decode A:1", "a:1 is given both as a prefiller and as a decoder"),
         ("--prefill a:1 --decode b:1 --encode b:1", "b:1 is given both as a decoder and as an encoder"),
         ("--prefill a:1 --decode b:1 --encode c:1-2 c:2", "c:2 is given twice as an encoder"),

@@ -13,23 +13,22 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.api.body import read_body
-from proxy.balancer.backend import Role
+from proxy.balancer.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.errors import BadRequest
-from proxy.settings import Listen, parse_endpoints
+from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from proxy.api.administrators import Administrators
-    from proxy.balancer.backend import Backend
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.prober import Prober
-    from proxy.settings import Endpoint
+    from proxy.settings import Settings
     from proxy.upstream.names import Names
 
 logger = logging.getLogger(__name__)
@@ -50,6 +49,7 @@ class InstancesApi:
         prober: Prober,
         names: Names,
         administrators: Administrators,
+        settings: Settings,
     ) -> None:
         self._pools = pools
         self._roster = roster
@@ -58,6 +58,12 @@ class InstancesApi:
         self._prober = prober
         self._names = names
         self._administrators = administrators
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take notice of which instances are configured from now on."""
+        by_role = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.ENCODE: settings.encode}
+        self._configured = frozenset(_backend(role, endpoint) for role, some in by_role.items() for endpoint in some)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -88,6 +94,7 @@ class InstancesApi:
         facts = health.facts(backend) or EngineFacts()
         return {
             **_described(backend, membership, health.state(backend), health.reason(backend)),
+            "configured": backend in self._configured,
             "since_seconds": None if changed_at is None else round(time.monotonic() - changed_at, 3),
             "load": {
                 "inflight": board.requests(backend.slot),
@@ -134,18 +141,40 @@ class InstancesApi:
 
     async def _remove(self, request: web.Request) -> web.Response:
         change = _parse(await read_body(request, _BODY), self._pools.keys())
-        role, endpoints = change.role, change.endpoints
-        for endpoint in endpoints:
-            self._prober.remove(role, endpoint.host, endpoint.port)
+        role, there, not_there = change.role, list[Endpoint](), list[Endpoint]()
+        for endpoint in change.endpoints:
+            is_there = self._prober.remove(role, endpoint.host, endpoint.port)
+            (there if is_there else not_there).append(endpoint)
         self._prober.drop_drained()
-        left = {backend.name for backend in self._backends(role)}
-        if any(str(endpoint) in left for endpoint in endpoints):
-            return self._members(request, f"Instances {_names(endpoints)} are isolated and waiting to be removed.")
-        return self._members(request, f"remove {role} instances: {_names(endpoints)}.")
+        told = []
+        if there:
+            is_left = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
+            told.append(
+                f"Instances {_names(there)} are isolated and waiting to be removed."
+                if is_left
+                else f"remove {role} instances: {_names(there)}."
+            )
+        if not_there:
+            told.append(f"There are no {role} instances {_names(not_there)}.")
+        return self._members(request, " ".join(told), self._warnings(role, there), _names(not_there))
 
-    def _members(self, request: web.Request, message: str) -> web.Response:
-        _log(request, message)
-        answer: dict[str, Any] = {"message": message}
+    def _warnings(self, role: Role, removed: Sequence[Endpoint]) -> list[str]:
+        """What whoever has removed these instances should know."""
+        warnings = []
+        if removed and all(member.draining for member in self._roster.members(role)):
+            warnings.append(f"No {role} instance is left: requests that need one are refused until one is added.")
+        configured = [endpoint for endpoint in removed if _backend(role, endpoint) in self._configured]
+        if configured:
+            warnings.append(f"{_names(configured)} are in the configuration, so that the next reload adds them again.")
+        return warnings
+
+    def _members(
+        self, request: web.Request, message: str, warnings: Sequence[str] = (), not_found: Sequence[str] = ()
+    ) -> web.Response:
+        """The answer to a change, which is one line in the log, too."""
+        level = logging.WARNING if warnings or not_found else logging.INFO
+        logger.log(level, "%s", " ".join((message, *warnings)), extra={"fields": {"by": author(request)}})
+        answer: dict[str, Any] = {"message": message, "warnings": warnings, "not_found": not_found}
         for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
             answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
@@ -202,6 +231,7 @@ def _described(
         "role": backend.role,
         "address": backend.name,
         "bootstrap_port": backend.bootstrap_port,
+        "configured": False,
         "membership": membership,
         "state": state,
         "reason": reason,
@@ -222,8 +252,8 @@ def _endpoint(text: str, role: Role) -> Endpoint:
     return found[0]
 
 
-def _log(request: web.Request, what: str) -> None:
-    logger.info("%s", what, extra={"fields": {"by": author(request)}})
+def _backend(role: Role, endpoint: Endpoint) -> Backend:
+    return Backend(role, endpoint.host, endpoint.port)
 
 
 def _names(endpoints: Sequence[Endpoint]) -> list[str]:

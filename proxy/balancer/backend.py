@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from proxy.settings import canonical_host
+
 
 class Role(StrEnum):
     """What an engine does in a disaggregated deployment."""
@@ -27,18 +29,20 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One engine endpoint, equal to another with the same role and address.
+    """One engine endpoint, equal to another with the same role and address, however that is spelled.
 
     `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key. `bootstrap_port`: where
     decoders meet a prefiller of SGLang, or of the upstream MooncakeConnector; None: they know.
     """
 
     role: Role
-    host: str
-    port: int
+    host: str = field(compare=False)
+    port: int = field(compare=False)
     slot: int = field(default=0, compare=False)
     trusted: bool = field(default=False, compare=False)
     bootstrap_port: int | None = field(default=None, compare=False)
+    place: tuple[str, int] = field(init=False, repr=False)
+    """The same for all spellings of one address."""
     name: str = field(init=False, compare=False, repr=False)
     """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
     _hash: int = field(init=False, compare=False, repr=False)
@@ -47,7 +51,9 @@ class Backend:
         # Once: a request asks for both many times.
         name = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "_hash", hash((self.role, self.host, self.port)))
+        place = (canonical_host(self.host), self.port)
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "_hash", hash((self.role, place)))
 
     def __hash__(self) -> int:
         return self._hash

@@ -78,7 +78,7 @@ class Roster:
         """
         with self._shared.exclusive():
             members = self._read()
-            known = _find(members, host, port)
+            known = _find(members, Backend(role, host, port))
             if known is None:
                 backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port)
                 self._write((*members, Member(backend)))
@@ -95,7 +95,7 @@ class Roster:
         """Let a backend drain; False when there is no such backend."""
         with self._shared.exclusive():
             members = self._read()
-            known = _find(members, host, port)
+            known = _find(members, Backend(role, host, port))
             if known is None or known.backend.role is not role:
                 return False
             if not known.draining:
@@ -118,7 +118,7 @@ class Roster:
             for backend in after:
                 known = members.get(backend)
                 if known is None:
-                    _check_role(_find(members.values(), backend.host, backend.port), backend.role)
+                    _check_role(_find(members.values(), backend), backend.role)
                     known = Member(replace(backend, slot=self._free_slot(members.values())), draining=True)
                 if known.draining:
                     added.append(known.backend)
@@ -176,9 +176,9 @@ class Roster:
         )
 
 
-def _find(members: Iterable[Member], host: str, port: int) -> Member | None:
-    """The member with this endpoint, of whatever role: one engine has only one."""
-    return next((m for m in members if m.backend.host == host and m.backend.port == port), None)
+def _find(members: Iterable[Member], backend: Backend) -> Member | None:
+    """The member at the same place, of whatever role: one engine has only one."""
+    return next((member for member in members if member.backend.place == backend.place), None)
 
 
 def _check_role(known: Member | None, role: Role) -> None:

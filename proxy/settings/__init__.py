@@ -4,7 +4,7 @@
 """
 
 from proxy.settings.client_keys import ClientKey, load_client_keys
-from proxy.settings.endpoints import Endpoint, is_loopback, parse_endpoints, reachable
+from proxy.settings.endpoints import Endpoint, canonical_host, is_loopback, parse_endpoints, reachable
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
@@ -51,6 +51,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Timeouts",
+    "canonical_host",
     "is_loopback",
     "load",
     "load_client_keys",

@@ -35,6 +35,20 @@ def plain_host(text: str) -> str:
 Host = Annotated[str, AfterValidator(plain_host)]
 
 
+def canonical_host(host: str) -> str:
+    """One spelling for a host that has several: `localhost` is 127.0.0.1, and an IPv4 address in an IPv6 one itself.
+
+    `::1` stays what it is: another process may listen there.
+    """
+    if host.lower().removesuffix(".") == "localhost":
+        return "127.0.0.1"
+    if ":" in host:
+        with contextlib.suppress(ipaddress.AddressValueError):
+            mapped = ipaddress.IPv6Address(host).ipv4_mapped
+            return host if mapped is None else str(mapped)
+    return host
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address, without brackets, is this host's own: a loopback address, or a name that is
     reserved for one (RFC 6761 6.3). No look-up is made, so any other name is not.
@@ -43,11 +57,9 @@ def is_loopback(host: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        address = ipaddress.ip_address(host)
+        return ipaddress.ip_address(canonical_host(host)).is_loopback
     except ValueError:
         return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def reachable(host: str) -> str:
@@ -69,6 +81,11 @@ class Endpoint(BaseModel):
     @model_serializer
     def _as_written(self) -> str:
         return str(self) if self.bootstrap_port is None else f"{self} {self.bootstrap_port}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The same for all spellings of one address."""
+        return canonical_host(self.host), self.port
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -388,15 +388,15 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _every_backend_is_one_backend(self) -> Self:
-        nouns: dict[str, str] = {}
+        nouns: dict[tuple[str, int], str] = {}
         for noun, endpoints in (("a prefiller", self.prefill), ("a decoder", self.decode), ("an encoder", self.encode)):
             for endpoint in endpoints:
-                before = nouns.setdefault(str(endpoint), "")
+                before = nouns.setdefault(endpoint.place, "")
                 if before == noun:
                     raise ValueError(f"{endpoint} is given twice as {noun}")
                 if before:
                     raise ValueError(f"{endpoint} is given both as {before} and as {noun}")
-                nouns[str(endpoint)] = noun
+                nouns[endpoint.place] = noun
                 if noun != "a prefiller" and endpoint.bootstrap_port is not None:
                     raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
         if self.connector == "plain" and self.prefill:

@@ -82,6 +82,7 @@ class Worker:
     generate: GenerateApi
     passthrough: PassthroughApi
     administrators: Administrators
+    instances: InstancesApi
     front: Front
     """Where clients connect."""
     admin_front: Front | None
@@ -117,6 +118,7 @@ class Worker:
         self.generate.configure(settings)
         self.passthrough.configure(settings)
         self.administrators.configure(text_of(settings.auth.admin_key))
+        self.instances.configure(settings)
         for front in (self.front, self.admin_front):
             if front is not None:
                 front.configure(settings.listen)
@@ -191,11 +193,12 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         )
         is_sglang = settings.connector == "sglang_bootstrap"
         administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
+        instances = InstancesApi(
+            *(everybody, shared.roster, shared.scoreboard, health, prober, names, administrators, settings)
+        )
         administration = [
             *AdminApi(metrics, follower.reload, administrators).routes(),
-            *InstancesApi(
-                *(everybody, shared.roster, shared.scoreboard, health, prober, names, administrators)
-            ).routes(),
+            *instances.routes(),
             *BroadcastApi(
                 *(everybody, session, keys, administrators, FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE)
             ).routes(),
@@ -217,7 +220,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(upstream, releaser, gateway, generation, generate, passthrough, administrators, front, admin_front),
+            *(upstream, releaser, gateway, generation, generate, passthrough, administrators, instances),
+            *(front, admin_front),
             *(callback_front, index),
         )
         await stack.enter_async_context(follower)

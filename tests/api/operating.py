@@ -12,7 +12,7 @@ from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.balancer.backend import Role
 from proxy.configuration import Change
-from proxy.settings import Admin
+from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules
 from proxy.upstream.names import Names
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Client = TestClient[web.Request, web.Application]
 
+NO_INSTANCES = Settings()
 RULES = AddressRules(Admin().networks)
 
 
@@ -45,6 +46,7 @@ async def client_of(
     names: Names | None = None,
     reload: Callable[[str], Awaitable[Change]] = nothing_to_reload,
     cache_path: str = RESET_PREFIX_CACHE,
+    settings: Settings = NO_INSTANCES,
 ) -> Client:
     """A client of a gateway with the routes of operators and probes."""
     pools = {role: gateway.pools[role] for role in roles}
@@ -53,7 +55,7 @@ async def client_of(
     administrators = Administrators(admin_key, listens_on=listens_on)
     names = names or Names(RULES, (), gateway.metrics)
     instances = InstancesApi(
-        pools, gateway.roster, gateway.scoreboard, gateway.health, gateway.prober, names, administrators
+        pools, gateway.roster, gateway.scoreboard, gateway.health, gateway.prober, names, administrators, settings
     )
     apis = (
         ProbeApi(pools, drain),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from proxy.balancer.backend import Role
 from proxy.configuration import Change
 from tests.api.operating import client_of
 from tests.asking import until
@@ -206,6 +207,7 @@ async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog
         return Change()
 
     client = await client_of(gateway, reload=reload, admin_key="canary")
+    await gateway.engine(Role.DECODE)
     caplog.set_level("INFO", "proxy.api")
     for path, body in (
         ("/instances/add", {"type": "decode", "instances": "10.0.0.1:1"}),

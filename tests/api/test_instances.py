@@ -11,6 +11,7 @@ from aiohttp import web
 
 from proxy.balancer.backend import Load, Role
 from proxy.balancer.engine_facts import EngineFacts
+from proxy.settings import Settings
 from proxy.upstream.names import Names
 from tests.api.operating import RULES, change, client_of
 from tests.asking import until
@@ -50,7 +51,13 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "pinned_kv": 0,
         "pinned_kv_tokens": 0,
     }
-    well = {"bootstrap_port": None, "membership": "enabled", "state": "up", "reason": "passed its health check"}
+    well = {
+        "bootstrap_port": None,
+        "configured": False,
+        "membership": "enabled",
+        "state": "up",
+        "reason": "passed its health check",
+    }
     assert first == {"role": "prefill", "address": prefiller.name, **well, "load": idle, "engine": nothing}
     assert second == {
         "role": "decode",
@@ -99,6 +106,8 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     assert status == 200
     assert told == {
         "message": f"Instances ['{engine.name}'] are waiting to be added.",
+        "warnings": [],
+        "not_found": [],
         "current_prefill_instances": [],
         "joining_prefill_instances": [],
         "current_decode_instances": [],
@@ -144,6 +153,60 @@ async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway
     with gateway.pools[Role.PREFILL].lease(Load()):  # on the other one, which is nothing to the first
         _, told = await change(client, "remove", type="prefill", instances=busy.name)
         assert told["current_prefill_instances"] == [other.name]
+
+
+@pytest.mark.fault(62)
+async def test_who_removes_what_is_not_there_is_told(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    here, stays = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
+    prefiller = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    status, told = await change(client, "remove", type="decode", instances=[here.name, f"{HOST}:1", prefiller.name])
+    missing = [f"{HOST}:1", prefiller.name]
+    message = f"remove decode instances: ['{here.name}']. There are no decode instances {missing}."
+    assert (status, told["message"], told["not_found"], told["warnings"]) == (200, message, missing, [])
+    assert told["current_decode_instances"] == [stays.name]
+    status, told = await change(client, "remove", type="decode", instances=here.name)
+    assert (status, told["message"]) == (200, f"There are no decode instances ['{here.name}'].")
+    assert [record.levelname for record in caplog.records if "There are no" in record.getMessage()] == ["WARNING"] * 2
+
+
+@pytest.mark.fault(62)
+async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    one, last = await gateway.engine(Role.PREFILL), await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    _, told = await change(client, "remove", type="prefill", instances=one.name)
+    assert told["warnings"] == []
+    with gateway.pools[Role.PREFILL].lease(Load()):
+        _, told = await change(client, "remove", type="prefill", instances=last.name)
+    warning = "No prefill instance is left: requests that need one are refused until one is added."
+    assert told["warnings"] == [warning]
+    (line,) = [record for record in caplog.records if warning in record.getMessage()]
+    assert line.levelname == "WARNING"
+
+
+async def test_who_removes_what_is_configured_is_told_that_it_returns(gateway: Gateway) -> None:
+    configured, added, stays = [await gateway.engine(Role.DECODE) for _ in range(3)]
+    settings = Settings.model_validate({"decode": [f"localhost:{configured.port}", stays.name]})
+    client = await client_of(gateway, settings=settings)
+    assert [one["configured"] for one in await shown(client)] == [True, False, True]
+    _, told = await change(client, "remove", type="decode", instances=[configured.name, added.name])
+    assert told["warnings"] == [
+        f"['{configured.name}'] are in the configuration, so that the next reload adds them again."
+    ]
+
+
+@pytest.mark.fault(63)
+async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, names: Names) -> None:
+    engine, other = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
+    client = await client_of(gateway, names=names)
+    for host in ("localhost", "LOCALHOST", "[::ffff:127.0.0.1]"):
+        _, told = await change(client, "add", type="decode", instances=f"{host}:{engine.port}")
+        assert told["current_decode_instances"] == [engine.name, other.name]
+        assert told["joining_decode_instances"] == []
+    status, told = await change(client, "add", type="prefill", instances=f"localhost:{engine.port}")
+    assert (status, told["error"]["message"]) == (400, f"{engine.name} is already a decode instance")
+    _, told = await change(client, "remove", type="decode", instances=f"localhost:{engine.port}")
+    assert (told["current_decode_instances"], told["not_found"]) == ([other.name], [])
 
 
 async def test_a_joining_instance_can_be_removed(gateway: Gateway) -> None:
@@ -251,6 +314,7 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
 async def names(gateway: Gateway) -> AsyncIterator[Names]:
     """A name server that knows a few."""
     known = {"inside": ("10.0.0.7",), "metadata": ("169.254.169.254",), "world": ("93.184.216.34",)}
+    known["localhost"] = ("127.0.0.1", "::1")
 
     def look_up(host: str) -> tuple[str, ...]:
         if host not in known:
