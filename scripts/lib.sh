@@ -1,5 +1,8 @@
 # Sourced by the other scripts: goes to the project's root and makes ./.venv ready, with everything development needs.
 # Promises to ask nothing, to need only a Python 3.11 with venv, and to cost nothing when pyproject.toml did not change.
+#
+# With --help a script prints the comment at its head, and neither installs nor runs anything. If .venv is ready, a program
+# with options of its own tells them, too: that is why `setup_venv` returns then.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,6 +10,30 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 
 say() { printf '%s\n' "$*" >&2; }
+
+helping=""
+for word in "$@"; do
+  case $word in
+  -h | --help) helping=yes ;;
+  --) break ;;
+  esac
+done
+if [ -n "$helping" ]; then
+  sed -n '2,${ /^#/!q; s/^# \{0,1\}//p; }' "scripts/$(basename "$0")"
+  printf '\n'
+fi
+
+# For what has told everything with the comment at its head.
+leave_if_helping() { [ -z "$helping" ] || exit 0; }
+
+# For what has no options, but for --help.
+takes_no_arguments() {
+  leave_if_helping
+  if [ $# -gt 0 ]; then
+    say "$0 takes no arguments, and $1 is one; --help says what it does"
+    exit 2
+  fi
+}
 
 # The first interpreter that is new enough and can make a virtual environment. Each one is run: a name on the PATH may
 # be a shim that leads nowhere.
@@ -41,6 +68,7 @@ setup_venv() {
   if made_from=$(fingerprint) && [ "$made_from" = "$(cat .venv/fingerprint 2>/dev/null)" ]; then
     return
   fi
+  leave_if_helping
   base=$(find_python)
   say "making .venv with $("$base" --version), the gateway and its development tools (a minute or two, once)"
   "$base" -m venv --clear .venv

@@ -1,0 +1,74 @@
+"""What all of scripts/ have in common: asked for help, they help and do nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and os.access(path, os.X_OK))
+WITHOUT_ARGUMENTS = ("check", "demo", "slow-clients")
+# All that help takes; whatever else a script wanted to run would not be there.
+NEEDED = "bash", "basename", "dirname", "env", "sed"
+
+
+def run(
+    script: str, *arguments: str, root: Path = ROOT, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [root / "scripts" / script, *arguments]
+    return subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False)
+
+
+def head(script: str) -> str:
+    """What a script's first comment says."""
+    lines = (ROOT / "scripts" / script).read_text().splitlines()[1:]
+    return "".join(f"{line[2:]}\n" for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
+
+
+@pytest.fixture
+def fresh_clone(tmp_path: Path) -> Path:
+    """As far as scripts look at it before they have a .venv."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "clone" / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_only_helps_in_a_fresh_clone(script: str, flag: str, fresh_clone: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for program in NEEDED:
+        found = shutil.which(program)
+        assert found is not None
+        (tmp_path / "bin" / program).symlink_to(found)
+    before = sorted(fresh_clone.rglob("*"))
+    result = run(script, flag, root=fresh_clone, environ={"PATH": str(tmp_path / "bin")})
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{head(script)}\n"
+    assert sorted(fresh_clone.rglob("*")) == before
+
+
+# Here what has options of its own tells them, and nothing is run, either.
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {*WITHOUT_ARGUMENTS}))
+def test_help_tells_options_where_they_can_be_told(script: str) -> None:
+    result = run(script, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    comment, _, options = result.stdout.partition(f"{head(script)}\n")
+    assert comment == ""
+    assert options == "" or options.startswith("usage: ")
+
+
+@pytest.mark.parametrize("script", WITHOUT_ARGUMENTS)
+def test_what_takes_no_arguments_says_so_before_it_does_anything(script: str, fresh_clone: Path) -> None:
+    result = run(script, "--frobnicate", root=fresh_clone)
+    assert result.returncode == 2
+    assert "takes no arguments, and --frobnicate is one" in result.stderr
+    assert not (fresh_clone / ".venv").exists()
