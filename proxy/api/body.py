@@ -28,10 +28,17 @@ _GRACE_SECONDS: Final = 5.0
 _PIECE_BYTES: Final = 256 * 1024
 
 
-async def read_body(request: web.Request, listen: Listen, grow: Callable[[int], object] | None = None) -> bytes:
+async def read_body(
+    request: web.Request,
+    listen: Listen,
+    grow: Callable[[int], object] | None = None,
+    *,
+    option: str | None = "listen.max_body_bytes",
+) -> bytes:
     """The whole body, once. Raises GatewayError (413, 415, 408), and ConnectionError when the client has left.
 
-    `grow` is called with the bytes there are so far; what it raises is raised.
+    `grow` is called with the bytes there are so far; what it raises is raised. `option`: what an operator sets to allow
+    longer ones; None: nothing.
     """
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
@@ -39,14 +46,14 @@ async def read_body(request: web.Request, listen: Listen, grow: Callable[[int], 
     content = request.content
     try:
         if not content.is_eof():
-            return await _read_on(request, listen, grow)
+            return await _read_on(request, listen, grow, option)
         body = content.read_nowait()
     except ConnectionError:
         raise
     except OSError as lost:  # a connection can end by other errors, too: no route, timed out
         raise ConnectionResetError("the client has left") from lost
     if len(body) > listen.max_body_bytes:
-        raise _too_large(listen)
+        raise _too_large(listen, option)
     if grow is not None:
         grow(len(body))
     return body
@@ -63,10 +70,12 @@ def deadline_seconds(received_bytes: int, listen: Listen) -> float:
     return min(max(_GRACE_SECONDS, received_bytes / listen.body_bytes_per_second), listen.body_seconds)
 
 
-async def _read_on(request: web.Request, listen: Listen, grow: Callable[[int], object] | None) -> bytes:
+async def _read_on(
+    request: web.Request, listen: Listen, grow: Callable[[int], object] | None, option: str | None
+) -> bytes:
     told_bytes = request.content_length
     if told_bytes is not None and told_bytes > listen.max_body_bytes:
-        raise _too_large(listen)
+        raise _too_large(listen, option)
     if request.transport is None:
         raise ConnectionResetError("the client has left")
     if AWAITS_CONTINUE in request:
@@ -81,7 +90,7 @@ async def _read_on(request: web.Request, listen: Listen, grow: Callable[[int], o
             while piece := await content.readany():
                 received_bytes += len(piece)
                 if received_bytes > listen.max_body_bytes:
-                    raise _too_large(listen)
+                    raise _too_large(listen, option)
                 if grow is not None:
                     grow(received_bytes)
                 body.write(piece)
@@ -93,6 +102,8 @@ async def _read_on(request: web.Request, listen: Listen, grow: Callable[[int], o
     return body.getvalue()
 
 
-def _too_large(listen: Listen) -> GatewayError:
+def _too_large(listen: Listen, option: str | None) -> GatewayError:
     message = f"the request body is larger than the {listen.max_body_bytes} bytes this gateway accepts"
+    if option is not None:
+        message += f" ({option})"
     return GatewayError(message, code="request_too_large", status=413)

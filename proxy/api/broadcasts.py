@@ -90,7 +90,7 @@ class BroadcastApi:
 
     def _handler(self, path: str) -> Handler:
         async def tell_all(request: web.Request) -> web.Response:
-            body = await read_body(request, _BODY)
+            body = await read_body(request, _BODY, option=None)
             logger.info("all instances are told: %s", path, extra={"fields": {"by": author(request)}})
             message = _Message(path, list(request.query.items()), body, request.headers.get(hdrs.CONTENT_TYPE, ""))
             backends = [backend for pool in self._pools.values() for backend in pool.backends()]

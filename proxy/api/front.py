@@ -84,7 +84,7 @@ class Front:
     def configure(self, listen: Listen) -> None:
         """From now on these limits; `keepalive_seconds` for connections that are opened from now on."""
         self._listen = listen
-        self._max_connections = listen.max_connections or _connections_for_fds()
+        self._max_connections = listen.max_connections or connections_for_fds()
 
     @property
     def connections(self) -> int:
@@ -265,6 +265,7 @@ def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
             yield sock.accept()[0]
 
 
-def _connections_for_fds() -> int:
+def connections_for_fds() -> int:
+    """Client connections for which there are enough file descriptors, with those to the engines."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else int(soft * _SHARE_OF_FDS)

@@ -115,7 +115,7 @@ class InstancesApi:
     # Changing
 
     async def _add(self, request: web.Request) -> web.Response:
-        change = _parse(await read_body(request, _BODY), self._pools.keys())
+        change = _parse(await read_body(request, _BODY, option=None), self._pools.keys())
         role, endpoints = change.role, change.endpoints
         for endpoint in endpoints:
             await self._check_address(endpoint)
@@ -140,7 +140,7 @@ class InstancesApi:
             raise BadRequest(message, code="address_not_allowed", param="instances") from None
 
     async def _remove(self, request: web.Request) -> web.Response:
-        change = _parse(await read_body(request, _BODY), self._pools.keys())
+        change = _parse(await read_body(request, _BODY, option=None), self._pools.keys())
         role, there, not_there = change.role, list[Endpoint](), list[Endpoint]()
         for endpoint in change.endpoints:
             is_there = self._prober.remove(role, endpoint.host, endpoint.port)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from typing import TYPE_CHECKING, Final
 
 import uvloop
 
 from proxy import __version__, logs
+from proxy.api.front import connections_for_fds
 from proxy.configuration import secrets_of
 from proxy.settings import Endpoint, is_loopback, reachable
 from proxy.worker.listening import listening
@@ -17,7 +19,7 @@ from proxy.worker.parts import build
 from proxy.worker.tuning import tune
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from proxy.api.drain import Drain
     from proxy.settings import Settings
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 _LEFT_EVERY_SECONDS: Final = 5.0
 _STOP_ACCEPTING_SECONDS: Final = 2.0
 _CUT_OFF_SECONDS: Final = 0.5
+
+# Who wants fewer than this says so by listen.max_connections.
+_FEW_CONNECTIONS: Final = 1024
 
 
 def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
@@ -57,7 +62,7 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
         tune()
         if index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
-            for told in worker.settings.doors:
+            for told in (*worker.settings.doors, *_shortages(worker.settings)):
                 logger.warning("%s", told)
         telling = loop.create_task(_tell_when_ready(worker, shared))
         await stop.requested.wait()
@@ -137,6 +142,17 @@ async def _first_of(*waits: Awaitable[object], seconds: float) -> None:
     await asyncio.gather(*pending, return_exceptions=True)
     for task in done:
         task.result()
+
+
+def _shortages(settings: Settings) -> Iterator[str]:
+    """What this process may not have as much of as it will need, a sentence each."""
+    room = connections_for_fds()
+    if room < (settings.listen.max_connections or _FEW_CONNECTIONS):
+        fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        yield (
+            f"with the {fds} files that may be open there is room for {room} client connections in each worker: raise "
+            "the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=) for more"
+        )
 
 
 def _banner(settings: Settings, listeners: Listeners) -> str:

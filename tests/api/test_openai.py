@@ -123,6 +123,8 @@ async def test_a_request_that_is_too_large_is_refused(deploy: Deploy) -> None:
     deployment = await deploy(listen={"max_body_bytes": 1000})
     answer = await deployment.ask(request(Api.CHAT, "x" * 2000))
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+    sentence = "the request body is larger than the 1000 bytes this gateway accepts (listen.max_body_bytes)"
+    assert answer.error["message"] == sentence
 
 
 async def test_other_methods_are_refused(deployment: Deployment) -> None:

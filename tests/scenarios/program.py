@@ -60,11 +60,16 @@ class Program:
 
 
 @asynccontextmanager
-async def running(words: Sequence[str], says: str, **environment: str) -> AsyncIterator[Program]:
-    """Run the program with these words until the end of the block. `says`: the line with its address as group 1."""
+async def running(
+    words: Sequence[str], says: str, *, under: Sequence[str] = (), **environment: str
+) -> AsyncIterator[Program]:
+    """Run the program with these words until the end of the block. `says`: the line with its address as group 1.
+
+    `under`: a command that runs what stands behind it.
+    """
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "proxy", *words),
+        *(*under, sys.executable, "-m", "proxy", *words),
         cwd=Path(__file__).parents[2],
         env={**inherited, **environment},
         stdout=asyncio.subprocess.PIPE,
@@ -82,10 +87,10 @@ async def running(words: Sequence[str], says: str, **environment: str) -> AsyncI
         await reading
 
 
-def gateway(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:
+def gateway(*words: str, under: Sequence[str] = (), **environment: str) -> AbstractAsyncContextManager[Program]:
     """The gateway on any free port. No load balancer has to notice that it stops."""
     environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", **environment}
-    return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", **environment)
+    return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", under=under, **environment)
 
 
 async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[int, str]:

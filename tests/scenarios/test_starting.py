@@ -61,6 +61,20 @@ async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(
     assert len([line for line in lines if "decode instance" in line and "is up" in line]) == 1
 
 
+@pytest.mark.parametrize(
+    ("max_connections", "is_told"), [("", True), ("50", False), ("58", True)], ids=["default", "fewer", "more"]
+)
+async def test_a_small_limit_of_open_files_is_told_at_the_start(
+    max_connections: str, is_told: bool, prefiller: SimulatedEngine, decoder: SimulatedEngine
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
+    under = ("bash", "-c", 'ulimit -n 128 && exec "$@"', "bash")
+    async with gateway(*engines, under=under, PROXY_LISTEN__MAX_CONNECTIONS=max_connections) as program:
+        lines = await everything_it_says(program)
+    told = [line for line in lines if "the 128 files that may be open there is room for 57 client connections" in line]
+    assert len(told) == is_told
+
+
 def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
     late = "aiohttp", "prometheus_client", "uvloop", "proxy.worker", "proxy.sim"
     code = f"import proxy.__main__, proxy.supervisor, sys; sys.exit(str(sorted(sys.modules.keys() & {set(late)})))"
