@@ -61,6 +61,8 @@ class CannedEngine:
     port: int = 0
     received: list[Received] = field(default_factory=list)
     sent_bytes: int = 0
+    pause_seconds: float = 0.0
+    """Behind each piece."""
     state: State = field(default_factory=State)
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
@@ -115,7 +117,7 @@ class CannedEngine:
                 writer.write(piece)
                 await writer.drain()
                 self.sent_bytes += len(piece)
-                await asyncio.sleep(0)  # a turn of the loop, so that pieces travel alone
+                await asyncio.sleep(self.pause_seconds)  # at least a turn of the loop, so that pieces travel alone
         except ConnectionError:
             self.state.disconnects += 1
             self.state.changed()

@@ -49,5 +49,5 @@ class Aborts:
         async with places:
             with suppress(UpstreamError):
                 await self._upstream.fetch(
-                    backend, "/abort_request", body, headers, silence_seconds=_ABORT_SECONDS, resend_if_stale=True
+                    backend, "/abort_request", body, headers, answer_seconds=_ABORT_SECONDS, resend_if_stale=True
                 )

@@ -56,18 +56,18 @@ class Alone:
             if is_prefiller:
                 journey.enter(Stage.PREFILL)
                 journey.prefiller = lease.backend.name
-                silence_seconds = prefill_seconds(self._timeouts, call)
+                answer_seconds = prefill_seconds(self._timeouts, call)
             else:
                 journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
                 journey.decoder = lease.backend.name
-                silence_seconds = first_byte_seconds(self._timeouts, call)
+                answer_seconds = first_byte_seconds(self._timeouts, call)
             steering = rank.header(lease.backend, self._dp_ranks)
             with await self._upstream.open(
                 lease.backend,
                 call.api.path,
                 call.body(changes),
                 {**call.headers, "x-request-id": attempt_id, **steering},
-                silence_seconds=silence_seconds,
+                answer_seconds=answer_seconds,
                 resend_if_stale=True,
             ) as response:
                 await check_status(response)
@@ -77,5 +77,5 @@ class Alone:
                     prefiller=None,
                     kv_handed_over=False,
                     on_arrival=lambda works: lease.confirm() if works else None,
-                    first_token_seconds=silence_seconds if is_prefiller else None,
+                    first_token_seconds=answer_seconds if is_prefiller else None,
                 )

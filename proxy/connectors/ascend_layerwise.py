@@ -117,7 +117,7 @@ class AscendLayerwise:
             journey.enter(Stage.HANDOFF)
             async with running(self._prefill(call, headers, callback, handover, journey)) as leg:
                 # Of a streamed answer the status may come at once, and nothing more before all this has happened.
-                silence_seconds = (
+                answer_seconds = (
                     self._callback_seconds
                     + prefill_seconds(self._timeouts, call)
                     + first_byte_seconds(self._timeouts, call)
@@ -128,7 +128,7 @@ class AscendLayerwise:
                     call.api.path,
                     call.body({"kv_transfer_params": {**params, **call.kv_params}}),
                     headers | rank.header(decoder.backend, self._balance.decode_dp_ranks),
-                    silence_seconds=silence_seconds,
+                    answer_seconds=answer_seconds,
                 )
                 with await leg.race(opening, lambda: handover.is_settled) as response:
                     await check_status(response)
@@ -138,7 +138,7 @@ class AscendLayerwise:
                         prefiller=prefiller.backend,
                         kv_handed_over=True,
                         on_arrival=handover.settle,
-                        first_token_seconds=silence_seconds,
+                        first_token_seconds=answer_seconds,
                     )
 
     async def _prefill(
@@ -181,7 +181,7 @@ class AscendLayerwise:
                 call.api.path,
                 prefill_body(call, version, params.values),
                 headers | rank.header(prefiller, self._balance.prefill_dp_ranks),
-                silence_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._timeouts, call),
             )
         if response.status != 200:
             raise refusal(response, body)

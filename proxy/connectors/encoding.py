@@ -135,7 +135,7 @@ class Encoding:
                 Api.CHAT.path,
                 orjson.dumps(body),
                 {**call.headers, "x-request-id": request_id},
-                silence_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._timeouts, call),
                 resend_if_stale=True,
             )
             if response.status != 200:

@@ -172,7 +172,7 @@ class InTurn(ABC):
                     "x-request-id": attempt_id,
                     **rank.header(prefiller, self._balance.prefill_dp_ranks),
                 },
-                silence_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._timeouts, call),
             )
         if response.status != 200:
             raise refusal(response, body)
@@ -208,7 +208,7 @@ class InTurn(ABC):
                     call.api.path,
                     body,
                     {**call.headers, "x-request-id": prefilled.attempt_id, **steering},
-                    silence_seconds=self._handoff_seconds(prefilled.kv, call),
+                    answer_seconds=self._handoff_seconds(prefilled.kv, call),
                 )
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self.move(lease, refused, error):

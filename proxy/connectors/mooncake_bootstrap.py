@@ -108,13 +108,13 @@ class MooncakeBootstrap:
             meeting = await self._arrange(prefiller.backend, prefill_rank)
             custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), avoid)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
-            silence_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
+            answer_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
             with (
                 self._bootstraps.doubting(prefiller.backend),
                 _HandOver(prefiller, decoder, prefill_rank, self._releaser, custody) as handover,
             ):
                 async with running(self._prefill(call, meeting, handover, journey)) as leg:
-                    opening = self._decode(call, decoder.backend, meeting, decode_rank, silence_seconds)
+                    opening = self._decode(call, decoder.backend, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handover.is_settled) as response:
                         await check_status(response)
                         yield Attempt(
@@ -123,7 +123,7 @@ class MooncakeBootstrap:
                             prefiller=prefiller.backend,
                             kv_handed_over=True,
                             on_arrival=handover.settle,
-                            first_token_seconds=silence_seconds,
+                            first_token_seconds=answer_seconds,
                         )
 
     async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
@@ -133,7 +133,7 @@ class MooncakeBootstrap:
         return Meeting(new_attempt_id(), address, *engines[rank.on(prefiller, len(engines))])
 
     async def _decode(
-        self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, silence_seconds: float
+        self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, answer_seconds: float
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
         steering = rank.header(decoder, self._decode_dp_ranks)
@@ -142,7 +142,7 @@ class MooncakeBootstrap:
             call.api.path,
             call.body({"kv_transfer_params": {**meeting.decode_params, **call.kv_params}}),
             {**call.headers, "x-request-id": meeting.attempt_id, **steering},
-            silence_seconds=silence_seconds,
+            answer_seconds=answer_seconds,
         )
 
     async def _prefill(self, call: Call, meeting: Meeting, handover: _HandOver, journey: Journey) -> None:
@@ -154,7 +154,7 @@ class MooncakeBootstrap:
                 call.api.path,
                 prefill_body(call, self._pools.prefill.engine_version(prefiller), meeting.prefill_params),
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
-                silence_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._timeouts, call),
             )
             if response.status != 200:
                 raise refusal(response, body)

@@ -195,7 +195,7 @@ class Releaser:
                 Api.COMPLETIONS.path,
                 orjson.dumps(body),
                 {**kv.headers, "x-request-id": new_attempt_id()},
-                silence_seconds=_ANSWER_SECONDS,
+                answer_seconds=_ANSWER_SECONDS,
             )
         except (NoBackendAvailable, UpstreamError):
             return False

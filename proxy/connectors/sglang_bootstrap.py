@@ -145,7 +145,7 @@ class SglangBootstrap:
         call, backend = legs.call, legs.prefiller.backend
         response, answer = await self._upstream.fetch(
             *(backend, call.api.path, legs.body, legs.headers),
-            silence_seconds=prefill_seconds(self._timeouts, call),
+            answer_seconds=prefill_seconds(self._timeouts, call),
         )
         if response.status != 200:
             raise refusal(response, answer)
@@ -158,7 +158,7 @@ class SglangBootstrap:
         call = legs.call
         return await self._upstream.open(
             *(legs.decoder.backend, call.api.path, legs.body, legs.headers),
-            silence_seconds=self._decode_seconds(call),
+            answer_seconds=self._decode_seconds(call),
         )
 
     def _decode_seconds(self, call: Call) -> float:

@@ -86,26 +86,28 @@ class Relay:
 
     # Sink
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> bool:
         if self._is_over:
             self._end(None)  # there is more after `[DONE]`: nobody waits for the end of that
-            return
+            return False
         if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
             if token:
                 self._give(token)
                 self._on_output()
-            return
+            return True
         try:
             events = self._splitter.feed(data)
         except EventTooLong:
             self._end(self._attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream is too long"))
-            return
+            return False
         output: list[bytes] = []
-        has_content = False
+        has_content = is_progress = False
         for event in events:
             meaning = self.segment.read(event)
             try:
                 if meaning is Meaning.CONTENT:
+                    # Where ids are not told, an empty chunk may be a token that shows nothing.
+                    is_progress |= not (self.segment.is_mute and self._delivery.is_observed)
                     if not self._opened:
                         self._open()
                     if part := self._delivery.content(self.segment, event):
@@ -128,6 +130,7 @@ class Relay:
             self._give(b"".join(output))
         if has_content:
             self._on_output()
+        return is_progress
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):

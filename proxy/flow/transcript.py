@@ -43,7 +43,7 @@ class Meaning(Enum):
 class Segment:
     """State of one decoder stream; one choice, or the several an engine streams side by side."""
 
-    __slots__ = ("data", "done", "finish_reasons", "open_choices", "payload", "prompt_ids", "usage")
+    __slots__ = ("data", "done", "finish_reasons", "is_mute", "open_choices", "payload", "prompt_ids", "usage")
 
     def __init__(self) -> None:
         self.payload: Any = None
@@ -57,6 +57,8 @@ class Segment:
         self.usage: dict[str, Any] | None = None
         """The last usage seen."""
         self.done = False
+        self.is_mute = False
+        """The last chunk had neither text nor token ids nor a finish, nor anything else of an answer."""
 
     @property
     def is_finished(self) -> bool:
@@ -107,6 +109,7 @@ class Segment:
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
         has_content = False
+        self.is_mute = True
         for choice in choices:
             index = choice.get("index", 0)
             reason = choice.get("finish_reason")
@@ -116,11 +119,16 @@ class Segment:
                 self.finish_reasons[index] = reason
                 self.open_choices.discard(index)
                 has_content = True
+                self.is_mute = False
                 continue
             if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
                 self.open_choices.add(index)
-            if not _is_opening(choice):
+            if _is_mute(choice):
+                # The chunk `{"delta": {"role": "assistant", "content": ""}}` precedes a chat choice's first token.
+                has_content |= "role" not in (choice.get("delta") or ())
+            else:
                 has_content = True
+                self.is_mute = False
         return Meaning.CONTENT if has_content else Meaning.OPENING
 
 
@@ -289,12 +297,8 @@ class Transcript:
         call.written += (function.get("arguments") or "").encode()
 
 
-def _is_opening(choice: dict[str, Any]) -> bool:
-    """Is this the chunk `{"delta": {"role": "assistant", "content": ""}}` that precedes a chat choice's first token?"""
-    delta = choice.get("delta")
-    return (
-        delta is not None
-        and "role" in delta
-        and not choice.get("token_ids")
-        and not any(value for name, value in delta.items() if name != "role")
-    )
+def _is_mute(choice: dict[str, Any]) -> bool:
+    """Does this choice of a chunk tell nothing?"""
+    if choice.get("token_ids") or choice.get("text") or choice.get("logprobs"):
+        return False
+    return not any(value for name, value in (choice.get("delta") or {}).items() if name != "role")

@@ -63,7 +63,7 @@ class Vocabulary:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 response, answer = await self._upstream.fetch(
-                    backend, _PATH, body, headers, silence_seconds=self._timeout_seconds, resend_if_stale=True
+                    backend, _PATH, body, headers, answer_seconds=self._timeout_seconds, resend_if_stale=True
                 )
             told = orjson.loads(answer) if response.status == 200 else None
         except (UpstreamError, TimeoutError, ValueError):  # ValueError: no JSON, or a name that can be no host's

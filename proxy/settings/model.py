@@ -161,7 +161,9 @@ class Retry(Section):
 
 
 class Timeouts(Section):
-    """How long to wait for an engine."""
+    """How long to wait for an engine. Bytes alone are no answer: neither pieces of what is not whole, nor the comments,
+    heartbeats and empty chunks of a stream.
+    """
 
     connect_seconds: Seconds = 2.0
     """Until a connection to an engine is open."""

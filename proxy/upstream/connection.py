@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = False
         self._answered = False
         self._quiet_since = 0.0
-        self._silence_seconds = 0.0
+        self._limit_seconds = 0.0
         self._active = False
         self._paused = False
         self._is_stream = False
@@ -82,10 +82,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Have bytes arrived since silence was last checked?"""
+        """Has any of a streamed answer arrived since silence was last checked?"""
         return self._active
 
-    def send(self, head: bytes, body: bytes, *, silence_seconds: float, now: float) -> asyncio.Future[Response]:
+    def send(self, head: bytes, body: bytes, *, answer_seconds: float, now: float) -> asyncio.Future[Response]:
         """Begin an exchange; the future is done when the answer's headers have arrived."""
         assert self._transport is not None
         self.exchanges += 1
@@ -93,26 +93,26 @@ class Connection(asyncio.Protocol):
         self._response = None
         self._head_bytes = 0
         self._head = self.loop.create_future()
-        self._quiet_since, self._silence_seconds = now, silence_seconds
+        self._quiet_since, self._limit_seconds = now, answer_seconds
         self._transport.writelines((head, body))
         return self._head
 
     def limit_silence(self, seconds: float) -> None:
-        self._silence_seconds = seconds
+        self._limit_seconds = seconds
         self._active = self._is_stream = True
 
     def check_silence(self, now: float, lost_seconds: float) -> None:
-        """Fail the exchange if the engine has been silent for too long.
+        """Fail the exchange if its answer is not there in time, or a stream's next part.
 
-        Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Pieces of a
-        head are no answer.
+        Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Bytes are no
+        progress by themselves: an engine, or what lies before it, can send some for ever and never come to an end.
         """
         self._quiet_since = min(self._quiet_since + lost_seconds, now)
-        if (self._active and self._response is not None) or self._paused:
+        if self._active or self._paused:
             self._active, self._quiet_since = False, now
-        elif now - self._quiet_since > self._silence_seconds:
+        elif now - self._quiet_since > self._limit_seconds:
             stage = "an answer" if self._response is None else "more of the answer"
-            self.abort(self._error(Failure.TIMEOUT, f"waited {self._silence_seconds:g} s for {stage}"))
+            self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
 
     def pause(self, paused: bool) -> None:
         if self._transport is None or self.closed or paused == self._paused:
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         if self._head is None or self.complete:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
             return
-        self._active = self._answered = True
+        self._answered = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -160,7 +160,8 @@ class Connection(asyncio.Protocol):
         if self._body:
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
-            response.deliver(body)
+            if response.deliver(body):
+                self._active = True
         if self._message_complete:
             assert self._transport is not None
             # An answer that came before the request was written out leaves the rest of the request in the pipe.

@@ -20,8 +20,11 @@ _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 class Sink(Protocol):
     """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
 
-    def received(self, data: bytes) -> None:
-        """The body bytes of one read from the socket, in order, never empty."""
+    def received(self, data: bytes) -> bool:
+        """The body bytes of one read from the socket, in order, never empty.
+
+        Whether any of the answer was in them, for streams: a sign of life is none of it, nor is what is not whole yet.
+        """
 
     def ended(self, error: UpstreamError | None) -> None:
         """No more bytes. None: the body is complete. Called once."""
@@ -91,8 +94,8 @@ class Response:
             self._connection.abort(error)
 
     def limit_silence(self, seconds: float) -> None:
-        """From now on this is a stream: it fails with TIMEOUT when the engine sends nothing for so long, with STALLED
-        when the engine sends nothing at all while others of its role do.
+        """From now on this is a stream, which may take as long as it likes: it fails with TIMEOUT when the engine sends
+        nothing of the answer for so long, with STALLED when it does so on all streams while others of its role go on.
         """
         self._connection.limit_silence(seconds)
 
@@ -104,11 +107,12 @@ class Response:
         """The error for an engine's own refusal, which reaches the client in its own words."""
         return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
 
-    def deliver(self, data: bytes) -> None:
-        if self._sink is None:
-            self._arrived.append(data)
-        else:
-            self._sink.received(data)
+    def deliver(self, data: bytes) -> bool:
+        """Pass on part of the body; see Sink.received."""
+        if self._sink is not None:
+            return self._sink.received(data)
+        self._arrived.append(data)
+        return False
 
     def end(self, error: UpstreamError | None) -> None:
         if not self._ended:
@@ -127,13 +131,14 @@ class _Reader:
         self._size = 0
         self.whole: asyncio.Future[bytes] = response.loop.create_future()
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> bool:
         self._size += len(data)
         if self._size <= _MAX_ANSWER_BYTES:
             self._parts.append(data)
         elif not self.whole.done():
             self._parts.clear()
             self.whole.set_exception(self._response.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
+        return False  # it is not there before it is there whole
 
     def ended(self, error: UpstreamError | None) -> None:
         if self.whole.done():

@@ -97,13 +97,14 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        silence_seconds: float,
+        answer_seconds: float,
         resend_if_stale: bool = False,
     ) -> Response:
         """POST a JSON body; the answer once its headers are there, which the caller enters at once, and leaves.
 
         `headers` have lower-case names; an `authorization` among them is the client's own.
-        `silence_seconds` bounds the wait for the headers and then, until `limit_silence`, every gap in the body.
+        `answer_seconds` bounds the wait for the whole answer, or for the headers of one that becomes a stream: see
+        Response.limit_silence.
         `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine may have closed it
         while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice: a
         prefill may have pinned KV by then.
@@ -114,7 +115,7 @@ class Upstream:
         while True:
             self._busy.add(connection)
             try:
-                return await connection.send(head, body, silence_seconds=silence_seconds, now=self._clock())
+                return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
             except BaseException as error:
                 self._put_back(connection)
                 stale = isinstance(error, UpstreamError) and error.failure is Failure.RESET and connection.exchanges > 1
@@ -129,12 +130,12 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        silence_seconds: float,
+        answer_seconds: float,
         resend_if_stale: bool = False,
     ) -> tuple[Response, bytes]:
         """POST a JSON body and return the answer with its whole body. See `open`. Raises UpstreamError."""
         with await self.open(
-            backend, path, body, headers, silence_seconds=silence_seconds, resend_if_stale=resend_if_stale
+            backend, path, body, headers, answer_seconds=answer_seconds, resend_if_stale=resend_if_stale
         ) as response:
             return response, await response.read()
 

@@ -14,6 +14,9 @@ from tests.canned import CannedEngine, data, event_stream, http, json_answer
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.canned import Received
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -149,3 +152,68 @@ def all_serve(gateway: Deployment, which: Any = all) -> bool:
     return all(
         which(backend in pool.eligible() for backend in pool.backends()) for pool in (pools.prefill, pools.decode)
     )
+
+
+SIGNS_OF_LIFE = {
+    "comments": b": ping\n\n",
+    "events of another kind": b'event: ping\ndata: {"type":"ping"}\n\n',
+    "events that are no json": b"data: ping\n\n",
+    "chunks without choices": data({"id": "c", "choices": []}),
+    "chunks without content": data({"id": "c", "choices": [{"index": 0, "text": "", "finish_reason": None}]}),
+    "an event without end": b"x",
+}
+
+
+def for_ever(piece: bytes, *first: bytes) -> Callable[[Received], Iterator[bytes]]:
+    def pieces(_: Received) -> Iterator[bytes]:
+        head, *chunks = event_stream(first, is_whole=False)
+        yield from (head, *chunks)
+        while True:
+            yield event_stream([piece], is_whole=False)[1]
+
+    return pieces
+
+
+@pytest.mark.fault(71)
+@pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
+async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> None:
+    engine = CannedEngine("both", for_ever(sign), pause_seconds=0.005)
+    # An empty chunk counts as the first one, from where the gaps are what is looked at.
+    timeouts = {"first_token_seconds": 0.1, "idle_seconds": 0.1}
+    gateway = await deploy(decoders=[engine], connector="plain", timeouts=timeouts)
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
+    assert answer.error["code"] == "decode_timeout"
+
+
+@pytest.mark.fault(71)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
+async def test_signs_of_life_are_no_next_token(deploy: Deploy, sign: bytes, stream: bool) -> None:
+    engine = CannedEngine("both", for_ever(sign, text_event("a")), pause_seconds=0.005)
+    gateway = await deploy(decoders=[engine], connector="plain", timeouts={"idle_seconds": 0.1})
+    answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
+    assert b'"code":"decode_timeout"' in answer.body
+
+
+def drip(_: Received) -> Iterator[bytes]:
+    yield http(b"x" * 1_000_000)[:200]
+    while True:
+        yield b"x"
+
+
+@pytest.mark.fault(71)
+async def test_a_prefillers_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
+    engine = CannedEngine("prefill", drip, pause_seconds=0.005)
+    gateway = await deploy([engine], 1, timeouts={"prefill_seconds": 0.1, "prefill_seconds_per_1k_tokens": 0.0})
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (504, "prefill_timeout")
+
+
+@pytest.mark.fault(71)
+async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
+    engine = CannedEngine("both", drip, pause_seconds=0.005)
+    gateway = await deploy(
+        decoders=[engine], connector="plain", timeouts={"answer_seconds": 0.1}, resume={"mode": "off"}
+    )
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (504, "decode_timeout")

@@ -55,6 +55,31 @@ def test_a_chat_stream() -> None:
     assert segment.usage == {"prompt_tokens": 10, "total_tokens": 17, "completion_tokens": 7}
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_mute"),
+    [
+        (text(""), True),
+        (delta(), True),
+        (delta(content=""), True),
+        (delta(role="assistant", content=""), True),
+        (delta(content=None, reasoning=None, tool_calls=[]), True),
+        ({"index": 0, "delta": None}, True),
+        (text("a"), False),
+        (text("", "stop"), False),
+        (delta("length"), False),
+        (delta(reasoning="a"), False),
+        (delta(role="assistant", content="a"), False),
+        (delta(tool_calls=[{"index": 0}]), False),
+        ({**text(""), "token_ids": [7]}, False),
+        ({**delta(), "token_ids": [7]}, False),
+        ({**delta(), "logprobs": {"content": [{}]}}, False),
+    ],
+)
+def test_a_chunk_that_tells_nothing_is_known(choice: dict[str, Any], is_mute: bool) -> None:
+    segment, _ = read(chunk(choice))
+    assert segment.is_mute is is_mute
+
+
 def test_a_completions_stream() -> None:
     segment, meanings = read(chunk(text("Hi")), chunk(text("", "length")), DONE)
     assert meanings == [Meaning.CONTENT, Meaning.CONTENT, Meaning.DONE]

@@ -78,10 +78,11 @@ class Body:
         self.parts: list[bytes] = []
         self.ends: list[UpstreamError | None] = []
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> bool:
         assert data
         assert not self.ends
         self.parts.append(data)
+        return True
 
     def ended(self, error: UpstreamError | None) -> None:
         assert not self.ends
@@ -130,7 +131,7 @@ def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
     """Send a request on a new connection, receive these pieces, and lose the connection."""
     line, body = Line(), Body()
     connection = connected(line)
-    head = connection.send(b"", b"", silence_seconds=1.0, now=0.0)
+    head = connection.send(b"", b"", answer_seconds=1.0, now=0.0)
     response: Response | None = None
     for piece in filter(None, pieces):
         if line.is_lost:

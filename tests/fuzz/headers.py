@@ -97,7 +97,7 @@ def _check_towards_client(headers: CIMultiDict[str]) -> None:
 async def _check_refusal(raw: bytes) -> None:
     """What an engine refuses with, in our own connection's reading."""
     connection = connected(Line())
-    head = connection.send(b"", b"", silence_seconds=1.0, now=0.0)
+    head = connection.send(b"", b"", answer_seconds=1.0, now=0.0)
     connection.data_received(raw)
     connection.connection_lost(None)
     if head.exception() is not None:

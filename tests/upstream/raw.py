@@ -129,12 +129,12 @@ def deaf(address: str = "127.0.0.1", port: int = 0) -> Iterator[socket.socket]:
 async def exchange(
     upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any
 ) -> AsyncIterator[Response]:
-    with await upstream.open(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options}) as response:
+    with await upstream.open(backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}) as response:
         yield response
 
 
 async def fetch(upstream: Upstream, backend: Backend, body: bytes = b"{}", **options: Any) -> bytes:
-    return (await upstream.fetch(backend, "/v1/x", body, {}, **{"silence_seconds": LONG, **options}))[1]
+    return (await upstream.fetch(backend, "/v1/x", body, {}, **{"answer_seconds": LONG, **options}))[1]
 
 
 async def failure_of(work: Awaitable[object]) -> Failure:
@@ -147,6 +147,9 @@ async def failure_of(work: Awaitable[object]) -> Failure:
 class Collector:
     """A Sink that keeps what it is given, and can be waited for."""
 
+    is_progress = True
+    """What it says of what it is given."""
+
     def __init__(self) -> None:
         self.reads: list[bytes] = []
         self.begun = asyncio.Event()
@@ -156,11 +159,12 @@ class Collector:
     def body(self) -> bytes:
         return b"".join(self.reads)
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> bool:
         assert data
         assert not self.finished.done()
         self.reads.append(data)
         self.begun.set()
+        return self.is_progress
 
     def ended(self, error: UpstreamError | None) -> None:
         self.finished.set_result(error)

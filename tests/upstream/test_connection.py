@@ -40,7 +40,7 @@ async def test_the_request_is_what_engines_expect(upstream: Upstream) -> None:
 
     async with engine(script) as backend:
         headers = {"x-request-id": "r1", "authorization": "Bearer of-the-client"}
-        await upstream.fetch(backend, "/v1/completions", b'{"prompt":"\xc3\xbc"}', headers, silence_seconds=LONG)
+        await upstream.fetch(backend, "/v1/completions", b'{"prompt":"\xc3\xbc"}', headers, answer_seconds=LONG)
     head, body = seen[0]
     lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     assert lines[0] == b"POST /v1/completions HTTP/1.1"
@@ -64,7 +64,7 @@ async def test_a_header_reaches_the_engine_with_the_clients_bytes(upstream: Upst
 
     async with engine(script) as backend:
         received = b"caf\xc3\xa9 \xe9 \xe6\xbc\xa2".decode("utf-8", "surrogateescape")  # as aiohttp reads it
-        await upstream.fetch(backend, "/", b"{}", {"tracestate": received}, silence_seconds=LONG)
+        await upstream.fetch(backend, "/", b"{}", {"tracestate": received}, answer_seconds=LONG)
     assert b"tracestate: caf\xc3\xa9 \xe9 \xe6\xbc\xa2\r\n" in seen[0]
 
 
@@ -76,7 +76,7 @@ async def test_an_instance_that_is_not_configured_never_sees_the_engine_key() ->
         link.send(OK)
 
     async with new_upstream(key="secret") as upstream, engine(script) as backend:
-        await upstream.fetch(backend, "/", b"{}", {"authorization": "Bearer own"}, silence_seconds=LONG)
+        await upstream.fetch(backend, "/", b"{}", {"authorization": "Bearer own"}, answer_seconds=LONG)
     assert b"uthorization" not in seen[0]
 
 
@@ -119,7 +119,7 @@ async def test_the_answer_is_the_same_wherever_it_is_cut(upstream: Upstream, ans
 
     async with engine(script) as backend:
         for _ in range(1, len(answer)):
-            response, body = await upstream.fetch(backend, "/", b"{}", {}, silence_seconds=LONG)
+            response, body = await upstream.fetch(backend, "/", b"{}", {}, answer_seconds=LONG)
             assert (response.status, body) == (200, BODY)
 
 
@@ -354,12 +354,12 @@ async def test_a_paused_answer_is_held_back_and_then_arrives_whole(upstream: Ups
     class Pausing(Collector):
         paused = False
 
-        def received(self, data: bytes) -> None:
+        def received(self, data: bytes) -> bool:
             assert not self.paused
-            super().received(data)
-            if len(self.reads) == 1:
+            if not self.reads:
                 self.paused = True
                 response.pause()
+            return super().received(data)
 
     async with engine(floods, Link.answer) as backend, exchange(upstream, backend) as response:
         sink = Pausing()
@@ -400,7 +400,7 @@ async def test_an_answer_may_come_while_the_request_is_still_being_written(upstr
         await gone.wait()
 
     async with engine(refuses, Link.answer) as backend:
-        response, body = await upstream.fetch(backend, "/", b"x" * 32_000_000, {}, silence_seconds=LONG)
+        response, body = await upstream.fetch(backend, "/", b"x" * 32_000_000, {}, answer_seconds=LONG)
         assert (response.status, body) == (413, b"no")
         assert await fetch(upstream, backend) == b"ok"  # on a connection without the rest of the first request in it
         gone.set()

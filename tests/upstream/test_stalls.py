@@ -43,6 +43,12 @@ class Speaker:
             self.sink.begun.clear()
             await self.sink.begun.wait()
 
+    async def beat(self) -> None:
+        """Say something that is no part of an answer."""
+        self.sink.is_progress = False
+        await self.say()
+        self.sink.is_progress = True
+
     @property
     def error(self) -> UpstreamError | None:
         """What the stream failed with; None while it goes on."""
@@ -51,7 +57,7 @@ class Speaker:
 
 @asynccontextmanager
 async def speaker(
-    upstream: Upstream, *, is_stream: bool = True, silence_seconds: float = LONG
+    upstream: Upstream, *, is_stream: bool = True, answer_seconds: float = LONG
 ) -> AsyncIterator[Speaker]:
     links: list[Link] = []
 
@@ -60,9 +66,9 @@ async def speaker(
         links.append(link)
         await link.left()
 
-    async with engine(script) as backend, exchange(upstream, backend, silence_seconds=silence_seconds) as response:
+    async with engine(script) as backend, exchange(upstream, backend, answer_seconds=answer_seconds) as response:
         if is_stream:
-            response.limit_silence(silence_seconds)
+            response.limit_silence(answer_seconds)
         yield Speaker(backend, links[0], response)
 
 
@@ -108,6 +114,19 @@ async def test_the_streams_of_a_stalled_backend_fail_while_others_go_on(clock: C
         assert a.error is not None
         assert (a.error.failure, a.error.message, a.error.backend) == (Failure.STALLED, STALLED, a.backend)
         assert b.error is None
+
+
+@pytest.mark.fault(71)
+async def test_a_heartbeat_is_no_sign_that_a_backend_works(clock: Clock) -> None:
+    async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
+        await watch.passes(2, a, b)
+        for _ in range(30):
+            await a.beat()
+            await watch.passes(1, b)
+        assert found == []
+        await a.beat()
+        await watch.passes(1, b)
+        assert found == [a.backend]
 
 
 async def test_all_streams_of_a_stalled_backend_fail(clock: Clock) -> None:
@@ -228,7 +247,7 @@ async def test_the_time_to_a_stall_can_be_changed(clock: Clock) -> None:
 async def test_a_silence_in_which_this_process_stood_still_does_not_count(clock: Clock) -> None:
     async with (
         watching(clock) as (upstream, watch, found),
-        speaker(upstream, silence_seconds=60.0) as a,
+        speaker(upstream, answer_seconds=60.0) as a,
         speaker(upstream) as b,
     ):
         await watch.passes(20, a, b)
@@ -242,7 +261,7 @@ async def test_a_silence_in_which_this_process_stood_still_does_not_count(clock:
 
 
 async def test_after_standing_still_engines_have_their_time_again(clock: Clock) -> None:
-    async with watching(clock) as (upstream, watch, _), speaker(upstream, silence_seconds=60.0) as a:
+    async with watching(clock) as (upstream, watch, _), speaker(upstream, answer_seconds=60.0) as a:
         await watch.passes(20)
         clock.now += 1000
         upstream.sweep()
@@ -255,7 +274,7 @@ async def test_after_standing_still_engines_have_their_time_again(clock: Clock) 
 
 @pytest.mark.parametrize("late_seconds", [0.5, 2.0])
 async def test_a_look_that_is_a_little_late_changes_nothing(clock: Clock, late_seconds: float) -> None:
-    async with watching(clock) as (upstream, _, _), speaker(upstream, silence_seconds=60.0) as a:
+    async with watching(clock) as (upstream, _, _), speaker(upstream, answer_seconds=60.0) as a:
         upstream.sweep()
         looks = 0
         while a.error is None:

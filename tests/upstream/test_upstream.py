@@ -15,6 +15,7 @@ from tests.upstream.raw import (
     OK,
     SHORT,
     STREAM_HEAD,
+    Collector,
     Link,
     chunk,
     deaf,
@@ -246,7 +247,7 @@ async def says_nothing(link: Link) -> None:
 async def test_an_engine_that_says_nothing_times_out(upstream: Upstream) -> None:
     async with engine(says_nothing) as backend:
         with pytest.raises(UpstreamError) as failed:
-            await fetch(upstream, backend, silence_seconds=SHORT)
+            await fetch(upstream, backend, answer_seconds=SHORT)
     assert failed.value.failure is Failure.TIMEOUT
     assert failed.value.status == 504
     assert failed.value.message == "prefill instance: waited 0.05 s for an answer"
@@ -259,19 +260,19 @@ async def test_an_engine_that_stops_in_the_middle_times_out(upstream: Upstream) 
 
     async with engine(script) as backend:
         with pytest.raises(UpstreamError) as failed:
-            await fetch(upstream, backend, silence_seconds=SHORT)
+            await fetch(upstream, backend, answer_seconds=SHORT)
     assert failed.value.message == "prefill instance: waited 0.05 s for more of the answer"
 
 
 async def test_an_engine_that_never_comes_to_the_end_of_its_headers_times_out(upstream: Upstream) -> None:
-    async def drips(link: Link) -> None:
+    async def script(link: Link) -> None:
         await link.answer(b"HTTP/1.1 200 OK\r\n")
         while not link.writer.is_closing():
             link.send(b"X")
             await asyncio.sleep(0.001)
 
-    async with engine(drips) as backend:
-        assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
+    async with engine(script) as backend:
+        assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
 
 
 async def test_the_bound_on_silence_can_change_with_the_stage(upstream: Upstream) -> None:
@@ -279,7 +280,7 @@ async def test_the_bound_on_silence_can_change_with_the_stage(upstream: Upstream
         await link.answer(STREAM_HEAD)
         await link.left()
 
-    async with engine(script) as backend, exchange(upstream, backend, silence_seconds=LONG) as response:
+    async with engine(script) as backend, exchange(upstream, backend, answer_seconds=LONG) as response:
         response.limit_silence(SHORT)
         assert await failure_of(response.read()) is Failure.TIMEOUT
 
@@ -291,30 +292,46 @@ async def test_a_request_that_nobody_reads_times_out(upstream: Upstream) -> None
         await served.wait()
 
     async with engine(script) as backend:
-        assert await failure_of(fetch(upstream, backend, b"x" * 32_000_000, silence_seconds=SHORT)) is Failure.TIMEOUT
+        assert await failure_of(fetch(upstream, backend, b"x" * 32_000_000, answer_seconds=SHORT)) is Failure.TIMEOUT
         served.set()
 
 
-async def test_an_engine_that_keeps_talking_does_not_time_out(upstream: Upstream) -> None:
-    enough = asyncio.Event()
+async def drips(link: Link) -> None:
+    await link.answer(STREAM_HEAD)
+    while not link.writer.is_closing():
+        link.send(chunk(b"."))
+        await asyncio.sleep(0.001)
 
-    async def talks(link: Link) -> None:
-        await link.answer(STREAM_HEAD)
-        while not enough.is_set():
-            link.send(chunk(b"."))
-            await link.writer.drain()
-            await asyncio.sleep(0)
-        link.send(b"0\r\n\r\n")
 
+async def test_a_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> None:
     async with (
-        engine(talks, says_nothing, says_nothing) as backend,
-        exchange(upstream, backend, silence_seconds=2 * SHORT) as response,
+        engine(drips, says_nothing, says_nothing) as backend,
+        exchange(upstream, backend, answer_seconds=LONG) as response,
     ):
-        reading = asyncio.create_task(response.read())
+        response.limit_silence(2 * SHORT)
+        sink = Collector()
+        response.attach(sink)
         for _ in range(2):
-            assert await failure_of(fetch(upstream, backend, silence_seconds=2 * SHORT)) is Failure.TIMEOUT
-        enough.set()
-        assert set(await reading) == set(b".")
+            assert await failure_of(fetch(upstream, backend, answer_seconds=2 * SHORT)) is Failure.TIMEOUT
+        assert not sink.finished.done()
+
+
+@pytest.mark.fault(71)
+async def test_an_answer_that_drips_has_the_time_of_any_other(upstream: Upstream) -> None:
+    async with engine(drips) as backend:
+        assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
+
+
+@pytest.mark.fault(71)
+async def test_a_stream_of_signs_of_life_times_out(upstream: Upstream) -> None:
+    async with engine(drips) as backend, exchange(upstream, backend, answer_seconds=LONG) as response:
+        response.limit_silence(SHORT)
+        sink = Collector()
+        sink.is_progress = False
+        response.attach(sink)
+        error = await sink.finished
+        assert error is not None
+        assert error.failure is Failure.TIMEOUT
 
 
 async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> None:
@@ -327,12 +344,12 @@ async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> N
 
     async with (
         engine(script, says_nothing, says_nothing) as backend,
-        exchange(upstream, backend, silence_seconds=SHORT) as response,
+        exchange(upstream, backend, answer_seconds=SHORT) as response,
     ):
         response.pause()
         # Exchanges that begin later and time out show that the time has passed.
         for _ in range(2):
-            assert await failure_of(fetch(upstream, backend, silence_seconds=SHORT)) is Failure.TIMEOUT
+            assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
         response.limit_silence(LONG)
         response.resume()
         resumed.set()
