@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from proxy.sim.grammar import read_grammar
+from proxy.sim.schema import Unsupported
 from proxy.sim.tokenizer import encode, render_chat, thinking_asked
 
 if TYPE_CHECKING:
+    from proxy.sim.grammar import Grammar
     from proxy.sim.options import Options
 
 COMPLETION_DEFAULT_TOKENS = 16
@@ -64,6 +67,10 @@ class Ask:
     include_reasoning: bool
     calls_tools: bool
     names_tool: bool
+    grammar: Grammar | None
+    """What the answer is bound to; None: nothing."""
+    one_call: bool
+    """Of several tool calls only the first is told (`parallel_tool_calls` false)."""
     echo_only: bool = False
     """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
     prompt_logprobs: int | None = None
@@ -129,8 +136,17 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         include_reasoning=body.get("include_reasoning") is not False,
         calls_tools=calls_tools,
         names_tool=isinstance(body.get("tool_choice"), dict),
+        grammar=_grammar(body),
+        one_call=body.get("parallel_tool_calls") is False,
         dp_rank=dp_rank,
     )
+
+
+def _grammar(body: dict[str, Any]) -> Grammar | None:
+    try:
+        return read_grammar(body)
+    except Unsupported as problem:
+        raise _late(f"The grammar cannot be kept to here: {problem}.", "structured_outputs") from None
 
 
 def _dp_rank(headers: dict[str, str], options: Options) -> int | None:

@@ -79,6 +79,9 @@ class ChatAnswer(Answer):
         message = self._parsers[delta.index].feed(delta.text, finished=delta.finish_reason is not None)
         if message and self._hides_reasoning:
             message.pop("reasoning", None)
+        if message and self.ask.one_call and "tool_calls" in message:
+            # A list that is empty then is told all the same (vLLM `maybe_filter_parallel_tool_calls`).
+            message["tool_calls"] = [call for call in message["tool_calls"] if call["index"] == 0]
         return message or None
 
     def _shows_token_ids(self) -> bool:
@@ -149,6 +152,8 @@ class ChatAnswer(Answer):
             )
             if not self.ask.include_reasoning:
                 fields["reasoning"] = None
+            if self.ask.one_call and "tool_calls" in fields:
+                fields["tool_calls"] = fields["tool_calls"][:1]
         message = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None}
         message |= {"function_call": None} | fields
         return {

@@ -10,7 +10,6 @@ import time
 import uuid
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from aiohttp import web
 
@@ -23,8 +22,6 @@ from proxy.sim.tokenizer import decode, encode, render_chat
 
 if TYPE_CHECKING:
     from proxy.sim.core import Core
-
-_EMBEDDING_WIDTH = 16
 
 
 class ControlRoutes:
@@ -43,7 +40,6 @@ class ControlRoutes:
             web.get("/v1/models", self._models),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
-            web.post("/v1/embeddings", self._embeddings),
             web.post("/_mock/faults", self._add_faults),
             web.delete("/_mock/faults", self._clear_faults),
             web.get("/_mock/faults", self._show_faults),
@@ -161,25 +157,6 @@ class ControlRoutes:
         rendered = [{"request_id": request_id, "token_ids": prompt, "model": ask.model} for prompt in ask.prompts]
         return json_response(rendered[0] if is_chat else rendered)
 
-    async def _embeddings(self, request: web.Request) -> web.Response:
-        body, _ = await read_json(request)
-        given = body.get("input") if isinstance(body, dict) else None
-        options = self._core.options
-        try:
-            as_completion = {"prompt": given, "model": (body or {}).get("model")}
-            ask = read_ask(as_completion, is_chat=False, options=options, headers={})
-        except EngineError as error:
-            return refusal(error)
-        data = [
-            {"index": index, "object": "embedding", "embedding": _embedding(prompt)}
-            for index, prompt in enumerate(ask.prompts)
-        ]
-        tokens = sum(map(len, ask.prompts))
-        counts = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        answer_id = f"embd-{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
-        head = {"id": answer_id, "object": "list", "created": int(time.time()), "model": options.model}
-        return json_response(head | {"data": data, "usage": counts | {"prompt_tokens_details": None}})
-
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         self._core.cache.clear()
         self._core.state.prefix_cache_resets += 1
@@ -213,8 +190,3 @@ class ControlRoutes:
             | {"running": core.scheduler.running, "waiting": core.scheduler.waiting}
             | {"requests": [asdict(seen) for seen in core.state.requests]}
         )
-
-
-def _embedding(prompt: list[int]) -> list[float]:
-    seed = crc32(bytes(token % 256 for token in prompt))
-    return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_EMBEDDING_WIDTH)]

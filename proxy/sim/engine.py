@@ -24,6 +24,7 @@ from proxy.sim.kv import Pin, PrefixCache
 from proxy.sim.layerwise import LayerwiseProtocol
 from proxy.sim.metrics import EngineMetrics
 from proxy.sim.options import Options, ProtocolName
+from proxy.sim.pooling import PoolingRoutes
 from proxy.sim.pull import PullProtocol
 from proxy.sim.scheduler import Scheduler
 from proxy.sim.server import GenerationRoutes
@@ -128,11 +129,12 @@ class SimulatedEngine:
         control = ControlRoutes(core)
         generations = GenerationRoutes(core, self._on_kill)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
-        app.add_routes(control.routes())
+        pooling = PoolingRoutes(core)
+        app.add_routes([*control.routes(), *pooling.routes()])
         if self.options.profile.is_sglang:
             app.add_routes(SglangRoutes(core, generations, self._told_bootstrap_port).routes())
         else:
-            app.add_routes(control.routes_of_vllm())
+            app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
         app.add_routes(core.protocol.routes())
         app.add_routes(generations.routes())
         app.on_cleanup.append(generations.stop)

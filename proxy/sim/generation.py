@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.sim.ask import Ask, EngineError, internal_error
 from proxy.sim.core import Child, Core, Leg, Loaded
+from proxy.sim.grammar import GrammarWriter
 from proxy.sim.model import Writer
-from proxy.sim.sequence import Delta, GarbageWriter, Sequence, Strike
+from proxy.sim.parser import Phase, start_phase
+from proxy.sim.sequence import Delta, GarbageWriter, Sequence, Strike, TokenSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +136,11 @@ class Generation:
         limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
         # One set of params names the KV of one prompt, and its blocks are gone after the first pull.
         is_garbage = self._leg is Leg.DECODE and index > 0 and not self._core.protocol.serves_each_child
-        writer = Writer(prompt, eos_after=options.eos_after)
+        writer: TokenSource = Writer(prompt, eos_after=options.eos_after)
+        if ask.grammar is not None:
+            # Reasoning that is not to be shown is none for a grammar (vLLM `resolve_reasoning_ended`).
+            reasons = ask.is_thinking and ask.include_reasoning and start_phase(prompt) is Phase.REASONING
+            writer = GrammarWriter(prompt, ask.grammar, reasons=reasons)
         return Sequence(
             index,
             prompt,
@@ -239,7 +245,7 @@ class Generation:
     async def _leave_kv(self) -> None:
         """Leave what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
         core = self._core
-        if self._leg is Leg.PREFILL and core.options.role != "decode" and "missing_kv_params" not in self._plan:
+        if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
             for sequence in self.sequences:
                 if self._keeps(sequence):
                     params = await core.protocol.keep(self._child(sequence))

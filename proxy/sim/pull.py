@@ -48,6 +48,17 @@ class PullProtocol(KvProtocol):
             return Leg.DECODE
         return Leg.PREFILL if params.get("do_remote_decode") else Leg.ALONE
 
+    @property
+    def _has_roles(self) -> bool:
+        """NixlConnector takes no notice of `kv_role`. Of vllm-ascend's connectors a producer has a thread that sends KV
+        and none that receives it, a consumer the other one (`register_kv_caches` in mooncake_connector.py).
+        """
+        return self._options.connector != "nixl"
+
+    def is_deadly(self, params: Mapping[str, Any]) -> bool:
+        """A worker that is to receive without the thread for it fails an assertion (`start_load_kv`)."""
+        return self._has_roles and self._options.role == "prefill" and self.leg(params) is Leg.DECODE
+
     async def keep(self, child: Child) -> dict[str, Any] | None:
         remote_id = child.request_id
         if self._options.request_id_randomization:
@@ -123,7 +134,8 @@ class PullProtocol(KvProtocol):
     async def _give(self, request: web.Request) -> web.Response:
         """The prefiller's end: hand over a pin, once."""
         body = await request.json(loads=orjson.loads)
-        is_ours = body.get("remote_engine_id") == self.engine_id
+        sends = self._options.role != "decode" or not self._has_roles
+        is_ours = body.get("remote_engine_id") == self.engine_id and sends
         pin = self._take(body["remote_request_id"], body.get("verb")) if is_ours else None
         if pin is None:
             return web.json_response({"error": "no such KV here"}, status=404)

@@ -46,6 +46,11 @@ class TransferProtocol(PullProtocol):
             return Leg.DECODE
         return Leg.PREFILL if params.get("do_remote_decode") and params.get("transfer_id") else Leg.ALONE
 
+    def is_deadly(self, params: Mapping[str, Any]) -> bool:
+        """The scheduler asserts that it has the right role (vLLM `mooncake_connector.py`)."""
+        wrong = {"prefill": Leg.DECODE, "decode": Leg.PREFILL}.get(self._options.role)
+        return wrong is not None and self.leg(params) is wrong
+
     async def keep(self, child: Child) -> dict[str, Any] | None:
         name = str(child.params["transfer_id"])
         if child.prompt_index or child.samples > 1:

@@ -313,7 +313,8 @@ async def test_an_answer_that_always_breaks_off_is_given_up(profile: str, stream
 # Engines that cannot go on
 
 MEDIA = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {}}]}]
-JSON = {"response_format": {"type": "json_object"}}
+NAMES = {"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 9}}}
+JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": NAMES}}}
 FORCED = {"tool_choice": "required"}
 
 UNCONTINUED = [

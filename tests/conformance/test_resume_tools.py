@@ -33,6 +33,28 @@ async def test_tool_calls_are_whole_wherever_they_break_off(profile: str, chats:
 
 
 @pytest.mark.parametrize(("profile", "chats"), HOW)
+async def test_a_call_that_may_not_be_told_is_not_wherever_the_answer_breaks_off(profile: str, chats: str) -> None:
+    body = story(**WITH_USAGE, parallel_tool_calls=False)
+    expected = await uninterrupted(profile, body)
+    assert [call["id"] for call in expected["choices"][0]["tool_calls"]] == ["functions.find:0"]
+    assert not await differences(profile, body, range(0, len(generated(body)), 3), chats=chats)
+
+
+@pytest.mark.parametrize("profile", ["v0.23", "v0.33"])
+async def test_a_document_is_whole_wherever_it_breaks_off(profile: str) -> None:
+    """It is bound to a grammar, which would begin anew: the same is generated again, and compared."""
+    properties = {"names": {"type": "array", "minItems": 4, "items": {"type": "string"}}, "size": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["names", "size"]}
+    form = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}
+    body = thoughts(**WITH_USAGE, temperature=0, max_tokens=120, response_format=form)
+    (choice,) = (await uninterrupted(profile, body))["choices"].values()
+    document = orjson.loads(choice["content"])
+    assert (len(document["names"]) >= 4, isinstance(document["size"], int)) == (True, True)
+    tokens = len(choice["reasoning"]) + len(choice["content"])
+    assert not await differences(profile, body, range(0, tokens, 5))
+
+
+@pytest.mark.parametrize(("profile", "chats"), HOW)
 async def test_reasoning_is_whole_wherever_it_breaks_off(profile: str, chats: str) -> None:
     body = thoughts("Go on", **WITH_USAGE, return_token_ids=True, max_tokens=60)
     assert (await uninterrupted(profile, body))["choices"][0]["reasoning"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
@@ -275,3 +276,35 @@ async def test_a_restarted_prefiller_knows_nothing_of_old_kv(
     assert params["remote_port"] == prefiller.port
     status, _ = await client.post(decoder, CHAT, HELLO | {"kv_transfer_params": params})
     assert status == 500
+
+
+async def test_nixl_takes_no_notice_of_roles(client: Client) -> None:
+    """An engine that is told to be a decoder prefills for others as any other does."""
+    async with (
+        SimulatedEngine(role="decode", connector_name="nixl") as prefiller,
+        SimulatedEngine(role="prefill", connector_name="nixl") as decoder,
+    ):
+        params = await client.prefill(prefiller, TEXT, ONCE)
+        _, alone = await client.post(prefiller, TEXT, ONCE)
+        _, answer = await client.post(decoder, TEXT, ONCE | {"kv_transfer_params": params})
+        assert text_of(answer["choices"][0]) == text_of(alone["choices"][0])
+        assert (decoder.state.pulls, decoder.state.local_prefills, prefiller.pins) == (1, 0, {})
+
+
+async def test_a_consumer_of_vllm_ascend_keeps_kv_that_nobody_can_fetch(
+    client: Client, decoder: SimulatedEngine
+) -> None:
+    async with SimulatedEngine(role="decode") as consumer:
+        params = await client.prefill(consumer, TEXT, ONCE)
+        status, _ = await client.post(decoder, TEXT, ONCE | {"kv_transfer_params": params})
+        assert (status, len(consumer.pins), decoder.state.pull_failures) == (500, 1, 1)
+
+
+async def test_a_producer_of_vllm_ascend_does_not_survive_a_request_to_fetch_kv(
+    client: Client, prefiller: SimulatedEngine
+) -> None:
+    params = await client.prefill(prefiller, TEXT, ONCE)
+    async with SimulatedEngine(role="prefill") as producer:
+        with pytest.raises(aiohttp.ClientError):
+            await client.post(producer, TEXT, ONCE | {"kv_transfer_params": params})
+        assert not producer.is_running

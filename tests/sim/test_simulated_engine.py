@@ -73,13 +73,6 @@ async def test_the_tokenizer_knows_its_markers(client: Client, engine: Simulated
     assert answer["choices"][0]["prompt_token_ids"] == tokens["tokens"]
 
 
-async def test_embeddings_are_the_same_every_time(client: Client, engine: SimulatedEngine) -> None:
-    _, first = await client.post(engine, "/v1/embeddings", {"model": "sim", "input": ["one", "two"]})
-    _, second = await client.post(engine, "/v1/embeddings", {"model": "sim", "input": "one"})
-    assert first["data"][0]["embedding"] == second["data"][0]["embedding"]
-    assert first["data"][0]["embedding"] != first["data"][1]["embedding"]
-
-
 async def test_resetting_the_prefix_cache_is_counted(client: Client) -> None:
     async with SimulatedEngine(profile_name="v0.23") as old, SimulatedEngine(profile_name="v0.27") as new:
         assert await client.post(old, "/reset_prefix_cache", None) == (200, None)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
@@ -13,6 +14,7 @@ from proxy.sim.engine import SimulatedEngine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from proxy.sim.options import SimRole
     from tests.sim.conftest import Client
 
 PATH = "/v1/completions"
@@ -152,3 +154,13 @@ async def test_without_all_it_needs_the_decoder_computes_by_itself(client: Clien
         body = await decode(client, prefiller, **{missing: None})
         assert (await client.post(decoder, PATH, body))[0] == 200
         assert decoder.state.local_prefills == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_does_not_survive_a_request_for_the_other_role(client: Client, role: SimRole) -> None:
+    async with pair() as (prefiller, _):
+        body = prefill() if role == "decode" else await decode(client, prefiller)
+        async with SimulatedEngine(role=role, protocol="transfer") as wrong:
+            with pytest.raises(aiohttp.ClientError):
+                await client.post(wrong, PATH, body)
+            assert not wrong.is_running
