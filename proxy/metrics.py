@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from proxy.balancer.health import Health
+    from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Scoreboard
 
@@ -48,6 +49,7 @@ STAGES: Final = ("queue", "encode", "prefill", "handoff", "first_token", "stream
 LEGS: Final = ("prefill", "decode", "encode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
+HANDOVERS: Final = ("transferred", "computed", "unknown")
 RELEASES: Final = ("released", "failed", "unsupported")
 RESUME_ACTIONS: Final = (
     *("restart", "completion_tokens", "chat_tokens", "roll_back", "raw_tokens", "suffix", "replay", "finish"),
@@ -154,6 +156,13 @@ class Metrics:
         self.missing_kv_total = Counter(
             "missing_kv_total", "Prefill answers without KV parameters, by what was done then.", ("action",), **new
         )
+        self.handovers_total = Counter(
+            "handovers_total",
+            "KV caches handed over, by what the decoders' own counters tell of them: transferred, the prompt computed "
+            "once more, or unknown.",
+            ("result",),
+            **new,
+        )
         self.prefills_skipped_total = Counter(
             "prefills_skipped_total", "Prompts so short that their decoder was asked to compute them by itself.", **new
         )
@@ -251,9 +260,9 @@ class Metrics:
         )
         self._show_known_series()
 
-    def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health) -> None:
+    def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
         """From now on every scrape tells about the instances that these have at that moment."""
-        self._instances = _Instances(tuple(pools), scoreboard, health)
+        self._instances = _Instances(tuple(pools), scoreboard, health, misfits)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition in the format that an Accept header asks for, and its content type."""
@@ -293,6 +302,7 @@ class Metrics:
             (self.inflight_requests, product(APIS)),
             (self.retries_total, product(LEGS, FAILURES)),
             (self.missing_kv_total, product(MISSING_KV_ACTIONS)),
+            (self.handovers_total, product(HANDOVERS)),
             (self.kv_released_total, product(RELEASES)),
             (self.streams_broken_total, BROKEN_STREAMS),
             (self.resumes_total, product(FAILURES, RESUME_ACTIONS)),
@@ -312,10 +322,11 @@ class _Instances:
     `instance` is `host:port`, the same as the target under which Prometheus scrapes the engine itself.
     """
 
-    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health) -> None:
+    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
         self._pools = pools
         self._scoreboard = scoreboard
         self._health = health
+        self._misfits = misfits
 
     def names(self) -> Iterator[tuple[str, str]]:
         """Role and instance of each."""
@@ -344,6 +355,11 @@ class _Instances:
         pinned_oldest = GaugeMetricFamily(
             "pdproxy_instance_pinned_kv_oldest_seconds", "How long the oldest of it has been there.", labels=labels
         )
+        misfits = GaugeMetricFamily(
+            "pdproxy_instance_misfit",
+            "In what an instance does not fit the others or this gateway, though it is well. Always 1.",
+            labels=(*labels, "kind"),
+        )
         now = time.monotonic()
         for backend in (backend for pool in self._pools for backend in pool.backends()):
             key = (backend.role.value, backend.name)
@@ -357,4 +373,6 @@ class _Instances:
             pinned_kv.add_metric(key, pinned.count)
             pinned_tokens.add_metric(key, pinned.tokens)
             pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
-        yield from (up, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest)
+            for misfit in self._misfits.of(backend):
+                misfits.add_metric((*key, misfit.kind), 1)
+        yield from (up, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)

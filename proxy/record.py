@@ -43,6 +43,9 @@ class Journey:
     stage: Stage | None = None
     prefiller: str = "-"
     decoder: str = "-"
+    kv: str = "-"
+    """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
+    handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
     seconds: dict[Stage, float] = field(default_factory=dict)
     attempts: int = 0
     resumes: int = 0
@@ -71,7 +74,7 @@ class Journey:
             return
         self.attempts += 1
         self.stage = None
-        self.prefiller = self.decoder = "-"
+        self.prefiller = self.decoder = self.kv = "-"
         if not self.is_resumed:
             self.seconds = {stage: spent for stage, spent in self.seconds.items() if stage is Stage.QUEUE}
 
@@ -179,6 +182,7 @@ class Record:
             "term": term,
             "p": first.prefiller,
             "d": first.decoder,
+            "kv": first.kv,
             "units": len(self.journeys),
             "attempts": sum(journey.attempts for journey in self.journeys),
             "resumes": sum(journey.resumes for journey in self.journeys),

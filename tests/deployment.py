@@ -53,7 +53,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "idle_seconds": 5.0,
     },
     "resume": {"deadline_seconds": 0.5},
-    "health": {"interval_seconds": 3600.0, "changing_interval_seconds": 3600.0},
+    "health": {"interval_seconds": 3600.0, "changing_interval_seconds": 3600.0, "transfer_interval_seconds": 0.0},
     "layerwise": {"host": "127.0.0.1"},
 }
 

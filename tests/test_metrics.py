@@ -19,6 +19,7 @@ from proxy.api.passthrough import ROUTES
 from proxy.balancer.backend import Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger
+from proxy.balancer.misfits import Misfits
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
@@ -52,7 +53,7 @@ class Gateway:
             for role in Role
         }
         self.metrics = Metrics()
-        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health)
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Misfits())
 
     def text(self) -> str:
         return self.metrics.render("text/plain")[0].decode()
@@ -180,6 +181,7 @@ WORKERS = """
 
     from proxy.balancer.backend import Role
     from proxy.balancer.health import Health
+    from proxy.balancer.misfits import Misfits
     from proxy.balancer.ledger import Ledger
     from proxy.balancer.policies import POLICIES
     from proxy.balancer.pool import Pool
@@ -207,7 +209,7 @@ WORKERS = """
     os.wait()
     pool = Pool(Role.PREFILL, POLICIES["random"](), scoreboard, scoreboard.row(0), roster, health)
     metrics = work(0)
-    metrics.watch_instances([pool], scoreboard, health)
+    metrics.watch_instances([pool], scoreboard, health, Misfits())
     print(metrics.render("")[0].decode())
 """
 

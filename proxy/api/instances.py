@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.balancer.health import Health
+    from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -46,6 +47,7 @@ class InstancesApi:
         roster: Roster,
         scoreboard: Scoreboard,
         health: Health,
+        misfits: Misfits,
         prober: Prober,
         names: Names,
         administrators: Administrators,
@@ -55,6 +57,7 @@ class InstancesApi:
         self._roster = roster
         self._scoreboard = scoreboard
         self._health = health
+        self._misfits = misfits
         self._prober = prober
         self._names = names
         self._administrators = administrators
@@ -105,6 +108,11 @@ class InstancesApi:
                 "pinned_kv": pinned.count,
                 "pinned_kv_tokens": pinned.tokens,
             },
+            "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
+            "misfits": [
+                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(time.time() - misfit.since, 3)}
+                for misfit in self._misfits.of(backend)
+            ],
             "engine": {
                 "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
                 "max_model_len": facts.max_model_len,
@@ -237,6 +245,8 @@ def _described(
         "reason": reason,
         "since_seconds": None,
         "load": None,
+        "kv": None,
+        "misfits": [],
         "engine": None,
     }
 

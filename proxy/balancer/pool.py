@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineVersion
+    from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.ledger import Ledger
     from proxy.balancer.pairs import Pairs
@@ -55,6 +56,7 @@ class Pool:
         *,
         ledger: Ledger | None = None,
         pairs: Pairs | None = None,
+        fitness: Fitness | None = None,
         worker: int = 0,
         max_running: int | None = None,
         pressure_seconds: float = 5.0,
@@ -63,9 +65,9 @@ class Pool:
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
         `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
-        `pairs` and it forget the backends that leave. `worker`: the number of the worker, see Policy. `max_running`:
-        requests a backend works on at a time; None is what its engine says, or any number. `pressure_seconds`: how long
-        a backend that ran out of KV memory is passed over.
+        `pairs`, `fitness` and it forget the backends that leave. `worker`: the number of the worker, see Policy.
+        `max_running`: requests a backend works on at a time; None is what its engine says, or any number.
+        `pressure_seconds`: how long a backend that ran out of KV memory is passed over.
         """
         self.role = role
         self.row = row
@@ -80,6 +82,7 @@ class Pool:
         self._on_end = on_end
         self._ledger = ledger
         self._pairs = pairs
+        self._fitness = fitness
         self._worker = worker
         self._max_running = max_running
         self._pressure_seconds = pressure_seconds
@@ -326,7 +329,7 @@ class Pool:
         """Forget who has left, whichever worker finalised that, and note who came later than the first look."""
         for gone in set(self._backends).difference(backends):
             self._health.forget(gone)
-            for books in (self._ledger, self._pairs):
+            for books in (self._ledger, self._pairs, self._fitness):
                 if books is not None:
                     books.forget(gone)
         if self._has_looked:

@@ -16,8 +16,9 @@ from proxy.balancer.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_CELLS_PER_SLOT = 7
-_REQUESTS, _RUNNING, _COMPUTE, _KV, _PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE = range(_CELLS_PER_SLOT)
+_CELLS_PER_SLOT = 9
+_REQUESTS, _RUNNING, _COMPUTE, _KV = range(4)
+_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE, _HANDOVERS, _HANDOVER_TOKENS = range(4, _CELLS_PER_SLOT)
 _CELL_BYTES = 8
 _TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
 
@@ -33,6 +34,16 @@ class Pinned:
     count: int = 0
     tokens: int = 0
     since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handovers:
+    """KV caches that were sent to a decoder, and it answered: how many since the workers started, and of how many
+    prompt tokens, which is an estimate.
+    """
+
+    count: int = 0
+    tokens: int = 0
 
 
 class Row:
@@ -55,6 +66,13 @@ class Row:
             cells[first + _COMPUTE] += compute
         if kv:
             cells[first + _KV] += kv
+
+    def hand_over(self, slot: int, tokens: int) -> None:
+        """Count one more KV cache sent to a decoder, which is never taken back."""
+        cells = self._cells
+        first = _CELLS_PER_SLOT * slot
+        cells[first + _HANDOVERS] += 1
+        cells[first + _HANDOVER_TOKENS] += tokens
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
         """Replace what this worker knows to be pinned. It is nobody's load, so nothing waits for it to go."""
@@ -95,6 +113,10 @@ class Scoreboard:
             tokens=self._sum(slot, _PINNED_TOKENS),
             since=None if since is None else since / _TICKS_PER_SECOND,
         )
+
+    def handovers(self, slot: int) -> Handovers:
+        """Of all workers. A worker that died takes its part with it; a slot that changed hands keeps what it had."""
+        return Handovers(self._sum(slot, _HANDOVERS), self._sum(slot, _HANDOVER_TOKENS))
 
     def weigh(self, slots: Iterable[int], per_compute: int, per_kv: int) -> list[int]:
         """`per_compute * compute + per_kv * (kv + pinned tokens)` of every slot asked for.

@@ -26,9 +26,17 @@ class Alone:
     """
 
     def __init__(
-        self, kit: Kit, role: Role, ranks: Ranks, members: Callable[[str], Mapping[str, object]] | None = None
+        self,
+        kit: Kit,
+        role: Role,
+        ranks: Ranks,
+        members: Callable[[str], Mapping[str, object]] | None = None,
+        kv: str = "local",
     ) -> None:
-        """`members`: what the protocol has to put into the body, by the attempt's id; None: nothing."""
+        """`members`: what the protocol has to put into the body, by the attempt's id; None: nothing. `kv`: what the
+        access line says of the KV cache.
+        """
+        self._kv = kv
         self._role = role
         self._pool = kit.pools.of(role)
         self._upstream = kit.upstream
@@ -53,6 +61,7 @@ class Alone:
         load = call.prefill_load if is_prefiller else call.decode_load
         with self._pool.lease(load, avoid) as lease, self._ranks.claim() as rank:
             journey.begin_attempt()
+            journey.kv = self._kv
             if is_prefiller:
                 journey.enter(Stage.PREFILL)
                 journey.prefiller = lease.backend.name

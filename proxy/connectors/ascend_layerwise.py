@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 from aiohttp import web
 
 from proxy.balancer.backend import Role
+from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import (
     Attempt,
@@ -67,6 +68,7 @@ class AscendLayerwise:
         self._pools = kit.pools
         self._upstream = kit.upstream
         self._releaser = kit.releaser
+        self._fitness = kit.fitness
         self.metaserver = kit.callback_url + _PATH
         """What decoders are told to call back."""
         logger.info("decoders call this worker back at %s", self.metaserver)
@@ -132,12 +134,19 @@ class AscendLayerwise:
                 )
                 with await leg.race(opening, lambda: handover.is_settled) as response:
                     await check_status(response)
+
+                    def on_arrival(works: bool) -> None:
+                        handover.settle(works)
+                        if works and journey.kv == "-":
+                            tokens = call.prompt_tokens
+                            journey.kv = self._fitness.handed_over(decoder.backend, tokens, LEAST_TOKENS)
+
                     yield Attempt(
                         response,
                         journey,
                         prefiller=prefiller.backend,
                         kv_handed_over=True,
-                        on_arrival=handover.settle,
+                        on_arrival=on_arrival,
                         first_token_seconds=answer_seconds,
                     )
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.fitness import Fitness
     from proxy.balancer.lease import Lease
     from proxy.balancer.pool import Pool
     from proxy.call import Call
@@ -78,6 +79,7 @@ class Kit:
     keys: EngineKeys
     settings: Settings
     metrics: Metrics
+    fitness: Fitness
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.balancer.backend import Role
+from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.balancer.backend import Backend
+    from proxy.balancer.handovers import Verdict
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.base import Kit
@@ -75,6 +77,8 @@ class InTurn(ABC):
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     continues_answers = True
+    least_tokens = LEAST_TOKENS
+    """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
 
     def __init__(self, kit: Kit) -> None:
         self._pools = kit.pools
@@ -83,6 +87,7 @@ class InTurn(ABC):
         self._releaser = kit.releaser
         self._ranks = Ranks()
         self._one_engine = OneEngine(kit, self._ranks)
+        self._fitness = kit.fitness
         self._timeouts, self._kv, self._balance = kit.settings.timeouts, kit.settings.kv, kit.settings.balance
 
     def check(self, call: Call) -> None:
@@ -127,12 +132,14 @@ class InTurn(ABC):
             prefilled = await self.prefill(call, prefiller, avoid, journey)
             prefiller.free_compute()
             with self._releaser.custody(prefilled.kv, avoid) as custody:
+                is_handed_over = self.is_handed_over(prefilled)
 
                 def on_arrival(works: bool) -> None:
                     prefiller.free_kv()
                     custody.end(decoder.backend, works)
-                    if works:
+                    if works and journey.kv == "-":
                         decoder.confirm()
+                        journey.kv = self._account(call, journey, decoder.backend) if is_handed_over else "local"
 
                 with await self._decode(call, prefilled, decoder, rank, custody.failed, journey) as response:
                     await check_status(response)
@@ -142,9 +149,13 @@ class InTurn(ABC):
                         response,
                         journey,
                         prefiller=prefiller.backend,
-                        kv_handed_over=self.is_handed_over(prefilled),
+                        kv_handed_over=is_handed_over,
                         on_arrival=on_arrival,
                     )
+
+    def _account(self, call: Call, journey: Journey, decoder: Backend) -> Verdict:
+        tokens = journey.prompt_tokens or call.prompt_tokens
+        return self._fitness.handed_over(decoder, tokens, self.least_tokens)
 
     # What a protocol says
 

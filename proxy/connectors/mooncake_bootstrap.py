@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import orjson
 
 from proxy.balancer.backend import Role
+from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -62,6 +63,7 @@ class MooncakeBootstrap:
         self._pools = kit.pools
         self._upstream = kit.upstream
         self._releaser = kit.releaser
+        self._fitness = kit.fitness
         self._bootstraps = Bootstraps(kit.session)
         self._ranks = Ranks()
         self._one_engine = OneEngine(kit, self._ranks)
@@ -117,12 +119,19 @@ class MooncakeBootstrap:
                     opening = self._decode(call, decoder.backend, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handover.is_settled) as response:
                         await check_status(response)
+
+                        def on_arrival(works: bool) -> None:
+                            handover.settle(works)
+                            if works and journey.kv == "-":
+                                tokens = call.prompt_tokens
+                                journey.kv = self._fitness.handed_over(decoder.backend, tokens, LEAST_TOKENS)
+
                         yield Attempt(
                             response,
                             journey,
                             prefiller=prefiller.backend,
                             kv_handed_over=True,
-                            on_arrival=handover.settle,
+                            on_arrival=on_arrival,
                             first_token_seconds=answer_seconds,
                         )
 

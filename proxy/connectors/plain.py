@@ -31,7 +31,7 @@ class Plain:
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:
-        self._alone = Alone(kit, Role.DECODE, Ranks())
+        self._alone = Alone(kit, Role.DECODE, Ranks(), kv="-")
 
     def check(self, call: Call) -> None:
         """Everything an engine can do alone is served."""

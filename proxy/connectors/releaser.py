@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
 from proxy import logs
+from proxy.balancer.handovers import Verdict
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import new_attempt_id
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
@@ -21,11 +24,12 @@ from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from types import TracebackType
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.ledger import Ledger, Pin
+    from proxy.balancer.misfits import Misfits
     from proxy.connectors.base import Pools
     from proxy.metrics import Metrics
     from proxy.settings import Kv
@@ -42,6 +46,7 @@ _SETTLE_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 5.0
 _CLOSING_SECONDS: Final = 1.0
 _MAX_PENDING: Final = 256
+_MAX_DOUBTFUL: Final = 256
 _MAX_AT_ONCE: Final = 8
 
 
@@ -71,9 +76,13 @@ class Custody:
         self._kv = kv
 
     def end(self, decoder: Backend, has_it: bool) -> None:
-        """The decoder has fetched the KV, or has failed to. May be called again."""
+        """The decoder has fetched the KV, as its answer says unless it fetches none; or it has failed to. May be called
+        again.
+        """
         if self._kv is not None:
             self._releaser.handed_over(self._kv.prefiller, decoder, has_it)
+            if has_it:
+                self._releaser.fetched(self._kv, decoder, self.failed)
         self._kv = None
 
     def __enter__(self) -> Self:
@@ -96,15 +105,21 @@ class Releaser:
     A release outlives its request, is sent once, and says nothing about the health of the decoder that is asked.
     """
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Kv, ledger: Ledger, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, upstream: Upstream, settings: Kv, ledger: Ledger, misfits: Misfits, metrics: Metrics
+    ) -> None:
         self._pairs = pools.pairs
         self._pools = pools
         self._upstream = upstream
         self._settings = settings
         self._ledger = ledger
+        self._misfits = misfits
         self._metrics = metrics
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self._last_transfer = KvTransfer.OTHER
+        self._doubtful: dict[Backend, deque[tuple[Backend, int, float]]] = {}
+        """By decoders of which nobody knows yet whether they fetch KV: what they were to fetch, as prefiller, tokens,
+        and the monotonic second at which the prefiller frees it anyhow."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
 
@@ -149,6 +164,33 @@ class Releaser:
             task = asyncio.get_running_loop().create_task(self._release(kv, pin, failed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def fetched(self, kv: PrefilledKv, decoder: Backend, failed: Collection[Backend]) -> None:
+        """A decoder has answered to KV it was to fetch. One that fetches none leaves it where it is; as long as nobody
+        knows whether it does, what it was handed is kept in mind.
+        """
+        verdict = self._misfits.verdict(decoder)
+        if verdict is Verdict.COMPUTED:
+            self.orphaned(kv, {*failed, decoder})
+        elif verdict is Verdict.UNKNOWN:
+            until = time.monotonic() + self.pin_seconds(kv.prefiller, kv.transfer)
+            self._doubtful.setdefault(decoder, deque(maxlen=_MAX_DOUBTFUL)).append((kv.prefiller, kv.tokens, until))
+
+    def look(self) -> None:
+        """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
+        for decoder in list(self._doubtful):
+            verdict = self._misfits.verdict(decoder)
+            if verdict is not Verdict.UNKNOWN:
+                doubtful = self._doubtful.pop(decoder)
+                if verdict is Verdict.COMPUTED:
+                    self._pin(doubtful)
+
+    def _pin(self, doubtful: Iterable[tuple[Backend, int, float]]) -> None:
+        now = time.monotonic()
+        for prefiller, tokens, until in doubtful:
+            if until > now and prefiller in self._pools.prefill.backends():
+                self._metrics.kv_orphans_total.inc()
+                self._ledger.pin(prefiller, tokens, until - now)
 
     def handed_over(self, prefiller: Backend, decoder: Backend, ok: bool) -> None:
         """A hand-over went well, or the decoder failed before it had the KV: with which of the two there is something
@@ -205,11 +247,7 @@ class Releaser:
     def _decoder(self, transfer: KvTransfer, failed: Collection[Backend]) -> Backend:
         """One that can release, if possible not one that has failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
-        unable = {
-            backend
-            for backend in decoders.eligible()
-            if not releases_rejected(transfer, decoders.engine_version(backend))
-        }
+        unable = {backend for backend in decoders.eligible() if not self._can_release(backend, transfer)}
         try:
             return decoders.pick(unable.union(failed))
         except NoBackendAvailable:
@@ -217,9 +255,13 @@ class Releaser:
 
     def _is_supported(self, transfer: KvTransfer) -> bool:
         """False when there are decoders and none of them can."""
-        decoders = self._pools.decode
-        versions = [decoders.engine_version(backend) for backend in decoders.eligible()]
-        return not versions or any(releases_rejected(transfer, version) for version in versions)
+        decoders = self._pools.decode.eligible()
+        return not decoders or any(self._can_release(decoder, transfer) for decoder in decoders)
+
+    def _can_release(self, decoder: Backend, transfer: KvTransfer) -> bool:
+        """One that fetches no KV has nothing to tell a prefiller either."""
+        is_able = releases_rejected(transfer, self._pools.decode.engine_version(decoder))
+        return is_able and self._misfits.verdict(decoder) is not Verdict.COMPUTED
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
         """How long a prefiller keeps KV that nobody fetches."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend import Role
+from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.aborts import Aborts
 from proxy.connectors.alone import Alone
@@ -66,6 +67,7 @@ class SglangBootstrap:
         self._upstream = kit.upstream
         self._timeouts = kit.settings.timeouts
         self._pair_told = kit.releaser.handed_over
+        self._fitness = kit.fitness
         self._dp_size = kit.settings.sglang.dp_size
         self._ranks = Ranks()
         self._aborts = Aborts(kit.upstream)
@@ -173,6 +175,7 @@ class SglangBootstrap:
             self._pair_told(legs.prefiller.backend, legs.decoder.backend, works)
             if works:
                 legs.decoder.confirm()
+                legs.journey.kv = self._fitness.handed_over(legs.decoder.backend, legs.call.prompt_tokens, LEAST_TOKENS)
 
 
 class _Legs:
@@ -194,7 +197,7 @@ class _Legs:
         self.answer: bytes | None = None
         """The prefiller's; None until it has come."""
         self._claim = claim
-        self._journey = journey
+        self.journey = journey
         self._decoder_answers = False
 
     def prefilled(self, answer: bytes) -> None:
@@ -203,13 +206,13 @@ class _Legs:
         self.at_work.discard(self.prefiller.backend)
         self.prefiller.free_compute()
         self._claim.free()
-        if self._journey.stage is Stage.PREFILL:
+        if self.journey.stage is Stage.PREFILL:
             self._enter_next()
 
     def decoder_answers(self) -> None:
         """The decoder's status line has come. Some engines send it when they have nothing to tell yet."""
         self._decoder_answers = True
-        if self._journey.stage is Stage.HANDOFF:
+        if self.journey.stage is Stage.HANDOFF:
             self._enter_next()
 
     def failed(self, error: UpstreamError) -> None:
@@ -219,9 +222,9 @@ class _Legs:
 
     def _enter_next(self) -> None:
         if not self.call.stream:
-            self._journey.enter(Stage.STREAM)
+            self.journey.enter(Stage.STREAM)
         else:
-            self._journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
+            self.journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
 
 
 class PrefillAnswer:

@@ -34,6 +34,7 @@ class VllmPull(InTurn):
             except UpstreamError as error:
                 self._releaser.suspect(lease.backend, call.prompt_tokens, error)
                 raise
+            self._fitness.prefilled(lease.backend, prefilled.kv is not None)
             if prefilled.kv is not None:
                 return prefilled
             missing = prefilled.response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.balancer.handovers import LEAST_STORED_TOKENS
 from proxy.connectors.in_turn import InTurn
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 class VllmStore(InTurn):
     """Prefill → decode, one after the other; what is between them is the store's business."""
+
+    least_tokens = LEAST_STORED_TOKENS
 
     async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
         """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""

@@ -291,6 +291,9 @@ class HealthChecks(Section):
     """Hand-overs in a row that fail between a prefiller and a decoder for which the two are not paired for a while."""
     quarantine_seconds: Seconds = 60.0
     """That while."""
+    transfer_interval_seconds: Delay = 15.0
+    """So often at most a decoder's /metrics is read, after hand-overs to it, to see whether it fetches the KV cache or
+    computes prompts once more; a quarter as often while all is well. 0: never."""
 
 
 class Joining(Section):

@@ -124,7 +124,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         "--protocol",
         choices=get_args(ProtocolName),
         help="how KV travels: vLLM's pull (the default), SGLang's bootstrap (the default of its profile), layerwise of "
-        "vllm-ascend, the transfer ids of vLLM's MooncakeConnector, or a store",
+        "vllm-ascend, the transfer ids of vLLM's MooncakeConnector, a store, or not at all",
     )
     add(
         "--bootstrap-port",

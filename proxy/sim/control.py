@@ -102,6 +102,7 @@ class ControlRoutes:
             "generation_tokens": core.state.tokens_generated,
             "prefix_cache_queries": core.cache.queries,
             "prefix_cache_hits": core.cache.hits,
+            "external_prefix_cache_hits": core.metrics.prompt_tokens_by_source["external_kv_transfer"],
             "num_preemptions": 0,
         }
         if options.connector == "nixl":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import uvloop
 from aiohttp import web
 
+from proxy.sim.bare import NoProtocol
 from proxy.sim.bootstrap import DEFAULT_PORT, BootstrapProtocol
 from proxy.sim.cli import parse_arguments
 from proxy.sim.control import ControlRoutes
@@ -44,6 +45,7 @@ PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, 
     "layerwise": LayerwiseProtocol,
     "transfer": TransferProtocol,
     "store": StoreProtocol,
+    "none": NoProtocol,
 }
 """How KV travels; a new protocol is one file and one line here."""
 

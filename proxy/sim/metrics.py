@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -45,7 +46,7 @@ class EngineMetrics:
     """What only `/metrics` needs; everything else is read from the engine's state when scraped."""
 
     model: str
-    prompt_tokens_by_source: Counter[str] = field(default_factory=Counter)
+    prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))
     requests_by_reason: Counter[str] = field(default_factory=Counter)
     time_to_first_token: Histogram = field(default_factory=Histogram)
     request_seconds: Histogram = field(default_factory=Histogram)

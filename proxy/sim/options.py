@@ -8,7 +8,7 @@ from typing import Literal
 from proxy.sim.profile import ALL_PROFILES, ConnectorName, Profile
 
 SimRole = Literal["prefill", "decode", "both"]
-ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store"]
+ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store", "none"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 
 

@@ -111,4 +111,17 @@ class SglangRoutes:
             for name, value in gauges.items()
             for line in (f"# TYPE sglang:{name} gauge", f"sglang:{name}{{{labels}}} {value}")
         ]
+        lines += self._token_lines(labels)
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+
+    def _token_lines(self, labels: str) -> list[str]:
+        """Counters of tokens: of prompts all, and by what the engine did; a decoder did nothing for what came to it."""
+        core = self._core
+        computed, cached, _ = core.metrics.prompt_tokens_by_source.values()
+        modes = {"prefill_compute": computed, "prefill_cache": cached, "decode": core.state.tokens_generated}
+        return [
+            "# TYPE sglang:prompt_tokens_total counter",
+            f"sglang:prompt_tokens_total{{{labels}}} {core.state.prompt_tokens}",
+            "# TYPE sglang:realtime_tokens_total counter",
+            *(f'sglang:realtime_tokens_total{{{labels},mode="{mode}"}} {count}' for mode, count in modes.items()),
+        ]

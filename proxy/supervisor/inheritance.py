@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy.balancer.bulletin import Bulletin
+from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.callers import KeyUsage
@@ -61,6 +62,7 @@ class Shared:
     roster: Roster
     key_usage: KeyUsage
     bulletin: Bulletin = field(default_factory=Bulletin)
+    misfits: Misfits = field(default_factory=Misfits)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""

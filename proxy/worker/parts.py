@@ -26,6 +26,7 @@ from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.balancer.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger
 from proxy.balancer.pairs import Pairs
@@ -39,6 +40,7 @@ from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import Releaser
 from proxy.flow.gateway import Gateway
 from proxy.flow.vocabulary import Vocabulary
+from proxy.inspector import Inspector, log_misfit
 from proxy.metrics import Metrics
 from proxy.monitor import Memory, Monitor
 from proxy.prober import Prober, log_transition
@@ -75,6 +77,7 @@ class Worker:
     pools: Pools
     ledger: Ledger
     prober: Prober
+    inspector: Inspector
     upstream: Upstream
     releaser: Releaser
     gateway: Gateway
@@ -111,6 +114,7 @@ class Worker:
             policy, max_running = _choices(settings, pool.role)
             pool.configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
         self.prober.configure(settings.health, settings.joining)
+        self.inspector.configure(settings.health.transfer_interval_seconds)
         self.upstream.configure(settings.timeouts, _stall_seconds(settings))
         self.releaser.configure(settings.kv)
         self.gateway.configure(settings)
@@ -128,6 +132,7 @@ class Worker:
     def look(self) -> None:
         """To be called every so often: take notice of what others have decided."""
         self.follower.look()
+        self.releaser.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.gateway.admission.is_short_of_memory = self.monitor.refuses
 
@@ -147,7 +152,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             metrics.instance_ejected_total.labels(backend.role.value, backend.name, transition.cause).inc()
 
     health = Health(settings.health)
-    pools, ledger = _balance(shared, index, health, heed, metrics)
+    fitness = Fitness(shared.misfits, shared.scoreboard.row(index), log_misfit)
+    pools, ledger = _balance(shared, index, health, fitness, heed, metrics)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     callers = Callers(shared.key_usage, index)
     callers.configure(current.client_keys, current.slots)
@@ -162,9 +168,10 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
                 on_stall=lambda backend: pools.of(backend.role).report_stall(backend),
             )
         )
-        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, metrics))
+        misfits = shared.misfits
+        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, misfits, metrics))
         callback_url = _callback_url(settings, shared.listeners, index)
-        kit = Kit(pools, upstream, releaser, session, keys, settings, metrics, callback_url)
+        kit = Kit(pools, upstream, releaser, session, keys, settings, metrics, fitness, callback_url)
         connector = CONNECTORS[settings.connector](kit)
         serving = {role: pools.of(role) for role in connector.roles}
         everybody = dict(serving)  # text needs no encoders
@@ -177,7 +184,14 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
                 on_removed=lambda backend: shared.bulletin.forget(_subject(backend)),
             )
         )
-        metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health)
+        metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health, misfits)
+        inspector = await stack.enter_async_context(
+            Inspector(
+                *(everybody, shared.scoreboard, health, fitness, session, keys.headers, metrics),
+                *(settings.health.transfer_interval_seconds, settings.connector),
+                reads=index == 0,
+            )
+        )
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
@@ -194,7 +208,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         is_sglang = settings.connector == "sglang_bootstrap"
         administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
         instances = InstancesApi(
-            *(everybody, shared.roster, shared.scoreboard, health, prober, names, administrators, settings)
+            *(everybody, shared.roster, shared.scoreboard, health, misfits, prober, names, administrators, settings)
         )
         administration = [
             *AdminApi(metrics, follower.reload, administrators).routes(),
@@ -220,7 +234,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(upstream, releaser, gateway, generation, generate, passthrough, administrators, instances),
+            *(inspector, upstream, releaser, gateway, generation, generate, passthrough, administrators, instances),
             *(front, admin_front),
             *(callback_front, index),
         )
@@ -235,7 +249,12 @@ def _subject(backend: Backend) -> str:
 
 
 def _balance(
-    shared: Shared, index: int, health: Health, heed: Callable[[Transition], None], metrics: Metrics
+    shared: Shared,
+    index: int,
+    health: Health,
+    fitness: Fitness,
+    heed: Callable[[Transition], None],
+    metrics: Metrics,
 ) -> tuple[Pools, Ledger]:
     """The part that decides: the pools of all roles, and the account of the KV that nobody fetches."""
     settings = shared.configuration.current().settings
@@ -255,6 +274,7 @@ def _balance(
             *(role, POLICIES[policy](), shared.scoreboard, row, shared.roster, health, heed, count),
             ledger=ledger if role is Role.PREFILL else None,
             pairs=pairs,
+            fitness=fitness,
             worker=index,
             max_running=max_running,
             pressure_seconds=settings.resume.pressure_seconds,

@@ -16,6 +16,7 @@ from proxy.api import replies
 from proxy.balancer.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
+from proxy.balancer.misfits import Misfits
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
@@ -67,6 +68,7 @@ class Gateway:
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([], [], self.scoreboard)
         self.health = Health(HealthChecks(fall=1, rise=1, slow_start_seconds=0))
+        self.misfits = Misfits(slots=8)
         row = self.scoreboard.row(0)
         self.metrics = Metrics()
         self.pools = {
@@ -75,7 +77,7 @@ class Gateway:
             )
             for role in (Role.PREFILL, Role.DECODE)
         }
-        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health)
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.misfits)
         self.session: aiohttp.ClientSession
         self.prober: Prober
 

@@ -55,7 +55,15 @@ async def client_of(
     administrators = Administrators(admin_key, listens_on=listens_on)
     names = names or Names(RULES, (), gateway.metrics)
     instances = InstancesApi(
-        pools, gateway.roster, gateway.scoreboard, gateway.health, gateway.prober, names, administrators, settings
+        pools,
+        gateway.roster,
+        gateway.scoreboard,
+        gateway.health,
+        gateway.misfits,
+        gateway.prober,
+        names,
+        administrators,
+        settings,
     )
     apis = (
         ProbeApi(pools, drain),

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from proxy.balancer.backend import Load, Role
 from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.misfits import MisfitKind
 from proxy.settings import Settings
 from proxy.upstream.names import Names
 from tests.api.operating import RULES, change, client_of
@@ -37,9 +38,11 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     decoder = await gateway.engine(Role.DECODE)
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
+    gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], MisfitKind.MODEL, "serves another model")
     with gateway.pools[Role.DECODE].lease(Load(compute=7, kv=100)):
         first, second = await shown(client)
-    seconds = (first.pop("since_seconds"), second.pop("since_seconds"))
+    (misfit,) = second.pop("misfits")
+    seconds = (first.pop("since_seconds"), second.pop("since_seconds"), misfit.pop("since_seconds"))
     assert all(0 <= past < 60 for past in seconds)
     nothing = {"version": None, "max_model_len": None, "max_num_seqs": None}
     idle = {
@@ -51,6 +54,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "pinned_kv": 0,
         "pinned_kv_tokens": 0,
     }
+    assert misfit == {"kind": "model", "hint": "serves another model"}
     well = {
         "bootstrap_port": None,
         "configured": False,
@@ -58,12 +62,21 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "state": "up",
         "reason": "passed its health check",
     }
-    assert first == {"role": "prefill", "address": prefiller.name, **well, "load": idle, "engine": nothing}
+    assert first == {
+        "role": "prefill",
+        "address": prefiller.name,
+        **well,
+        "load": idle,
+        "kv": None,
+        "misfits": [],
+        "engine": nothing,
+    }
     assert second == {
         "role": "decode",
         "address": decoder.name,
         **well,
         "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
+        "kv": "unknown",
         "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16},
     }
 

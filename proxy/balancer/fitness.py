@@ -1,0 +1,71 @@
+"""What one worker's traffic tells of whether engines fit: hand-overs are counted, and what answers lack is noticed.
+
+What is found goes to Misfits, which all workers share; who finds something new is called, to log it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.misfits import MisfitKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.handovers import Verdict
+    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.scoreboard import Row
+
+# Answers in a row. A request may ask the same prefiller twice.
+_LEAST_WITHOUT_PARAMS: Final = 3
+
+
+class Fitness:
+    """One worker's. `row` is its own. `on_change` hears of a backend, a kind, and the hint; None: it fits again."""
+
+    def __init__(
+        self,
+        misfits: Misfits,
+        row: Row,
+        on_change: Callable[[Backend, MisfitKind, str | None], None] = lambda *_: None,
+    ) -> None:
+        self.misfits = misfits
+        self._row = row
+        self._on_change = on_change
+        self._without_params: dict[Backend, int] = {}  # answers in a row
+
+    def report(self, backend: Backend, kind: MisfitKind, hint: str | None) -> None:
+        """It does not fit in this, and why; None: it does fit."""
+        is_news = self.misfits.remove(backend, kind) if hint is None else self.misfits.add(backend, kind, hint)
+        if is_news:
+            self._on_change(backend, kind, hint)
+
+    def handed_over(self, decoder: Backend, tokens: int, least_tokens: int) -> Verdict:
+        """A decoder has answered to a prompt of about so many tokens, whose KV it was to fetch: what it makes of KV.
+        From a prompt of less than `least_tokens` nothing follows.
+        """
+        if tokens >= least_tokens:
+            self._row.hand_over(decoder.slot, tokens)
+        return self.misfits.verdict(decoder)
+
+    def prefilled(self, prefiller: Backend, has_params: bool) -> None:
+        """A prefiller has answered, with something for a decoder to fetch or without."""
+        if has_params:
+            if self._without_params:
+                self._without_params.pop(prefiller, None)
+            self.report(prefiller, MisfitKind.NO_KV_PARAMS, None)
+            return
+        count = self._without_params[prefiller] = self._without_params.get(prefiller, 0) + 1
+        if count >= _LEAST_WITHOUT_PARAMS:
+            self.report(
+                prefiller,
+                MisfitKind.NO_KV_PARAMS,
+                "answers prefills without kv_transfer_params, so that decoders compute its prompts once more: is "
+                "--kv-transfer-config set, and is it a connector that this gateway's connector serves?",
+            )
+
+    def forget(self, backend: Backend) -> None:
+        """It has left."""
+        self._without_params.pop(backend, None)
+        self.misfits.forget(backend)

@@ -1,0 +1,168 @@
+"""Which instances do not fit the others, or this gateway, though they are well: known to all workers, told once.
+
+A misfit serves, or refuses with a good reason, so it is nothing for health; but its operator wants to know, and to be
+told when it is over. Whoever finds out, in whichever worker, reports it here, and the first one to do so logs it. What
+decoders make of the KV they are handed is kept here, too. Build it before forking.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from proxy.balancer.handovers import Verdict
+from proxy.balancer.shared import SharedValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.balancer.backend import Backend
+
+_MAX_MISFITS = 512
+_BYTES_PER_MISFIT = 2048  # a host name has at most 253, and a hint is cut
+_MAX_HINT = 400
+_BYTES_PER_VERDICT = 320
+
+
+class MisfitKind(StrEnum):
+    """In what an instance does not fit. The values are metric labels."""
+
+    KV_NOT_FETCHED = "kv_not_fetched"
+    """A decoder computes the prompts whose KV it is handed."""
+    NO_KV_PARAMS = "no_kv_params"
+    """A prefiller's answers name nothing for a decoder to fetch."""
+    CONNECTOR = "connector"
+    """It runs what this gateway's connector does not serve."""
+    ROLE = "role"
+    """It was started for another role than it was given."""
+    BOOTSTRAP = "bootstrap"
+    """The bootstrap server at which decoders are to meet it is not its own, or not there."""
+    MODEL = "model"
+    """It serves another model than the others."""
+    ENGINE_KEY = "engine_key"
+    """It refuses the key it is sent, or wants one."""
+    GATEWAY = "gateway"
+    """It is a gateway and no engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """`since` is a time of day, in seconds since 1970; `hint` says what is wrong and what to look at."""
+
+    kind: MisfitKind
+    hint: str
+    since: float
+
+
+_Key = tuple[str, str]  # role and name of a backend
+
+
+class Misfits:
+    """Reading costs a look at the version, as long as nothing has changed; changing takes a lock of all workers."""
+
+    def __init__(self, clock: Callable[[], float] = time.time, slots: int = 1024) -> None:
+        """`slots`: how many backends there can be."""
+        self._clock = clock
+        capacity_bytes = _MAX_MISFITS * _BYTES_PER_MISFIT + slots * _BYTES_PER_VERDICT
+        self._shared = SharedValue("list of misfits", capacity_bytes)
+        self._read_version = -1
+        self._misfits: dict[_Key, dict[MisfitKind, Misfit]] = {}
+        self._verdicts: dict[_Key, Verdict] = {}
+        with self._shared.exclusive():
+            self._write()
+
+    # What is known
+
+    def of(self, backend: Backend) -> Sequence[Misfit]:
+        """In what it does not fit, if in anything."""
+        self._read()
+        return tuple(self._misfits.get(_key(backend), {}).values())
+
+    def has(self, backend: Backend, kind: MisfitKind) -> bool:
+        """Whether it is known not to fit in this."""
+        self._read()
+        return bool(self._misfits) and kind in self._misfits.get(_key(backend), ())
+
+    def verdict(self, decoder: Backend) -> Verdict:
+        """What it makes of KV that is handed over to it."""
+        self._read()
+        return self._verdicts.get(_key(decoder), Verdict.UNKNOWN)
+
+    # What changes it
+
+    def add(self, backend: Backend, kind: MisfitKind, hint: str) -> bool:
+        """It does not fit in this. Whether that is news: it is to be told then."""
+        if self.has(backend, kind):
+            return False
+        with self._shared.exclusive():
+            self._read()
+            known = self._misfits.setdefault(_key(backend), {})
+            if kind in known:
+                return False
+            known[kind] = Misfit(kind, hint[:_MAX_HINT], self._clock())
+            if sum(map(len, self._misfits.values())) > _MAX_MISFITS:
+                del known[kind]  # told as often as it is found then, and not listed
+                return True
+            self._write()
+            return True
+
+    def remove(self, backend: Backend, kind: MisfitKind) -> bool:
+        """It fits in this. Whether that is news."""
+        if not self.has(backend, kind):
+            return False
+        with self._shared.exclusive():
+            self._read()
+            known = self._misfits.get(_key(backend), {})
+            if known.pop(kind, None) is None:
+                return False
+            if not known:
+                del self._misfits[_key(backend)]
+            self._write()
+            return True
+
+    def judge(self, decoder: Backend, verdict: Verdict) -> None:
+        """Keep what was found about a decoder."""
+        if self.verdict(decoder) is verdict:
+            return
+        with self._shared.exclusive():
+            self._read()
+            if verdict is Verdict.UNKNOWN:
+                self._verdicts.pop(_key(decoder), None)
+            else:
+                self._verdicts[_key(decoder)] = verdict
+            self._write()
+
+    def forget(self, backend: Backend) -> None:
+        """It has left."""
+        self._read()
+        if _key(backend) not in self._misfits and _key(backend) not in self._verdicts:
+            return
+        with self._shared.exclusive():
+            self._read()
+            self._misfits.pop(_key(backend), None)
+            self._verdicts.pop(_key(backend), None)
+            self._write()
+
+    # How
+
+    def _read(self) -> None:
+        if self._shared.version == self._read_version:
+            return
+        self._read_version, (misfits, verdicts) = self._shared.read()
+        self._misfits, self._verdicts = {}, {(role, name): Verdict(verdict) for role, name, verdict in verdicts}
+        for role, name, kind, hint, since in misfits:
+            self._misfits.setdefault((role, name), {})[MisfitKind(kind)] = Misfit(MisfitKind(kind), hint, since)
+
+    def _write(self) -> None:
+        misfits: list[Any] = [
+            (*key, misfit.kind, misfit.hint, misfit.since)
+            for key, known in self._misfits.items()
+            for misfit in known.values()
+        ]
+        self._shared.write((misfits, [(*key, verdict) for key, verdict in self._verdicts.items()]))
+
+
+def _key(backend: Backend) -> _Key:
+    return backend.role.value, backend.name

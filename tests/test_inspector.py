@@ -1,0 +1,215 @@
+"""Engines that do not fit: noticed from traffic, told once, and once more when it is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import request, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+LONG = "every good boy does fine and so does this prompt that is long enough to tell something " * 3
+STORED = LONG * 20
+LOOKS = {"transfer_interval_seconds": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def _levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "proxy")
+
+
+def told(caplog: pytest.LogCaptureFixture, level: str, *words: str) -> list[str]:
+    """The lines of this level that have all these words."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == level and all(word in record.getMessage() for word in words)
+    ]
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, object]]:
+    return (record.fields for record in caplog.records if record.name == "proxy.access" and hasattr(record, "fields"))
+
+
+async def watched(deploy: Deploy, *args: Any, **options: Any) -> Deployment:
+    """A deployment whose decoders' counters have been read before there was any request."""
+    gateway = await deploy(*args, health=LOOKS, **options)
+    await until(lambda: all(_readings(engine) for engine in gateway.decoders), "the first readings")
+    return gateway
+
+
+def _readings(engine: SimulatedEngine) -> int:
+    return sum(seen.path == "/metrics" for seen in engine.requests)
+
+
+async def send(gateway: Deployment, count: int, text: str = LONG) -> None:
+    """So many requests, each with a prompt of its own, streamed or not."""
+    for number in range(count):
+        answer = await gateway.ask(request(Api.CHAT, f"{number} {text}", stream=bool(number % 2)))
+        assert answer.status == 200
+
+
+async def judged(gateway: Deployment, result: str, count: int) -> None:
+    """Wait until so many hand-overs have been judged to have come to this."""
+    await until(lambda: gateway.metrics("pdproxy_handovers_total").get((result,), 0) >= count, "the verdict")
+
+
+def misfits(gateway: Deployment) -> set[tuple[str, str, str]]:
+    """Instance, kind and role of each."""
+    return set(gateway.metrics("pdproxy_instance_misfit"))
+
+
+PAIRS: list[dict[str, Any]] = [
+    {},
+    {"engine": {"profile_name": "v0.33"}},
+    {"connector": "mooncake_bootstrap"},
+    {"connector": "ascend_layerwise"},
+    {"connector": "sglang_bootstrap"},
+    {"connector": "vllm_store"},
+]
+
+
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+async def test_a_decoder_that_fetches_fits(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await watched(deploy, **options)
+    text = STORED if options.get("connector") == "vllm_store" else LONG
+    await send(gateway, 4, text)
+    await judged(gateway, "transferred", 1)
+    await send(gateway, 1, "another " + text)
+    assert [line["kv"] for line in access_lines(caplog)][-1] == "transferred"
+    assert ("computed",) not in gateway.metrics("pdproxy_handovers_total")
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+@pytest.mark.parametrize("options", [{}, {"connector": "mooncake_bootstrap"}], ids=str)
+async def test_a_decoder_without_a_connector_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"}, **options)
+    decoder = f"{gateway.decoders[0].host}:{gateway.decoders[0].port}"
+    await send(gateway, 4)
+    await judged(gateway, "computed", 3)
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(decoder, "kv_not_fetched", "decode")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(f"decode instance {decoder} does not fetch the KV cache it is handed: ")
+    assert "--kv-transfer-config" in line
+
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    await send(gateway, 4, "again " + LONG)
+    assert [line["kv"] for line in access_lines(caplog)][-4:] == ["computed"] * 4
+    assert len(told(caplog, "WARNING")) == 1
+    await until(lambda: list(gateway.metrics("pdproxy_instance_pinned_kv").values()) == [8], "all of it")
+    gateway.expects_pinned = 8
+
+
+async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"})
+    (engine,) = gateway.decoders
+    await send(gateway, 3)
+    await judged(gateway, "computed", 3)
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    engine.options = dataclasses.replace(engine.options, protocol=None)
+    readings = _readings(engine)
+    await engine.restart()
+    await send(gateway, 1, "again " + LONG)
+    await until(lambda: _readings(engine) > readings, "a reading of the counters that began anew")
+    await send(gateway, 3, "once more " + LONG)
+    await judged(gateway, "transferred", 1)
+    assert misfits(gateway) == set()
+    assert told(caplog, "INFO", "fits again") == [
+        f"decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache it is handed"
+    ]
+    gateway.expects_pinned, gateway.expects_inexact_ledger = 3, True  # it was not known at once that it began to fetch
+
+
+async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = SimulatedEngine(role="decode", protocol="none")
+    decoder.faults.add("refuse_status", path="/metrics", status=404)
+    gateway = await watched(deploy, 1, [decoder])
+    await send(gateway, 5)
+    await judged(gateway, "unknown", 5)
+    assert [line["kv"] for line in access_lines(caplog)] == ["unknown"] * 5
+    assert told(caplog, "WARNING") == []
+    gateway.expects_pinned, gateway.expects_inexact_ledger = 5, True
+
+
+async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"})
+    await send(gateway, 5, "hi")
+    assert gateway.scoreboard.handovers(gateway.worker.pools.decode.backends()[0].slot).count == 0
+    assert told(caplog, "WARNING") == []
+    gateway.expects_pinned, gateway.expects_inexact_ledger = 5, True
+
+
+async def test_what_a_decoder_is_to_compute_is_local(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, kv={"prefill_min_tokens": 100_000})
+    await send(gateway, 4)
+    assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 4
+    assert gateway.metrics("pdproxy_handovers_total") == {}
+
+
+async def test_engines_that_have_no_store_in_common_are_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await watched(deploy, connector="vllm_store", engine={"protocol": "none"})
+    await send(gateway, 4, STORED)
+    await judged(gateway, "computed", 3)
+    await until(lambda: misfits(gateway), "the misfit")
+    (line,) = told(caplog, "WARNING")
+    assert "finds nothing in the KV store" in line
+
+
+async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(deploy: Deploy) -> None:
+    silent = await deploy(health={"transfer_interval_seconds": 0.0})
+    await send(silent, 4)
+    gateway = await watched(deploy)
+    await send(gateway, 4)
+    await judged(gateway, "transferred", 1)
+    readings = _readings(gateway.decoders[0])
+    await send(gateway, 20, "hi")
+    assert _readings(gateway.decoders[0]) <= readings + 1  # for what came after the last reading
+    assert _readings(silent.decoders[0]) == 0
+    assert _readings(gateway.prefillers[0]) == 0
+
+
+async def test_a_prefiller_without_a_connector_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(prefiller={"protocol": "none"})
+    await send(gateway, 3)
+    prefiller = f"{gateway.prefillers[0].host}:{gateway.prefillers[0].port}"
+    assert misfits(gateway) == {(prefiller, "no_kv_params", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(f"prefill instance {prefiller} answers prefills without kv_transfer_params")
+    assert "is --kv-transfer-config set" in line
+    assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 3
+
+
+async def test_it_is_told_when_a_prefiller_has_parameters_again(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy()
+    gateway.prefillers[0].faults.add("missing_kv_params")
+    long = "word " * 12_000
+    for _ in range(2):
+        answer = await gateway.ask(request(Api.CHAT, long))
+        assert (answer.status, answer.error["code"]) == (502, "kv_handoff_failed")
+    assert len(told(caplog, "WARNING", "without kv_transfer_params")) == 1
+    gateway.prefillers[0].faults.clear()
+    await send(gateway, 1, long)
+    assert len(told(caplog, "INFO", "fits again: its answers tell decoders what to fetch")) == 1
+    assert misfits(gateway) == set()

@@ -1,0 +1,58 @@
+"""Of what an engine writes at `/metrics`, the little that is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.wire.exposition import PromptTokens, parse_prompt_tokens
+
+VLLM = b"""# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
+# TYPE vllm:prompt_tokens_by_source_total counter
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 10.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 32.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 768.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="local_compute"} 5.0
+vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external_kv_transfer"} 1.5e+03
+vllm:prompt_tokens_by_source_created{engine="0",model_name="tiny",source="local_compute"} 1.7e+09
+vllm:prompt_tokens_total{engine="0",model_name="tiny"} 810.0
+"""
+OLDER = b"""vllm:prompt_tokens_total{engine="0",model_name="tiny"} 100.0
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 16.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="tiny"} 64.0
+"""
+SGLANG = b"""sglang:prompt_tokens_total{model_name="tiny"} 100.0
+sglang:realtime_tokens_total{engine_type="decode",mode="prefill_compute",tp_rank="0"} 10.0
+sglang:realtime_tokens_total{engine_type="decode",mode="decode",tp_rank="0"} 70.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("exposition", "told"),
+    [
+        (VLLM, PromptTokens(2268.0, 15.0, 32.0)),
+        (VLLM.replace(b"\n", b"\r\n").replace(b"\r", b" 1763793000"), PromptTokens(2268.0, 15.0, 32.0)),
+        (OLDER, PromptTokens(64.0, 20.0, 16.0)),
+        (SGLANG, PromptTokens(90.0, 10.0, 0.0)),
+        (b"x" * 100_000 + b"\n" + SGLANG, PromptTokens(90.0, 10.0, 0.0)),
+    ],
+)
+def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: PromptTokens) -> None:
+    assert parse_prompt_tokens(exposition) == told
+
+
+@pytest.mark.parametrize(
+    "exposition",
+    [
+        b"",
+        b"<html>vllm: no</html>",
+        b"vllm:num_requests_running{} 1\n",
+        OLDER.replace(b"external_prefix_cache_hits_total", b"external_prefix_cache_queries_total"),
+        b'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} NaN\n',
+        b'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} many\n',
+        b"# vllm:prompt_tokens_by_source_total of old\n",
+        b"sglang:prompt_tokens_total 5\n",
+        b"\xff\xfe{{{{ 1",
+    ],
+)
+def test_an_engine_that_does_not_count_them_tells_nothing(exposition: bytes) -> None:
+    assert parse_prompt_tokens(exposition) is None
