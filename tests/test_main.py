@@ -21,7 +21,7 @@ from proxy.__main__ import main
 from proxy.settings import load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 # The proxy commands of vLLM-Ascend's guides for Kimi-K2.6 (8 prefillers, 8 decoders) and Kimi-K2.5 (4, 32), verbatim
@@ -279,10 +279,24 @@ def test_health_knows_only_0_and_1() -> None:
     assert main(["health", "--frobnicate"]) == 1
 
 
-def test_an_interrupt_prints_no_traceback() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+@contextmanager
+def interrupts(disposition: Callable[..., object] | signal.Handlers) -> Iterator[None]:
+    """What SIGINT does to this process, and to those it starts if it is ignored: they inherit that."""
+    before = signal.signal(signal.SIGINT, disposition)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# In the background of a script, and so under `nohup scripts/test &`, tests run with interrupts ignored.
+@pytest.mark.parametrize("around", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_an_interrupt_prints_no_traceback(around: Callable[..., object] | signal.Handlers) -> None:
+    with interrupts(around), socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-m", "proxy", "health", "--port", str(silent.getsockname()[1])]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, silent.accept()[0]:
+        with interrupts(signal.default_int_handler):
+            started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        with started as process, silent.accept()[0]:
             process.send_signal(signal.SIGINT)
             _, err = process.communicate()
     assert process.returncode == 130
