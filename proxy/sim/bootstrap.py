@@ -3,7 +3,9 @@
 Decoders ask the prefiller's bootstrap server, here a second port of the engine, for their room: `POST /_mock/room`
 stands for the whole exchange and is answered when the KV has arrived. The prefiller computes once the decoder is there,
 and answers once the decoder has the KV. A leg without its partner waits, by default 300 s
-(SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. Nobody tells a leg that its partner has left.
+(SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. Nobody tells a leg that its partner has left. A
+bootstrap server that a decoder does not know is asked every second, 15 times, before the leg fails
+(`_max_ensure_retries` in SGLang's disaggregation/decode.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from proxy.sim.state import State
 
 DEFAULT_PORT = 8998
+_HANDSHAKE_INTERVAL_SECONDS = 1.0
 
 
 class Room:
@@ -60,6 +63,8 @@ class BootstrapProtocol(KvProtocol):
         self._in_rooms: dict[str, tuple[int, int]] = {}
         self._ranks: Counter[int] = Counter()
         self._peers = Peers()
+        self._reached: set[str] = set()
+        """Bootstrap servers that this decoder knows."""
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
         """A matter of the engine's role; without one, or without a partner, there is no disaggregation."""
@@ -106,18 +111,21 @@ class BootstrapProtocol(KvProtocol):
             await self._wait_in_vain(number)
         with self._state.waiting_room():
             try:
+                server = self._server(place)
+                await self._shake_hands(server, child, number)
                 async with asyncio.timeout(self._options.waiting_seconds):
-                    answer = await self._peers.post(self._url(place), self._question(child, number))
+                    answer = await self._peers.post(f"{server}/_mock/room", self._question(child, number))
             except TimeoutError:
                 _gave_up(number, self._options.waiting_seconds)
         if answer is None:
+            self._reached.discard(server)
             self._state.pull_failures += 1
             raise _failure(f"Decode transfer failed for request rank=0 bootstrap_room={number}")
         self._state.pulls += 1
         return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/_mock/room", self._admit)]
+        return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._tell)]
 
     def describe(self) -> dict[str, Any]:
         """`dp_ranks`: how many legs each rank had, by its number."""
@@ -173,9 +181,28 @@ class BootstrapProtocol(KvProtocol):
         named = child.params["routed_dp_rank"]
         return number % self._options.dp_size if named is None else int(named)
 
-    def _url(self, place: Mapping[str, Any]) -> str:
-        port = place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT
-        return address(place["bootstrap_host"], port) + "/_mock/room"
+    def _server(self, place: Mapping[str, Any]) -> str:
+        return address(place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT)
+
+    async def _shake_hands(self, server: str, child: Child, number: int) -> None:
+        """Learn of a bootstrap server. Raises EngineError when there is none."""
+        try:
+            async with asyncio.timeout(self._options.handshake_seconds):
+                while server not in self._reached:
+                    if await self._peers.get(f"{server}/_mock/bootstrap") is not None:
+                        self._reached.add(server)
+                    else:
+                        await asyncio.sleep(_HANDSHAKE_INTERVAL_SECONDS)
+        except TimeoutError:
+            raise _failure(
+                f"Decode handshake failed for request rank=0 decode_req.req.rid={child.request_id!r} "
+                f"decode_req.req.bootstrap_room={number} with exception "
+                f"KVTransferError(bootstrap_room={number}): Aborted by AbortReq."
+            ) from None
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        """The prefiller's end: here is a bootstrap server."""
+        return web.json_response({})
 
     def _question(self, child: Child, number: int) -> dict[str, Any]:
         return {"room": number, "dp_rank": child.params["disagg_prefill_dp_rank"]}
@@ -203,4 +230,4 @@ def _collision(number: int) -> EngineError:
 
 
 def _failure(message: str) -> EngineError:
-    return EngineError(500, message, "InternalServerError")
+    return EngineError(500, message, "500")

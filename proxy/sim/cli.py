@@ -141,6 +141,13 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         help="how long a leg waits for its partner (default: %(default)s)",
     )
     add(
+        "--handshake-seconds",
+        type=float,
+        default=default.handshake_seconds,
+        metavar="SECONDS",
+        help="SGLang: how long a decoder looks for a bootstrap server it does not know (default: %(default)s)",
+    )
+    add(
         "--metaserver-delay-seconds",
         type=float,
         default=default.metaserver_delay_seconds,

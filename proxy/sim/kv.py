@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def blocks_of(tokens: int, block_size: int) -> int:
+    """How many blocks so many tokens fill, the last one perhaps in part."""
+    return -(-tokens // block_size)
+
+
 @dataclass(slots=True)
 class Pin:
     """KV that a prefiller keeps for a decoder after having answered."""
@@ -45,7 +50,7 @@ class PinTable:
     _next_block: int = 1
 
     def pin(self, request_id: str, prompt_tokens: int, prompt_digest: int, block_size: int, now: float) -> Pin:
-        count = -(-prompt_tokens // block_size)
+        count = blocks_of(prompt_tokens, block_size)
         blocks = [(self._next_block + offset) % self.num_blocks for offset in range(count)]
         self._next_block += count
         pin = Pin(request_id, blocks, prompt_tokens, prompt_digest, now + self.lease_seconds)

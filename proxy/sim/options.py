@@ -55,6 +55,8 @@ class Options:
     """Data-parallel ranks behind the one address of this engine."""
     waiting_seconds: float = 300.0
     """How long a leg waits for its partner."""
+    handshake_seconds: float = 14.0
+    """How long a decoder of SGLang looks for a bootstrap server that it does not know."""
     metaserver_delay_seconds: float = 0.0
     """Layerwise: how long a decoder queues before it calls back."""
     store: str | None = None

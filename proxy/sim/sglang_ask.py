@@ -69,7 +69,9 @@ def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
     if options.role == "prefill" and all(place["bootstrap_host"] == _NOBODY for place in rooms):
         return replace(ask, kv_params={}, max_tokens=1, min_tokens=0)
     if any(place["bootstrap_room"] is None for place in rooms):
-        raise EngineError(400, "Disaggregated request received without bootstrap room id", "BadRequestError")
+        raise _invalid(
+            f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={body.get('rid')!r}"
+        )
     ask = replace(ask, kv_params={"rooms": rooms, **ranks})
     return replace(ask, max_tokens=1, min_tokens=0) if options.role == "prefill" else ask
 

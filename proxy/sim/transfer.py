@@ -2,9 +2,9 @@
 
 A bootstrap server runs beside each prefiller, here on a second port of the engine, and tells at `/query` which engines
 there are: one for each data-parallel rank, with an id that is another after every start, and the addresses of its
-workers. The decoder asks there for the engine it was told of, and then that engine for the transfer; it may come before
-the prefill is done. The prefiller's answer has nothing for the decoder. What no decoder fetches is kept as with the
-pull protocol.
+workers. The decoder asks there for an engine that it does not know yet, and then that engine for the transfer; it may
+come before the prefill is done. The prefiller's answer has nothing for the decoder. What no decoder fetches is kept as
+with the pull protocol.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 
 from proxy.sim.core import Child, Leg, Loaded
+from proxy.sim.kv import blocks_of
 from proxy.sim.peers import address
 from proxy.sim.pull import PullProtocol
 
@@ -39,6 +40,8 @@ class TransferProtocol(PullProtocol):
         self._ranks: Counter[int] = Counter()
         self._engines: dict[str, str] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._workers: dict[str, str] = {}
+        """The decoder's end: where each engine is that was ever told of, by its id (vLLM's `_remote_agents`)."""
         self._served = 0
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
@@ -63,8 +66,9 @@ class TransferProtocol(PullProtocol):
         return None
 
     async def load(self, child: Child) -> Loaded:
+        blocks = blocks_of(len(child.prompt), self._options.block_size)
         with self._state.waiting_room():
-            return self._pulled(await self._ask_prefiller(child.params, "pull"), child)
+            return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
 
     async def release(self, params: Mapping[str, Any]) -> None:
         """The transfer goes on when its request is gone, and so the prefiller gets rid of it."""
@@ -99,17 +103,21 @@ class TransferProtocol(PullProtocol):
             }
         )
 
-    async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
-        known = await self._peers.get(f"{params['remote_bootstrap_addr']}/query")
+    async def _ask_prefiller(self, params: Mapping[str, Any], verb: str, blocks: int = 0) -> Any:
         engine_id = params["remote_engine_id"]
-        for entry in known.values() if isinstance(known, dict) else ():
-            if entry["engine_id"] == engine_id:
-                body = {"transfer_id": params["transfer_id"], "engine_id": engine_id, "verb": verb}
-                return await self._peers.post(f"{entry['worker_addr']['0']['0']}/_mock/pull", body)
-        return None
+        if engine_id not in self._workers:
+            told = await self._peers.get(f"{params['remote_bootstrap_addr']}/query")
+            for entry in told.values() if isinstance(told, dict) else ():
+                self._workers[entry["engine_id"]] = entry["worker_addr"]["0"]["0"]
+        if (worker := self._workers.get(engine_id)) is None:
+            return None
+        body = {"transfer_id": params["transfer_id"], "engine_id": engine_id, "verb": verb, "blocks": blocks}
+        return await self._peers.post(f"{worker}/_mock/pull", body)
 
     async def _give(self, request: web.Request) -> web.Response:
-        """The prefiller's end: hand a transfer over once it is there."""
+        """The prefiller's end: hand a transfer over once it is there. A decoder that wants more blocks than there are
+        gets none, and they are kept on (vLLM: "P num blocks less than D").
+        """
         body = await request.json(loads=orjson.loads)
         name, engine_id, verb = body["transfer_id"], body["engine_id"], body["verb"]
         if verb == "release" and name not in self.table.pins:
@@ -123,6 +131,8 @@ class TransferProtocol(PullProtocol):
             )
         except TimeoutError:
             return web.json_response({"error": "no such transfer"}, status=404)
+        if name in self.table.pins and len(self.table.pins[name].blocks) < body["blocks"]:
+            return web.json_response({"error": "fewer blocks than asked for"}, status=409)
         pin = self._take(name, verb)
         if pin is None:  # expired in this very moment
             return web.json_response({"error": "no such transfer"}, status=404)

@@ -31,6 +31,7 @@ def test_every_option_has_a_flag() -> None:
         ("--protocol store --store /kv", {"protocol": "store", "store": "/kv"}),
         ("--profile sglang --dp-size 4", {"profile_name": "sglang", "dp_size": 4}),
         ("--profile sglang --waiting-seconds 2", {"profile_name": "sglang", "waiting_seconds": 2.0}),
+        ("--profile sglang --handshake-seconds 2", {"profile_name": "sglang", "handshake_seconds": 2.0}),
     ],
 )
 def test_protocols_have_flags(words: str, fields: dict[str, Any]) -> None:

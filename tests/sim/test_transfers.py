@@ -126,6 +126,35 @@ async def test_a_prefiller_that_is_gone_is_a_failure(client: Client) -> None:
         assert (await client.post(decoder, PATH, body))[0] == 500
 
 
+async def test_a_decoder_knows_an_engine_it_was_told_of_once(client: Client) -> None:
+    """As vLLM 0.32 does, whose bootstrap server is asked for engines that are new to the decoder."""
+    async with pair() as (prefiller, decoder):
+        for number, address in enumerate((None, "http://127.0.0.1:1")):
+            body = await decode(client, prefiller, f"xfer-{number}")
+            if address is not None:
+                body["kv_transfer_params"]["remote_bootstrap_addr"] = address
+            await client.post(prefiller, PATH, prefill(f"xfer-{number}"))
+            assert (await client.post(decoder, PATH, body))[0] == 200
+        assert decoder.state.pulls == 2
+
+
+async def test_a_bootstrap_server_that_is_not_there_is_a_failure(client: Client) -> None:
+    async with pair() as (prefiller, decoder):
+        body = await decode(client, prefiller, remote_bootstrap_addr="http://127.0.0.1:1")
+        await client.post(prefiller, PATH, prefill())
+        assert (await client.post(decoder, PATH, body))[0] == 500
+        assert len(prefiller.pins) == 1
+
+
+async def test_a_decoder_gets_no_prompt_that_has_fewer_blocks_than_its_own(client: Client) -> None:
+    """At once, and the prefiller keeps its blocks until they expire (vLLM 0.32: "P num blocks less than D")."""
+    async with pair(block_size=4) as (prefiller, decoder):
+        await client.post(prefiller, PATH, prefill())
+        body = await decode(client, prefiller)
+        assert (await client.post(decoder, PATH, body | {"prompt": body["prompt"] * 2}))[0] == 500
+        assert len(prefiller.pins) == 1
+
+
 async def test_a_decoder_waits_for_a_prefill_that_does_not_come(client: Client) -> None:
     async with pair(waiting_seconds=0.05) as (prefiller, decoder):
         assert (await client.post(decoder, PATH, await decode(client, prefiller)))[0] == 500
