@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.real.engines import HOST, MODEL
+from tests.real.programs import HOST, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,13 +43,20 @@ class Answer:
 @contextmanager
 def request(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
     """GET, or POST a body. Leaving closes the connection, whatever of the answer has been read."""
+    with sent(port, path, body) as connection:
+        yield connection.getresponse()
+
+
+@contextmanager
+def sent(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
+    """The same, of which nothing has been answered yet."""
     with closing(http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_SECONDS)) as connection:
         if body is None:
             connection.request("GET", path)
         else:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", path, json.dumps({"model": MODEL, **body}), headers)
-        yield connection.getresponse()
+        yield connection
 
 
 def ask(port: int, path: str, **body: Any) -> Answer:

@@ -9,14 +9,37 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.real.answers import request
+from tests.real.stacks import KV_BYTES_PER_TOKEN, SGLANG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from tests.real.engines import Engines, Program
+    from tests.real.engines import Engines
+    from tests.real.programs import Program
+    from tests.real.stacks import Stack
 
 # A prefiller keeps KV cache that nobody pulled for 30 s.
 SETTLE_SECONDS = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where decoders have the KV cache of prompts from, in tokens."""
+
+    transferred: int
+    computed: int
+    cached: int
+    """The decoder had it already."""
+
+    def __sub__(self, other: Sources) -> Sources:
+        return Sources(self.transferred - other.transferred, self.computed - other.computed, self.cached - other.cached)
+
+    @property
+    def total(self) -> int:
+        return self.transferred + self.computed + self.cached
+
+    def __str__(self) -> str:
+        return f"{self.transferred} tokens transferred, {self.computed} computed, {self.cached} cached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +52,68 @@ class Cluster:
     """How the gateway resumes chats, in its own words."""
 
     @property
+    def stack(self) -> Stack:
+        return self.engines.stack
+
+    @property
     def single(self) -> Program:
         """The ordinary engine, which prefills and decodes: what it answers is right."""
         return self.engines.single[0]
 
-    def prompt_tokens(self, source: str) -> int:
-        """Prompt tokens that the decoders got from this source, since they were started."""
-        return int(total(self.decoders, "vllm:prompt_tokens_by_source_total", source=source))
+    def sources(self) -> Sources:
+        """Of all prompts of these decoders since they were started."""
+        if self.stack.family is SGLANG:
+            # Decoders do not say what they were sent; prefillers say what they have sent, in MiB.
+            sent = total(self.prefillers, "sglang:kv_transfer_total_mb_sum", if_none=0)
+            computed = total(self.decoders, "sglang:realtime_tokens_total", {"mode": "prefill_compute"}, if_none=0)
+            return Sources(round(sent * 2**20 / KV_BYTES_PER_TOKEN), int(computed), 0)
+        name = "vllm:prompt_tokens_by_source_total"
+        sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
+        return Sources(*(int(total(self.decoders, name, {"source": source})) for source in sources))
+
+    def busy(self) -> float:
+        """Requests that the engines work on or keep waiting."""
+        return self._engines_total(self.stack.family.busy)
+
+    def kept(self) -> float:
+        """KV cache in use, in the engines' own measure: when none is busy, it is kept for another one."""
+        return self._engines_total(self.stack.family.kept)
+
+    def held(self) -> float:
+        """What the gateway thinks that its engines are doing."""
+        names = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
+        return sum(total([self.gateway], name) for name in names)
+
+    def all_are_up(self) -> bool:
+        return total([self.gateway], "pdproxy_instance_up") == len(self.prefillers) + len(self.decoders)
+
+    def nothing_is_left(self) -> None:
+        """Wait until no engine and not the gateway has anything of any request."""
+        wait_until(lambda: self.held() == 0, "the gateway holds nothing")
+        wait_until(lambda: self.busy() == 0, "the engines have nothing to do")
+        wait_until(lambda: self.kept() == 0, "the engines keep nothing")
+
+    def _engines_total(self, names: Iterable[str]) -> float:
+        return sum(total([*self.prefillers, *self.decoders], name) for name in names)
 
 
-def total(programs: Iterable[Program], name: str, **labels: str) -> float:
-    """The sum of a metric's samples with these labels, over the programs. There must be some."""
+def total(
+    programs: Iterable[Program], name: str, labels: Mapping[str, str] | None = None, *, if_none: float | None = None
+) -> float:
+    """The sum of a metric's samples with these labels, over the programs. There must be some, unless a value is given
+    for when there are none.
+    """
+    wanted = (labels or {}).items()
     values = [
         sample.value
         for program in programs
         for family in text_string_to_metric_families(_metrics(program))
         for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+        if sample.name == name and wanted <= sample.labels.items()
     ]
-    assert values, f"no samples of {name} {labels}"
+    if not values and if_none is not None:
+        return if_none
+    assert values, f"no samples of {name} {labels or ''}"
     return sum(values)
 
 

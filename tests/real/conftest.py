@@ -1,8 +1,8 @@
 """Real engines for the tests in this directory, which only `scripts/test-real` runs: without PDPROXY_REAL_VENV, the
 virtual environment that vLLM is installed in, pytest does not even find them.
 
-Engines are started once. Tests of what works run first with one prefiller and one decoder, then with two of each; then
-come those of what is interrupted, with one prefiller and two decoders.
+One stack after the other (`--stack`), and engines are started once for each. Tests of what works come first, then those
+of what is interrupted; the longest of these are about vLLM's decoders and run with NIXL only.
 """
 
 from __future__ import annotations
@@ -10,66 +10,114 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.real.cluster import Cluster
-from tests.real.engines import Engines, start_gateway, stop
+from tests.real.engines import Engines
+from tests.real.programs import endpoints, start_gateway, stop
+from tests.real.stacks import NIXL, STACKS, THINKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.real.stacks import Stack
 
 # How the gateway resumes chats: as chats whose prompt is token ids, which is its own choice with these engines, or as
 # completions, whose text it parses itself.
 _CHATS = ("auto", "completions")
 
-_VENV = os.environ.get("PDPROXY_REAL_VENV")
+collect_ignore_glob = [] if os.environ.get("PDPROXY_REAL_VENV") else ["test_*.py"]
 
-collect_ignore_glob = [] if _VENV else ["test_*.py"]
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is deployed of a stack."""
+
+    stack: Stack
+    prefillers: int
+    decoders: int
+
+    def __str__(self) -> str:
+        return f"{self.stack.name}-{self.prefillers}P{self.decoders}D"
+
+
+class Machine:
+    """The engines of one stack at a time: there is no room for more."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._engines: Engines | None = None
+
+    def engines(self, stack: Stack) -> Engines:
+        """Of this stack; those of another one are stopped."""
+        if self._engines is None or self._engines.stack is not stack:
+            self.stop()
+            directory = self._directory / stack.name
+            directory.mkdir()
+            print(f"{stack.name}: logs of the engines and the gateway: {directory}", flush=True)
+            self._engines = Engines(stack, directory)
+        return self._engines
+
+    def stop(self) -> None:
+        if self._engines is not None:
+            self._engines.stop()
+            self._engines = None
+
+
+@pytest.hookimpl(trylast=True)  # pytest itself groups what shares a fixture before
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only the stacks that were asked for, one after the other."""
+    chosen = config.getoption("--stack") or [stack.name for stack in STACKS]
+    wanted = [item for item in items if _stack(item).name in chosen and _is_meant(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = sorted(wanted, key=lambda item: STACKS.index(_stack(item)))
+
+
+def _stack(item: pytest.Item) -> Stack:
+    """`cluster` says it by its parameter, and the other fixtures are of one stack each."""
+    assert isinstance(item, pytest.Function)
+    if "cluster" in item.fixturenames:
+        size = item.callspec.params["cluster"]
+        assert isinstance(size, Size)
+        return size.stack
+    return THINKING if "thinking" in item.fixturenames else NIXL
+
+
+def _is_meant(item: pytest.Item) -> bool:
+    """`@pytest.mark.only` names the stacks that a test is about; without it all are."""
+    marker = item.get_closest_marker("only")
+    return marker is None or _stack(item).name in marker.args
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    assert _VENV
-    directory = tmp_path_factory.mktemp("engines")
-    print(f"logs of the engines and the gateway: {directory}", flush=True)
-    engines = Engines(Path(_VENV).absolute(), directory)
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp("engines"))
     try:
-        engines.make_model()
-        yield engines
+        yield machine
     finally:
-        engines.stop()
+        machine.stop()
 
 
-@pytest.fixture(scope="session", params=["1P1D", "2P2D"])
-def cluster(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Cluster]:
-    with _cluster(engines, request.param, int(request.param[0]), int(request.param[2])) as cluster:
+@pytest.fixture(scope="session", params=[Size(stack, *size) for stack in STACKS for size in stack.sizes], ids=str)
+def cluster(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Cluster]:
+    size = request.param
+    with _cluster(machine.engines(size.stack), str(size), size.prefillers, size.decoders) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session", params=_CHATS)
-def resuming(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Cluster]:
-    with _cluster(engines, "1P2D", 1, 2, request.param) as cluster:
+def resuming(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Cluster]:
+    with _cluster(machine.engines(NIXL), "nixl-1P2D", 1, 2, request.param) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="session")
-def thinking_engines(engines: Engines) -> Iterator[Engines]:
-    """Other engines in place of the usual ones, with a model that thinks: they tell its reasoning from its content."""
-    engines.stop()
-    engines.make_model("thinks")
-    engines.flags["--reasoning-parser"] = "kimi_k2"
-    yield engines
-    engines.stop()
-    engines.make_model()
-    del engines.flags["--reasoning-parser"]
-
-
 @pytest.fixture(scope="session", params=_CHATS)
-def thinking(request: pytest.FixtureRequest, thinking_engines: Engines) -> Iterator[Cluster]:
-    with _cluster(thinking_engines, "1P2D-thinking", 1, 2, request.param) as cluster:
+def thinking(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Cluster]:
+    with _cluster(machine.engines(THINKING), "thinking-1P2D", 1, 2, request.param) as cluster:
         yield cluster
 
 
@@ -79,9 +127,10 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
     began = time.monotonic()
     engines.need(prefillers, decoders)
     chosen = engines.prefillers[:prefillers], engines.decoders[:decoders]
-    log = engines.model.with_name(f"gateway-{name}-{chats}.log")
+    log = engines.directory / f"gateway-{name}-{chats}.log"
     variables = {} if chats == "auto" else {"PROXY_RESUME__CHATS": chats}
-    gateway = start_gateway(next(engines.ports), *chosen, log, **variables)
+    words = ("--connector", engines.stack.connector, *endpoints(*chosen))
+    gateway = start_gateway(next(engines.ports), log, *words, **variables)
     print(f"{name}: engines and gateway are ready after {time.monotonic() - began:.0f} s", flush=True)
     try:
         yield Cluster(engines, *chosen, gateway, chats)

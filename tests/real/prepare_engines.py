@@ -1,15 +1,36 @@
 """Fits freshly installed engines to a small machine without GPUs. Run by the engines' own Python, once.
 
+usage: prepare_engines.py vllm|sglang
+
 Every change names what it expects to find, and fails when a new version of the package looks different.
 """
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
+
+NO_KERNELS = '''"""Stands in for the package of this name, of which PyPI has CUDA builds only.
+
+Every name is there, and none works: on CPUs without AMX SGLang's own torch code does the work.
+"""
+
+__version__ = "0.4.10"
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError("sgl_kernel." + name)
+
+    return missing
+'''
 
 
 def name_vllm() -> None:
@@ -32,7 +53,7 @@ def replace(file: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def main() -> None:
+def prepare_vllm() -> None:
     name_vllm()
     # NIXL's progress thread does not pause at all and takes a whole core from an idle engine: 1 ms instead.
     replace("nixl_cu12/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n")
@@ -43,7 +64,31 @@ def main() -> None:
     queue = "vllm/distributed/device_communicators/shm_broadcast.py"
     replace(queue, "busy_loop_s: float = 1,\n", "busy_loop_s: float = 0.0005,\n")
     replace(queue, "SHM_READER_RECHECK_INTERVAL_MS = 5000\n", "SHM_READER_RECHECK_INTERVAL_MS = 5\n")
+    mooncake = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+    # There is no accelerator to ask for.
+    replace(mooncake, "self.device_id = torch.accelerator.current_device_index()\n", "self.device_id = 0\n")
+    # Nothing of a test listens for other machines.
+    replace(mooncake, 'MooncakeBootstrapServer("0.0.0.0", port)\n', 'MooncakeBootstrapServer("127.0.0.1", port)\n')
+
+
+def prepare_sglang() -> None:
+    kernels = PACKAGES / "sgl_kernel"
+    kernels.mkdir(exist_ok=True)
+    (kernels / "__init__.py").write_text(NO_KERNELS)
+    # These two packages are CUDA builds. SGLang needs their Python; their libraries would not load.
+    replace("torchvision/__init__.py", "    _meta_registrations,\n", "")
+    replace("torchvision/__init__.py", "    _autograd_registrations,\n", "")
+    for library in (PACKAGES / "torchaudio" / "lib").glob("*.so"):
+        library.unlink()
+    # Two places take it for granted that there is a GPU whose driver can be told of host memory.
+    replace(
+        "sglang/srt/mem_cache/pool_host/common.py",
+        "    # Avoid oversized cudaHostRegister calls on large host pools.\n",
+        "    if not torch.cuda.is_available():\n        return\n",
+    )
+    condition = 'getattr(sender, "supports_host_tensor_indices", False) and not ('
+    replace("sglang/srt/disaggregation/prefill.py", f"if {condition}", f"if torch.cuda.is_available() and {condition}")
 
 
 if __name__ == "__main__":
-    main()
+    {"vllm": prepare_vllm, "sglang": prepare_sglang}[sys.argv[1]]()

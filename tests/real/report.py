@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     import pytest
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stack", action="append", help="only these engines; may be repeated")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "only(*stacks): about these engines")
     # Leave as after an interrupt: fixtures are unwound, and so the engines are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -1,7 +1,8 @@
-"""Decoders that are killed in the middle of an answer, and clients that do not notice.
+"""Engines that are killed while they work.
 
-One prefiller and two decoders. The one that writes the answer gets `kill -9` at a random token; the other goes on with
-it, and the first is started again on its port before the next answer is asked for.
+One prefiller and two decoders. The decoder that writes the answer gets `kill -9` at a random token; the other goes on
+with it and no client notices, where the engines can do that. The first is started again on its port before the next
+answer is asked for.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 from tests.real.answers import TIMEOUT_SECONDS, Answer, difference, late_piece, seamless, whole
 from tests.real.cluster import total, wait_until
-from tests.real.engines import HOST, MODEL
+from tests.real.programs import HOST, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.real.cluster import Cluster
-    from tests.real.engines import Program
+    from tests.real.programs import Program
 
     Show = Callable[[str], None]
 
@@ -36,56 +37,117 @@ LAST_KILL = 250
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("resuming", "kills"), [("auto", 20), ("completions", 4)], indirect=["resuming"])
 def test_no_client_notices_that_a_decoder_was_killed(resuming: Cluster, kills: int, show: Show) -> None:
+    show(goes_on(resuming, kills))
+
+
+@pytest.mark.only("mooncake", "store", "plain")
+def test_another_decoder_goes_on(cluster: Cluster, show: Show) -> None:
+    show(goes_on(cluster, 4))
+
+
+def goes_on(cluster: Cluster, kills: int) -> str:
+    """Kill so many decoders, and compare the answers with those of the ordinary engine; what was seen."""
     random = Random(SEED)
-    before = counts(resuming)
+    before = counts(cluster)
     seams = []
     for number in range(kills):
         body = request(random, number)
-        alone = streamed(resuming.single, body)
+        alone = streamed(cluster.single, body)
         if number % 4 > 1:
             body["stop"] = late_piece(alone.choices[0].text, 0.8)
-            alone = streamed(resuming.single, body)
+            alone = streamed(cluster.single, body)
             assert alone.choices[0].finish_reason == "stop"
-        kill = Kill(resuming.decoders, random.randint(1, LAST_KILL))
-        resumed = counts(resuming)["resumes"]
-        answer = streamed(resuming.gateway, body, kill.on_chunk)
+        kill = Kill(cluster, random.randint(1, LAST_KILL))
+        resumed = counts(cluster)["resumes"]
+        answer = streamed(cluster.gateway, body, kill.on_chunk)
         assert answer == alone, f"{difference(answer, alone)}: {body} after {kill.chunks} chunks"
-        assert counts(resuming)["resumes"] > resumed, "the kill came too late"
+        assert counts(cluster)["resumes"] > resumed, "the kill came too late"
         seams.append(kill.seam_seconds())
         print(f"  {number + 1}: {kill.victim.name} after {kill.chunks} chunks, {seams[-1]:.2f} s", flush=True)
-        kill.victim.start()
-        kill.victim.wait_until_ready("/health")
-        wait_until(lambda: all_are_up(resuming), "the gateway uses the decoder again")
+        restart(cluster, kill.victim)
         if number % 2:
             # Decoders that are equally loaded take turns, and an answer that is resumed takes two.
-            streamed(resuming.gateway, {"prompt": "Next", "max_tokens": 1})
-    grown = {name: count - before[name] for name, count in counts(resuming).items()}
+            streamed(cluster.gateway, {"prompt": "Next", "max_tokens": 1})
+    grown = {name: count - before[name] for name, count in counts(cluster).items()}
     assert grown["resume_failures"] == 0
-    show(
+    return (
         f"{kills} of {kills} answers equal; from the kill to the next token {median(seams):.2f} s (median),"
         f" {max(seams):.2f} s (at most); {grown['resumed_tokens'] / grown['resumes']:.0f} tokens computed again (mean)"
     )
 
 
-class Kill:
-    """Kills the decoder that serves, when so many chunks have come."""
+@pytest.mark.only("sglang")
+def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show: Show) -> None:
+    """SGLang's engines do not go on from token ids."""
+    body = request(Random(SEED), 1)
+    kill = Kill(cluster, 50)
+    with pytest.raises(APIError) as error:
+        streamed(cluster.gateway, body, kill.on_chunk)
+    restart(cluster, kill.victim)
+    assert streamed(cluster.gateway, body) == streamed(cluster.single, body)
+    show(f"after {kill.received} of {TOKENS} chunks: {error.value}")
 
-    def __init__(self, decoders: list[Program], chunks: int) -> None:
+
+@pytest.mark.only("nixl", "mooncake", "store", "sglang")
+def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
+    """What a decoder has the KV cache of goes on, and another prefiller serves the next; without one it is an error."""
+    bodies = [{"prompt": f"{cluster.gateway.port} {i}: what is prefilled?", "max_tokens": TOKENS} for i in range(6)]
+    bodies = [{**body, "temperature": 0, "extra_body": {"ignore_eos": True}} for body in bodies]
+    alone = [streamed(cluster.single, body) for body in bodies]
+    first, *others = bodies
+    kill = Kill(cluster, 50, cluster.prefillers[0])
+    assert streamed(cluster.gateway, first, kill.on_chunk) == alone[0]
+    if len(cluster.prefillers) > 1:
+        assert [streamed(cluster.gateway, body) for body in others] == alone[1:]
+        seen = "served by the other"
+    else:
+        seen = ", ".join(sorted({refused(cluster.gateway, body) for body in others}))
+    restart(cluster, kill.victim)
+    assert [streamed(cluster.gateway, body) for body in bodies] == alone
+    show(f"{len(others)} requests meanwhile: {seen}")
+
+
+@pytest.mark.only("mooncake", "store", "sglang", "plain")
+def test_nothing_is_left_of_what_was_killed(cluster: Cluster) -> None:
+    cluster.nothing_is_left()
+
+
+def refused(program: Program, body: dict[str, Any]) -> str:
+    """The code of the error that this request gets."""
+    with pytest.raises(APIError) as error:
+        streamed(program, body)
+    return f"{error.value.code}"
+
+
+def restart(cluster: Cluster, program: Program) -> None:
+    program.start()
+    program.wait_until_ready("/health")
+    wait_until(cluster.all_are_up, "the gateway uses the engine again")
+
+
+class Kill:
+    """Kills an engine when so many chunks have come: the decoder that serves, unless another one is named."""
+
+    def __init__(self, cluster: Cluster, chunks: int, victim: Program | None = None) -> None:
         self.chunks = chunks
-        self._decoders = decoders
-        self._serving: Program | None = None
+        self._cluster = cluster
+        self._victim = victim
         self._arrivals: list[float] = []
         """When each chunk came."""
         self._killed_at = 0.0
 
     @property
     def victim(self) -> Program:
-        assert self._serving
-        return self._serving
+        assert self._victim
+        return self._victim
+
+    @property
+    def received(self) -> int:
+        return len(self._arrivals)
 
     def on_chunk(self) -> None:
         self._arrivals.append(time.monotonic())
-        if len(self._arrivals) == 1:
+        if not self._victim:
             self._find_serving()
         if len(self._arrivals) == self.chunks:
             self._killed_at = time.monotonic()
@@ -98,11 +160,13 @@ class Kill:
         return end - self._killed_at
 
     def _find_serving(self) -> None:
+        (metric, *_) = self._cluster.stack.family.busy
+
         def serving() -> list[Program]:
-            return [decoder for decoder in self._decoders if total([decoder], "vllm:num_requests_running")]
+            return [decoder for decoder in self._cluster.decoders if total([decoder], metric)]
 
         wait_until(lambda: len(serving()) == 1, "one decoder has the request")
-        (self._serving,) = serving()
+        (self._victim,) = serving()
 
 
 def request(random: Random, number: int) -> dict[str, Any]:
@@ -134,7 +198,3 @@ def streamed(program: Program, body: dict[str, Any], on_chunk: Callable[[], None
 def counts(cluster: Cluster) -> dict[str, float]:
     names = ("resumes", "resumed_tokens", "resume_failures")
     return {name: total([cluster.gateway], f"pdproxy_{name}_total") for name in names}
-
-
-def all_are_up(cluster: Cluster) -> bool:
-    return total([cluster.gateway], "pdproxy_instance_up") == len(cluster.prefillers) + len(cluster.decoders)

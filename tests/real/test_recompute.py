@@ -22,7 +22,7 @@ from tests.real.answers import (
     request,
     tokens_of,
 )
-from tests.real.cluster import total, wait_until
+from tests.real.cluster import total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -208,13 +208,7 @@ def test_a_resume_is_counted(resuming: Cluster, show: Show) -> None:
 
 
 def test_nothing_is_left_of_what_was_interrupted(resuming: Cluster, show: Show) -> None:
-    def held() -> float:
-        names = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
-        return sum(total([resuming.gateway], name) for name in names)
-
-    wait_until(lambda: held() == 0, "the gateway holds no load")
-    wait_until(lambda: total(resuming.prefillers, "vllm:kv_cache_usage_perc") == 0, "nothing is pinned")
-    wait_until(lambda: total(resuming.decoders, "vllm:kv_cache_usage_perc") == 0, "the decoders are empty")
+    resuming.nothing_is_left()
     show(resumes(resuming))
 
 

@@ -1,0 +1,97 @@
+"""Where the decoders' KV cache came from, and that nothing is left of any request, of the tests before included."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.real.answers import COMPLETIONS, ask
+from tests.real.by_hand import foreign_kv
+from tests.real.cluster import total, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.real.cluster import Cluster
+    from tests.real.programs import Program
+
+    Show = Callable[[str], None]
+
+
+def test_where_decoders_have_prompts_from(cluster: Cluster, show: Show) -> None:
+    """No part of these prompts was seen before, or a decoder would have it in its prefix cache."""
+    before = cluster.sources()
+    prompts = [f"{cluster.gateway.port} {length} " + "over the lazy dog " * length for length in (1, 5, 20, 60)]
+    lengths = [
+        ask(cluster.gateway.port, COMPLETIONS, prompt=prompt, max_tokens=4, stream=bool(i % 2)).prompt_tokens
+        for i, prompt in enumerate(prompts)
+    ]
+    expected = sum(map(cluster.stack.transferred, lengths))
+    wait_until(lambda: (cluster.sources() - before).total >= sum(lengths), "the decoders have counted the prompts")
+    grown = cluster.sources() - before
+    # Every prompt's last token is computed again for its first output; vLLM 0.32 does not count that.
+    assert expected - len(prompts) <= grown.transferred <= expected
+    assert grown.total == sum(lengths)
+    show(f"{len(prompts)} prompts: {grown}")
+
+
+@pytest.mark.only("nixl", "mooncake", "sglang")
+def test_decoders_have_computed_no_prompt_of_this_run(cluster: Cluster, show: Show) -> None:
+    sources = cluster.sources()
+    assert sources.transferred > 100 * sources.computed
+    show(str(sources))
+
+
+@pytest.mark.only("nixl", "mooncake", "store", "sglang")
+def test_a_decoder_answers_on_the_kv_cache_that_it_was_given(cluster: Cluster, show: Show) -> None:
+    """Without the gateway: one prompt with the KV cache of another has the answer of the other."""
+
+    def tokens(program: Program, prompt: list[int], **members: Any) -> list[int]:
+        return ask(program.port, COMPLETIONS, prompt=prompt, max_tokens=24, **members).choices[0].token_ids
+
+    prompt, other = new_prompts(cluster)
+    with foreign_kv(cluster, prompt, other) as foreign:
+        answer = tokens(cluster.decoders[0], prompt, **foreign.members)
+    assert answer == tokens(cluster.single, foreign.seen)
+    assert answer != tokens(cluster.single, prompt)
+    show(f"{len(answer)} tokens")
+
+
+@pytest.mark.only("nixl", "mooncake")
+def test_a_prefiller_keeps_blocks_until_a_decoder_has_them(cluster: Cluster, show: Show) -> None:
+    """Without the gateway: shows that the number which the next test wants to be 0 is another one meanwhile."""
+    wait_until(lambda: cluster.kept() == 0, "nothing is kept")
+    _, prompt = new_prompts(cluster)
+    with foreign_kv(cluster, prompt, prompt) as own:
+        wait_until(lambda: cluster.kept() > 0, "blocks are kept")
+        usage = cluster.kept()
+        ask(cluster.decoders[0].port, COMPLETIONS, prompt=prompt, max_tokens=4, **own.members)
+    wait_until(lambda: cluster.kept() == 0, "the blocks are free")
+    show(f"{usage:.2%} of the cache, then nothing")
+
+
+def test_nothing_is_left_of_any_request(cluster: Cluster, show: Show) -> None:
+    ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} leaves nothing", max_tokens=4)
+    cluster.nothing_is_left()
+    if cluster.stack.name == "nixl":
+        expired = total(cluster.prefillers, "vllm:nixl_num_kv_expired_reqs_total")
+        show(f"{expired:.0f} leases have expired in this run")
+
+
+def test_the_gateway_has_logged_no_error(cluster: Cluster, show: Show) -> None:
+    lines = [json.loads(line) for line in cluster.gateway.log.read_text().splitlines()]
+    assert [line for line in lines if line["level"] not in ("INFO", "DEBUG")] == []
+    requests = [line for line in lines if line["logger"] == "proxy.access" and "term" in line]
+    repeated = sum(line["attempts"] - line["units"] for line in requests)
+    show(f"{len(requests)} requests, {repeated} repeated attempts")
+
+
+def new_prompts(cluster: Cluster) -> tuple[list[int], list[int]]:
+    """Two of them, the same ones for a gateway, whose beginnings no decoder has in its prefix cache from other tests.
+
+    Three blocks of 32 tokens and one token more: a decoder must compute something, and the blocks are full.
+    """
+    tokens = [20 + cluster.gateway.port % 100 + 2 * i for i in range(97)]
+    return tokens, tokens[::-1]
