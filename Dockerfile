@@ -31,5 +31,5 @@ WORKDIR /
 EXPOSE 1999
 STOPSIGNAL SIGTERM
 # Sees the environment and not the command line: to listen elsewhere, set PROXY_LISTEN__PORT rather than --port.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 CMD ["python", "-m", "proxy", "health"]
-ENTRYPOINT ["python", "-m", "proxy"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 CMD ["pdproxy", "health"]
+ENTRYPOINT ["pdproxy"]

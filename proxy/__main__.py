@@ -1,4 +1,4 @@
-"""`python -m proxy`: settings in, supervisor up.
+"""`pdproxy`, or `python -m proxy`: settings in, supervisor up.
 
 The first word may be a sub-command; without one the gateway serves. A mistake of the operator is one sentence on
 standard error and exit code 2.

@@ -177,7 +177,7 @@ def main() -> None:
             engine.wait_until_ready("/health")
         flags = ["--host", HOST, "--port", port, "--prefiller-hosts", HOST, HOST, "--prefiller-ports", *prefill]
         flags += ["--decoder-hosts", HOST, HOST, "--decoder-ports", *decode]
-        print("starting the gateway: python -m proxy", *flags)
+        print("starting the gateway: pdproxy", *flags)
         start("gateway", port, *flags).wait_until_ready("/readyz")
 
         print(f"\nPOST http://{HOST}:{port}/v1/chat/completions, streamed:\n")

@@ -1,4 +1,4 @@
-"""The flags of `python -m proxy mock-engine`; each sets one field of `Options`."""
+"""The flags of `pdproxy mock-engine`; each sets one field of `Options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated engine, in this process (`SimulatedEngine`) or as a program (`python -m proxy mock-engine`).
+"""A simulated engine, in this process (`SimulatedEngine`) or as a program (`pdproxy mock-engine`).
 
 It speaks the engines' HTTP interface and hands KV to other simulated engines over real sockets.
 """
