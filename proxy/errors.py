@@ -119,6 +119,9 @@ class UpstreamError(GatewayError):
         super().__init__(message, code=f"{backend.role.value}_{failure.value}")
         self.failure = failure
         self.backend = backend
+        self.is_stale = False
+        """RESET on a connection that had served before: it may have been closed just then, while it was idle, and the
+        engine may be well and know nothing of the request."""
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}

@@ -113,9 +113,10 @@ class Work:
     async def _look_again(self, nobody: NoBackendAvailable) -> None:
         """There was no backend: decide whether there may be one soon, or raise."""
         last = self._last
-        if self._avoid and last is not None and (self._is_resuming or last.failure is Failure.RECOMPUTED):
-            # A decoder that is short of memory is not sick, and others may be well again: where there is no other, the
-            # same one is asked again.
+        is_innocent = last is not None and (last.is_stale or last.failure is Failure.RECOMPUTED)
+        if self._avoid and last is not None and (self._is_resuming or is_innocent):
+            # A decoder that is short of memory is not sick, one that closed an idle connection may never have been
+            # asked, and others may be well again: where there is no other, the same one is asked again.
             self._avoid.clear()
         elif self._is_resuming:
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)

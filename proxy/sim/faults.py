@@ -16,6 +16,7 @@ ACTIONS: Final[dict[str, str]] = {
     "hang_before_headers": "never answer",
     "hang_after_headers": "answer 200 and headers, then nothing",
     "reset_before_headers": "reset the connection instead of answering",
+    "close_reused": "close a connection that has served before instead of answering",
     "reset_after_headers": "answer 200 and headers, then reset the connection",
     "reset_after_tokens": "stream `tokens` tokens, then reset the connection",
     "stall_after_tokens": "stream `tokens` tokens, then send nothing more",

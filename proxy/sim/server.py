@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import orjson
 from aiohttp import web
@@ -49,6 +50,8 @@ class GenerationRoutes:
         self._live_ids: set[str] = set()
         self._generations: dict[str, Generation] = {}
         self._heedless: set[asyncio.Task[None]] = set()
+        self._served: WeakSet[asyncio.Transport] = WeakSet()
+        """Connections on which a request has been begun."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -95,6 +98,8 @@ class GenerationRoutes:
         core.state.struck(len(plan))
         if plan and (refused := await self._fail_early(request, plan)):
             return refused
+        if request.transport is not None:
+            self._served.add(request.transport)
         try:
             ask = endpoint.read(_overlooking(body, plan), options=core.options, headers=headers)
         except EngineError as error:
@@ -124,6 +129,10 @@ class GenerationRoutes:
             await hang()
         if "reset_before_headers" in plan:
             reset(request)
+            await hang()
+        if "close_reused" in plan and (transport := request.transport) is not None and transport in self._served:
+            request[WAS_CUT] = True
+            transport.close()
             await hang()
         if (rule := plan.get("kill")) and not rule.tokens:
             self._kill()

@@ -177,7 +177,9 @@ class Connection(asyncio.Protocol):
             if self._answered:
                 self._fail(self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer"))
             else:
-                self._fail(self._error(Failure.RESET, "the engine closed the connection without an answer"))
+                error = self._error(Failure.RESET, "the engine closed the connection without an answer")
+                error.is_stale = self.exchanges > 1
+                self._fail(error)
         # Each knows this connection: they would be cycles of garbage.
         self._head = self._response = None
         del self._parser

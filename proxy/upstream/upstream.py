@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from proxy.balancer.backend import Backend
+    from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
@@ -61,6 +61,8 @@ class Upstream:
         self._dialer = Dialer(clock)
         self._idle: dict[Backend, list[Connection]] = {}
         self._busy: set[Connection] = set()
+        self._distrusted: dict[Role, float] = {}
+        """Until when no idle connection of a role is used, because one of them was closed just as it was."""
         self._swept_at = clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -106,22 +108,34 @@ class Upstream:
         `answer_seconds` bounds the wait for the whole answer, or for the headers of one that becomes a stream: see
         Response.limit_silence.
         `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine may have closed it
-        while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice: a
-        prefill may have pinned KV by then.
+        while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice: KV may
+        have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
         Raises UpstreamError.
         """
         head = self._head(backend, path, len(body), headers)
         connection = self._take_idle(backend) or await self._connect(backend)
-        while True:
-            self._busy.add(connection)
-            try:
-                return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
-            except BaseException as error:
-                self._put_back(connection)
-                stale = isinstance(error, UpstreamError) and error.failure is Failure.RESET and connection.exchanges > 1
-                if not (stale and resend_if_stale):
-                    raise
+        try:
+            return await self._send(connection, head, body, answer_seconds)
+        except UpstreamError as error:
+            if not error.is_stale:
+                raise
+            self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
+            if not resend_if_stale:
+                raise
+            stale = error
+        try:
             connection = await self._connect(backend)
+        except UpstreamError:
+            raise stale from None  # not CONNECT: it was asked, and may be gone because of that
+        return await self._send(connection, head, body, answer_seconds)
+
+    async def _send(self, connection: Connection, head: bytes, body: bytes, answer_seconds: float) -> Response:
+        self._busy.add(connection)
+        try:
+            return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
+        except BaseException:
+            self._put_back(connection)
+            raise
 
     async def fetch(
         self,
@@ -178,7 +192,12 @@ class Upstream:
 
     def _take_idle(self, backend: Backend) -> Connection | None:
         idle = self._idle.get(backend, [])
-        oldest = self._clock() - _KEEP_ALIVE_SECONDS
+        now = self._clock()
+        oldest = now - _KEEP_ALIVE_SECONDS
+        # What closes one connection, such as a host that is late or something in between, may well close others; and
+        # whoever is tried instead, or once more, is to have a fair chance.
+        if self._distrusted and self._distrusted.get(backend.role, now) > now:
+            oldest = now
         while idle:
             connection = idle.pop()
             if connection.is_reusable and connection.idle_since > oldest:

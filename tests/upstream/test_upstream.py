@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure, UpstreamError
+from proxy.settings import Timeouts
+from proxy.upstream import Upstream
 from tests.upstream.raw import (
     LONG,
     OK,
@@ -28,7 +31,7 @@ from tests.upstream.raw import (
 )
 
 if TYPE_CHECKING:
-    from proxy.upstream import Upstream
+    from tests.clock import Clock
 
 # Connections that serve again
 
@@ -177,6 +180,50 @@ async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
     async with engine(closes_for_the_second_request, closes) as backend:
         await fetch(upstream, backend)
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
+
+
+async def test_an_engine_that_is_gone_when_it_is_asked_again_was_asked_nonetheless(upstream: Upstream) -> None:
+    """So nobody takes the request for one that no engine has ever seen."""
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        await link.answer()
+        await link.request()
+        server.close()
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    backend = Backend(Role.PREFILL, *server.sockets[0].getsockname())
+    await fetch(upstream, backend)
+    with pytest.raises(UpstreamError) as failed:
+        await fetch(upstream, backend, resend_if_stale=True)
+    assert (failed.value.failure, failed.value.is_stale) == (Failure.RESET, True)
+    await gone.wait()
+
+
+async def test_when_one_connection_was_stale_the_role_is_asked_on_new_ones_for_a_while(clock: Clock) -> None:
+    async def serves_once(link: Link) -> None:
+        await link.answer()
+        await link.left()
+
+    async def serves_twice(link: Link) -> None:
+        await link.answer()
+        await link.answer()
+
+    async with (
+        engine(closes_for_the_second_request) as stale,
+        engine(serves_once, serves_once, serves_twice) as other,
+        Upstream(Timeouts(), EngineKeys(None), sweep_seconds=0.01, clock=clock) as upstream,
+    ):
+        await fetch(upstream, stale)
+        await fetch(upstream, other)
+        assert await failure_of(fetch(upstream, stale)) is Failure.RESET
+        assert await fetch(upstream, other) == b"ok"
+        clock.now += 2.1
+        for _ in range(2):
+            assert await fetch(upstream, other) == b"ok"
 
 
 async def test_a_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstream) -> None:

@@ -1,0 +1,80 @@
+"""Connections to engines that are closed in the very moment in which they are used again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.connectors import CONNECTORS
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+REQUESTS = 20
+
+
+async def closing_reused(deploy: Deploy, engines: int, connector: str) -> Deployment:
+    gateway = await deploy(engines, engines, connector=connector)
+    for engine in gateway.engines:
+        engine.faults.add("close_reused")
+    gateway.expects_resent = connector == "plain"  # whose requests leave nothing behind
+    gateway.may_stay_pinned = 4 * REQUESTS
+    gateway.expects_inexact_ledger = True  # nor could decoders always be asked to release what was left
+    return gateway
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
+    deploy: Deploy, connector: str, stream: bool, engines: int
+) -> None:
+    gateway = await closing_reused(deploy, engines, connector)
+    body = request(Api.CHAT, stream=stream)
+    text = await answer_alone(body)
+    one_by_one = [await gateway.ask(body) for _ in range(REQUESTS)]
+    together = await asyncio.gather(*[gateway.ask(body) for _ in range(REQUESTS)])
+    for answer in (*one_by_one, *together):
+        assert (answer.status, answer.text) == (200, text)
+        assert answer.is_done
+    assert gateway.metrics("pdproxy_instance_ejected_total") == {}
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: Deploy, role: str) -> None:
+    """It looks the same on a connection that had served before."""
+    gateway = await deploy(1, 1)
+    body = request(Api.CHAT)
+    assert (await gateway.ask(body)).is_done
+    (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders
+    seen = len(generations(engine))
+    engine.faults.add("kill")
+    answer = await gateway.ask(body)
+    assert answer.status in (502, 503)
+    assert len(generations(engine)) == seen + 1
+    gateway.may_stay_pinned = 2  # a new attempt begins with a new prefill
+    gateway.expects_inexact_ledger = True
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_same_engine_is_asked_once_more_and_no_more(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(1, 1)
+    body = request(Api.CHAT)
+    assert (await gateway.ask(body)).is_done
+    (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders
+    seen = len(generations(engine))
+    engine.faults.add("reset_before_headers")
+    answer = await gateway.ask(body)
+    assert (answer.status, answer.error["code"]) == (502, f"{role}_reset")
+    assert len(generations(engine)) == seen + 2
+    gateway.may_stay_pinned = 2
+    gateway.expects_inexact_ledger = True
