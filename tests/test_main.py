@@ -102,6 +102,16 @@ KIMI_K25 = """\
         7100 7101 7102 7103 7104 7105 7106 7107 7108 7109 7110 7111 7112 7113 7114 7115
 """
 
+# The command of its tutorial for one node with Mooncake, in which argparse completes a flag.
+ONE_NODE = """\
+      --host 192.0.0.1 \\
+      --port 8080 \\
+      --prefiller-hosts 192.0.0.1 \\
+      --prefiller-port 13700 \\
+      --decoder-hosts 192.0.0.1 \\
+      --decoder-ports 13701
+"""
+
 
 def words(line: str) -> list[str]:
     """As a shell splits it; shlex does not know that a backslash ends a line."""
@@ -152,7 +162,7 @@ def test_the_kimi_k25_guides_command_line_starts_unchanged() -> None:
     assert [str(e) for e in found.decode] == [f"141.xx.xx.{n}:{port}" for n in (3, 4) for port in range(7100, 7116)]
 
 
-@pytest.mark.parametrize("line", [KIMI_K26, KIMI_K25], ids=["k2.6", "k2.5"])
+@pytest.mark.parametrize("line", [KIMI_K26, KIMI_K25, ONE_NODE], ids=["k2.6", "k2.5", "one-node"])
 def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", *words(line)]) == 0
     assert capsys.readouterr().out.startswith("ok: ")

@@ -1,4 +1,4 @@
-"""vLLM-Ascend's guides for Kimi, followed to the letter but for the program's name and the addresses."""
+"""vLLM-Ascend's guides, followed to the letter but for the program's name and the addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxy.sim.engine import SimulatedEngine
 from tests.asking import answer_alone, read
 from tests.deployment import generations
 from tests.scenarios.program import running
-from tests.test_main import KIMI_K25, KIMI_K26, words
+from tests.test_main import KIMI_K25, KIMI_K26, ONE_NODE, words
 
 CURL_BODY = b"""{
         "model": "kimi_k26",
@@ -31,15 +31,19 @@ CURL_BODY = b"""{
 
 def on_this_host(line: list[str], prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine]) -> list[str]:
     """The guide's words with the hosts and ports of engines that are here."""
-    line = ["127.0.0.1" if word.startswith("141.xx.xx.") else word for word in line]
+    line = ["127.0.0.1" if word.startswith(("141.xx.xx.", "192.0.0.")) else word for word in line]
     line[line.index("--port") + 1] = "0"
-    for flag, engines in (("--prefiller-ports", prefillers), ("--decoder-ports", decoders)):
-        first = line.index(flag) + 1
+    for flag, engines in (("--prefiller-port", prefillers), ("--decoder-port", decoders)):
+        first = next(at for at, word in enumerate(line) if word.startswith(flag)) + 1
         line[first : first + len(engines)] = [str(engine.port) for engine in engines]
     return line
 
 
-@pytest.mark.parametrize(("guide", "prefill", "decode"), [(KIMI_K26, 8, 8), (KIMI_K25, 4, 32)], ids=["k2.6", "k2.5"])
+@pytest.mark.parametrize(
+    ("guide", "prefill", "decode"),
+    [(KIMI_K26, 8, 8), (KIMI_K25, 4, 32), (ONE_NODE, 1, 1)],
+    ids=["k2.6", "k2.5", "one-node"],
+)
 async def test_the_guides_command_and_its_request_work(guide: str, prefill: int, decode: int) -> None:
     times = 2 * decode
     async with AsyncExitStack() as stack:
