@@ -36,10 +36,18 @@ class Connection(asyncio.Protocol):
     """One connection to one backend: idle, or busy with exactly one exchange."""
 
     def __init__(
-        self, backend: Backend, loop: asyncio.AbstractEventLoop, on_exchanged: Callable[[Connection], None]
+        self,
+        backend: Backend,
+        loop: asyncio.AbstractEventLoop,
+        on_exchanged: Callable[[Connection], None],
+        address: str | None = None,
     ) -> None:
-        """`on_exchanged`: takes the connection back when whoever began an exchange needs it no longer."""
+        """`on_exchanged`: takes the connection back when whoever began an exchange needs it no longer.
+
+        `address`: the one of the backend's name that it goes to; None: the backend has no name but this address.
+        """
         self.backend = backend
+        self.address = address
         self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
         self.on_exchanged = on_exchanged
         self.exchanges = 0

@@ -108,10 +108,13 @@ class Names:
 
         Raises AddressProblem when the host must not be there.
         """
-        name = self._names.get(host) or self._meet(host)
-        if name.pending is None and self._clock() >= name.due:
-            self._begin(host, name)
+        name = self._refreshed(host)
         return self._checked(host, name.addresses) if name.addresses else ()
+
+    def has_left(self, host: str, address: str) -> bool:
+        """Whether an address that was this name's is known not to be so any more."""
+        name = self._refreshed(host)
+        return bool(name.addresses) and address not in name.addresses
 
     async def find(self, host: str) -> tuple[str, ...]:
         """Addresses to try in this order, never none. A first look-up is waited for, but not for long.
@@ -135,6 +138,13 @@ class Names:
         )
         if not is_configured and not self._rules.allows(address):
             raise AddressProblem(_FORBIDDEN)
+
+    def _refreshed(self, host: str) -> _Name:
+        """What is known of a name; what is old is looked up again meanwhile. Raises AddressProblem."""
+        name = self._names.get(host) or self._meet(host)
+        if name.pending is None and self._clock() >= name.due:
+            self._begin(host, name)
+        return name
 
     def _meet(self, host: str) -> _Name:
         if is_odd_literal(host):

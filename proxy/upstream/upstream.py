@@ -168,7 +168,7 @@ class Upstream:
 
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
         loop = asyncio.get_running_loop()
-        make = partial(Connection, backend, loop, self._put_back)
+        make = partial(Connection, backend, loop, self._put_back, None if address == backend.host else address)
         return (await loop.create_connection(make, address, backend.port))[1]
 
     async def _addresses(self, host: str) -> Sequence[str]:
@@ -200,10 +200,17 @@ class Upstream:
             oldest = now
         while idle:
             connection = idle.pop()
-            if connection.is_reusable and connection.idle_since > oldest:
+            if connection.is_reusable and connection.idle_since > oldest and not self._has_moved(connection):
                 return connection
             connection.abort()
         return None
+
+    def _has_moved(self, connection: Connection) -> bool:
+        """Is the backend somewhere else by now?"""
+        address = connection.address
+        return (
+            address is not None and self._names is not None and self._names.has_left(connection.backend.host, address)
+        )
 
     def _put_back(self, connection: Connection) -> None:
         self._busy.discard(connection)

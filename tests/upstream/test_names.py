@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure, UpstreamError
 from proxy.metrics import Metrics
-from proxy.upstream import AddressProblem, AddressRules, Names
+from proxy.settings import Timeouts
+from proxy.upstream import AddressProblem, AddressRules, Names, Upstream
 from tests.upstream.desk import LOOPBACK, NameServer, desk
 from tests.upstream.raw import OK, Link, engine, fetch, free_port, new_upstream
 
@@ -258,6 +261,57 @@ async def test_upstream_tries_one_address_after_the_other(clock: Clock) -> None:
     async with desk(clock) as at, engine(Link.answer) as server, new_upstream(names=at.names) as upstream:
         at.server.say(["127.0.0.3", "127.0.0.2", "127.0.0.1"])  # the engine listens on the last one only
         assert await fetch(upstream, Backend(Role.DECODE, "engine", server.port)) == b"ok"
+
+
+@pytest.mark.fault(73)
+async def test_upstream_leaves_an_address_that_has_left_the_name(clock: Clock) -> None:
+    """However steady the traffic is: an idle connection is asked whether it still leads where the name does."""
+
+    async def keeps_serving(link: Link) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                await link.answer()
+
+    async with (
+        desk(clock) as at,
+        engine(keeps_serving) as old,
+        engine(keeps_serving, host="127.0.0.2", port=old.port) as new,
+        Upstream(Timeouts(), EngineKeys(None), at.names, sweep_seconds=3600.0, clock=clock) as upstream,
+    ):
+        backend = Backend(Role.DECODE, "engine", old.port)
+        at.server.say([old.host])
+        for _ in range(22):
+            assert await fetch(upstream, backend) == b"ok"
+            (idle,) = upstream._idle[backend]
+            assert idle.address == old.host
+            clock.now += 0.5
+        at.server.say([new.host])
+        await at.refreshed("engine")
+        assert await fetch(upstream, backend) == b"ok"
+        (idle,) = upstream._idle[backend]
+        assert idle.address == new.host
+
+
+@pytest.mark.fault(73)
+async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up(clock: Clock) -> None:
+    async def serves_thrice(link: Link) -> None:
+        for _ in range(3):
+            await link.answer()
+
+    async with (
+        desk(clock) as at,
+        engine(serves_thrice) as server,
+        Upstream(Timeouts(), EngineKeys(None), at.names, sweep_seconds=3600.0, clock=clock) as upstream,
+    ):
+        backend = Backend(Role.DECODE, "engine", server.port)
+        at.server.say([server.host], UNKNOWN)
+        await fetch(upstream, backend)
+        clock.now += 10.1
+        at.names.known("engine")
+        await at.refreshed("engine")
+        upstream._idle[backend][0].idle_since = clock.now
+        for _ in range(2):
+            assert await fetch(upstream, backend) == b"ok"
 
 
 async def connect_message(upstream: Any, backend: Backend) -> str:
