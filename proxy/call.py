@@ -122,10 +122,23 @@ class Call:
         )
 
 
+def read(raw: bytes) -> Document:
+    """The JSON of a request body, for `understand`. Raises BadRequest."""
+    try:
+        return Document.unchecked(raw)
+    except InvalidDocument as error:
+        raise BadRequest(str(error), code="invalid_json") from None
+
+
 def parse(api: Api | NativeApi, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """Parse a request body. Raises BadRequest for what no engine could make sense of."""
+    return understand(api, read(raw), cost, headers)
+
+
+def understand(api: Api | NativeApi, document: Document, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
+    """The call that a request body makes. Raises BadRequest for what no engine could make sense of."""
     try:
-        document = Document(raw)
+        document.check()
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
     if api is NativeApi.GENERATE:

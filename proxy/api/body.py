@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import hdrs, web
 
 from proxy.errors import GatewayError
+from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, weigh, weigh_closely
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,28 @@ AWAITS_CONTINUE: Final = web.RequestKey("awaits_continue", bool)
 _GRACE_SECONDS: Final = 5.0
 # Twice this is buffered before the client is held back. uvloop reads so much at a time.
 _PIECE_BYTES: Final = 256 * 1024
+
+
+async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object]) -> bytes:
+    """As `read_body`, for a body that is to be read as JSON: one that would take too long is refused with 413.
+
+    `grow` is called with what the body will take in memory once it was read. What takes milliseconds is done piece by
+    piece, so that tokens of others pass in between.
+    """
+    raw = await read_body(request, listen, grow)
+    if len(raw) <= SLIGHT_BYTES:
+        return raw
+    most = listen.max_body_elements
+    weight = weigh(raw)
+    if weight.elements > most:
+        await asyncio.sleep(0)
+        weight = weigh_closely(raw, most)
+        if weight.elements > most:
+            raise _too_heavy(most)
+    grow(len(raw) + weight.memory_bytes)
+    if len(raw) > LONG_BYTES:
+        await asyncio.sleep(0)
+    return raw
 
 
 async def read_body(
@@ -106,4 +129,12 @@ def _too_large(listen: Listen, option: str | None) -> GatewayError:
     message = f"the request body is larger than the {listen.max_body_bytes} bytes this gateway accepts"
     if option is not None:
         message += f" ({option})"
+    return GatewayError(message, code="request_too_large", status=413)
+
+
+def _too_heavy(most: int) -> GatewayError:
+    message = (
+        f"the request body has more than the {most} elements this gateway accepts (listen.max_body_elements): numbers "
+        "and literals count one each, strings and names 8, arrays and objects 16, and escapes in strings one"
+    )
     return GatewayError(message, code="request_too_large", status=413)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy import call as calls
-from proxy.api.body import read_body
+from proxy.api.body import read_json
 from proxy.api.drain import ShuttingDown
 from proxy.api.replies import REQUEST_ID
 from proxy.errors import Failure, GatewayError, UpstreamError
@@ -17,6 +17,7 @@ from proxy.flow.client import ClientStalled, ClientStream
 from proxy.logs import access_line
 from proxy.record import Record
 from proxy.wire.openai import Api, error_event
+from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
 _PASSED_ON: Final = ("traceparent", "tracestate")
-
-# To read such a body as JSON holds the event loop up for a millisecond or more.
-_LONG_BYTES: Final = 1024 * 1024
 
 
 class GenerationApi:
@@ -89,11 +87,15 @@ class GenerationApi:
         admission = self._gateway.admission
         admission.check(caller.name)  # what will be refused anyhow is not read first
         with self._keys.enter(caller), admission.hold(0) as held:
-            raw = await read_body(request, self._settings.listen, held.resize)
-            call = calls.parse(api, raw, self._settings.cost, self._passed_on(request))
-            if len(raw) > _LONG_BYTES:
-                await asyncio.sleep(0)  # tokens of others have come meanwhile, and the legs' bodies cost time, too
-            del raw  # which the call has, if it needs it
+            raw = await read_json(request, self._settings.listen, held.resize)
+            is_long = len(raw) > LONG_BYTES
+            document = calls.read(raw)
+            del raw  # which the document has, if it needs it
+            if is_long:
+                await asyncio.sleep(0)  # tokens of others have come meanwhile
+            call = calls.understand(api, document, self._settings.cost, self._passed_on(request))
+            if is_long:
+                await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream = call.stream
             if call.stream:
                 return await self._stream(call, request, record)

@@ -10,6 +10,7 @@ from proxy.errors import Failure
 from proxy.record import Journey, Stage
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
+from proxy.wire.weight import MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -189,6 +190,8 @@ def refusal(response: Response, body: bytes) -> UpstreamError:
 
 def parse_answer(response: Response, body: bytes) -> Document:
     """The JSON object an engine answered with. Raises UpstreamError for anything else."""
+    if is_heavier(body, MAX_ANSWER_ELEMENTS):
+        raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine's")
     try:
         answer = Document(body)
     except InvalidDocument:

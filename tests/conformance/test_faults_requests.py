@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import logging
 import re
 from typing import TYPE_CHECKING, Any
@@ -11,8 +13,8 @@ import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, read, request
-from tests.canned import CannedEngine, json_answer
+from tests.asking import answer_alone, read, request, until
+from tests.canned import CannedEngine, event_stream, http, json_answer
 from tests.deployment import generations
 from tests.flow.test_client import exchange, raw_request
 
@@ -67,6 +69,93 @@ async def test_a_body_nested_deeper_than_it_could_be_written_is_sent_on_as_it_is
     async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=body) as response:
         assert response.status == 200
     assert b'"x": ' + nested in engine.received[0].body
+
+
+def filled(unit: bytes, count: int, fields: bytes = b'"prompt": "x"') -> bytes:
+    return b'{"model": "sim", "max_tokens": 2, %b, "x": [' % fields + unit * count + b"0]}"
+
+
+TOO_HEAVY = {
+    "empty lists": filled(b"[],", 300_000),
+    "empty objects": filled(b"{},", 300_000),
+    "objects": filled(b'{"a":1},', 200_000),
+    "lists in lists": filled(b"[[]],", 200_000),
+    "deep lists": filled(b"[" * 500 + b"]" * 500 + b",", 600),
+    "numbers": filled(b"7,", 5_000_000),
+    "strings": filled(b'"",', 700_000),
+    "names": b"{" + b",".join(b'"%x":0' % number for number in range(600_000)) + b"}",
+    "messages": b'{"messages": [' + b",".join([b"{}"] * 300_000) + b"]}",
+    "escapes": b'{"prompt": "' + b'\\"' * 5_000_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("body", TOO_HEAVY.values(), ids=TOO_HEAVY)
+async def test_a_body_that_would_hold_everybody_up_is_refused_before_it_is_read(
+    gateway: Deployment, body: bytes, api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with gateway.session.post(gateway.url + api.path, data=io.BytesIO(body)) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (413, "request_too_large")
+    assert "4194304 elements" in error["message"]
+    assert generations(*gateway.engines) == []
+    assert len([record for record in caplog.records if record.name == "proxy.access"]) == 1
+    assert gateway.worker.gateway.admission.held_bytes == 0
+
+
+LARGE = {
+    "a million token ids": {"prompt": [151643] * 1_000_000},
+    "a table as text": {"prompt": "1,[2],{3}\n" * 800_000},
+    "JSON as text": {"prompt": json.dumps([{"name": "value", "list": [1, 2]}] * 100_000)},
+    "Chinese as ASCII": {"prompt": "日本語" * 300_000},
+    "a picture": {"prompt": "x", "picture": "QUJD" * 4_000_000},
+    "a vocabulary": {"prompt": "x", "logit_bias": {str(token): -100 for token in range(160_000)}},
+}
+
+
+@pytest.mark.parametrize("fields", LARGE.values(), ids=LARGE)
+async def test_what_is_large_for_good_reason_is_sent_on_as_it_is(deploy: Deploy, fields: dict[str, Any]) -> None:
+    engine = CannedEngine("both", [json_answer({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})])
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
+    body = json.dumps({"model": "sim", **fields}).encode()
+    async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=io.BytesIO(body)) as response:
+        assert response.status == 200
+    assert json.loads(engine.received[0].body) == json.loads(body)
+
+
+async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy) -> None:
+    """And no longer than the request lasts."""
+    gateway = await deploy(admission={"max_buffered_bytes": 50_000_000})
+    gateway.prefillers[0].faults.add("hang_before_headers")
+    body = filled(b"[],", 200_000)
+    url = gateway.url + Api.COMPLETIONS.path
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(gateway.session.post(url, data=io.BytesIO(body)))
+        await until(lambda: generations(*gateway.prefillers), "the first one to be prefilled")
+        assert 72 * 200_000 < gateway.worker.gateway.admission.held_bytes < 3 * 72 * 200_000
+        async with gateway.session.post(url, data=io.BytesIO(body)) as second:
+            assert (second.status, (await second.json())["error"]["code"]) == (503, "buffers_full")
+        first.cancel()
+    await until(lambda: not gateway.worker.gateway.admission.held_bytes, "the first one's memory to be given back")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_cannot_hold_everybody_up_either(deploy: Deploy, stream: bool) -> None:
+    """A whole answer is refused; an event is passed on unread, as one is that is no JSON."""
+    answer = {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}
+    heavy = orjson.dumps(answer)[:-1] + b',"x":[' + b"[]," * 1_000_000 + b"0]}"
+    done = b"data: " + orjson.dumps(answer) + b"\n\ndata: [DONE]\n\n"
+    pieces = event_stream([b"data: " + heavy + b"\n\n" + done]) if stream else [http(heavy)]
+    gateway = await deploy(
+        decoders=[CannedEngine("both", pieces)], connector="plain", resume={"mode": "off"}, retry={"max_attempts": 1}
+    )
+    got = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
+    if stream:
+        assert got.is_done
+        assert heavy in got.body
+    else:
+        assert (got.status, got.error["code"]) == (502, "decode_bad_answer")
 
 
 ODD_VALUES = (None, True, 0, -1, 1.5, 2**63, "x", "", [], [1], [[]], {}, {"a": []}, "\u0000", [None, "x"])

@@ -236,6 +236,65 @@ def test_a_long_list_of_token_ids_is_no_flood() -> None:
     assert Document(b'{"prompt":' + ids + b"}").raw_value("prompt") == ids
 
 
+MANY = b",".join([b"[]"] * 20_000)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [str(2**64), str(-(2**63) - 1), "1" + "0" * 30, "9" * 300, "-" + "9" * 20],
+    ids=lambda number: number[:24],
+)
+@pytest.mark.parametrize("template", ['{ "n": %s, "x": [%s]}', '{ "x": [%s], "y": {"a": [%s]}}'])
+def test_a_number_that_would_reach_the_engine_as_another_one_is_refused(template: str, number: str) -> None:
+    raw = (template % ((number, MANY.decode()) if template.startswith('{ "n"') else (MANY.decode(), number))).encode()
+    with pytest.raises(InvalidDocument, match="64 bits"):
+        Document(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [str(2**64 - 1), str(-(2**63)), "0.12345678901234567890123", "1.5e300", '"123456789012345678901234"', '"\\\\"'],
+)
+def test_a_number_that_reaches_the_engine_as_it_is_passes_among_very_many_elements(value: str) -> None:
+    raw = f'{{ "n": {value}, "s": "\\\\", "t": "\\" 18446744073709551617, \\"", "x": [{MANY.decode()}]}}'.encode()
+    assert json.loads(Document(raw).with_changes({})) == json.loads(raw)
+
+
+@pytest.mark.parametrize("space", [b" " * 200_000, b"\n" * 60_000])
+@pytest.mark.parametrize(
+    "template",
+    [b'{"a":%b1,"b":[1]}', b'{"a":1%b,"b":[1]}', b'{%b"a":1,"b":[1]}', b'{"a":1,"b":[%b1]%b}', b'%b{"a":1,"b":[1]}'],
+)
+def test_any_amount_of_space_may_stand_anywhere(template: bytes, space: bytes) -> None:
+    document = Document(template.replace(b"%b", space))
+    assert json.loads(document.with_changes({"c": 2})) == {"a": 1, "b": [1], "c": 2}
+    assert json.loads(document.raw_value("b") or b"") == [1]
+
+
+def test_a_number_may_have_any_number_of_digits() -> None:
+    raw = b'{"a": 0.' + b"1" * 200_000 + b',"b":[2.' + b"1" * 200_000 + b"]}"
+    assert json.loads(Document(raw).with_changes({})) == {"a": 1 / 9, "b": [19 / 9]}
+
+
+@pytest.mark.parametrize("distance", [60, 64, 65, 4_000, 4_096, 4_097, 9_000, 20_000])
+def test_the_end_of_a_list_is_found_however_far_it_is(distance: int) -> None:
+    for tail in (b"]", b'"]"]', b"[1]]", b'{"]":"}"}]'):
+        numbers = b"[" + b"1," * (distance // 2) + (b"1" + tail if tail == b"]" else tail)
+        raw = b'{"a": ' + numbers + b', "b": 2}'
+        document = Document(raw)
+        assert document.raw_value("a") == numbers
+        assert document.raw_value("b") == b"2"
+
+
+@given(texts=st.lists(STRINGS | st.text('"\\', max_size=400), min_size=1, max_size=8))
+def test_strings_end_where_they_do_however_many_escapes_they_have(texts: list[str]) -> None:
+    many = [*texts, '"' * 3_000, *texts]
+    spelled = [json.dumps(text) for text in many]
+    raw = ("{" + ", ".join(f'"{index}": {text}' for index, text in enumerate(spelled)) + "}").encode()
+    document = Document(raw)
+    assert [document.raw_value(str(index)) for index in range(len(many))] == [text.encode() for text in spelled]
+
+
 def test_an_object_of_very_many_elements_that_is_nested_too_deeply_is_refused() -> None:
     raw = b'{ "a": ' + b"[" * 300 + b"]" * 300 + b', "b": [' + b",".join([b"[]"] * 20_000) + b"]}"
     with pytest.raises(InvalidDocument, match="too deeply"):

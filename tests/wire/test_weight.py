@@ -1,0 +1,127 @@
+"""What a JSON text costs is known before it is read."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.wire.weight import LONG_BYTES, is_heavier, load, weigh, weigh_closely, without_escapes
+
+VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text('a,[{"\\]:é', max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a,[{"\\', max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def elements(value: Any) -> int:
+    """What a parsed value weighs, but for escapes."""
+    if isinstance(value, str):
+        return 8
+    if isinstance(value, list):
+        return 16 + max(0, len(value) - 1) + sum(map(elements, value)) - sum(_is_scalar(item) for item in value)
+    if isinstance(value, dict):
+        items = list(value.values())
+        return 16 + 8 * len(items) + max(0, len(items) - 1) + sum(map(elements, items)) - sum(map(_is_scalar, items))
+    return 1
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, str | list | dict)
+
+
+@given(value=st.dictionaries(st.text(max_size=3), VALUES, max_size=5), spaces=st.booleans())
+def test_what_is_in_strings_does_not_count_when_looked_at_closely(value: dict[str, Any], spaces: bool) -> None:
+    raw = orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaces else None)
+    weight = weigh_closely(raw, 1 << 40)
+    assert weight.elements == elements(value) + raw.count(b"\\")
+    assert weigh(raw).elements >= weight.elements - raw.count(b"\\")
+    text = without_escapes(raw)
+    assert len(text) == len(raw)
+    assert text.count(b'"') == weight.quotes
+
+
+def filled(unit: bytes, size: int = 200_000) -> bytes:
+    return b'{"x":[' + unit * (size // len(unit)) + b"0]}"
+
+
+SMALL = {
+    "empty lists": b"[],",
+    "empty objects": b"{},",
+    "objects": b'{"a":1},',
+    "lists in lists": b"[[]],",
+    "deep lists": b"[" * 200 + b"]" * 200 + b",",
+    "token ids": b"151643,",
+    "fractions": b"1.5,",
+    "strings": b'"abcd",',
+    "objects of fractions": b'{"a":1.5,"b":2.5},',
+}
+
+
+@pytest.mark.parametrize("unit", SMALL.values(), ids=SMALL)
+def test_memory_is_told_before_it_is_taken(unit: bytes) -> None:
+    raw = filled(unit)
+    tracemalloc.start()
+    value = load(raw)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert value
+    assert taken <= 1.25 * (len(raw) + weigh(raw).memory_bytes)
+    assert weigh(raw).memory_bytes <= 3 * taken
+
+
+def test_names_that_are_all_different_are_told() -> None:
+    raw = b"{" + b",".join(b'"%x":0' % number for number in range(50_000)) + b"}"
+    tracemalloc.start()
+    value = load(raw)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(value) == 50_000
+    assert taken <= 1.25 * (len(raw) + weigh(raw).memory_bytes)
+
+
+@pytest.mark.parametrize("text", [b"QUJD" * 500_000, b"a, [b] {c}" * 300_000, "日本".encode() * 500_000])
+def test_a_long_text_weighs_little(text: bytes) -> None:
+    raw = b'{"messages":[{"role":"user","content":"' + text + b'"}]}'
+    assert weigh(raw).elements < 1_000_000
+    assert weigh_closely(raw, 1 << 40).elements == 16 * 3 + 4 * 10 + 1
+
+
+def test_a_text_of_many_quotes_is_looked_at_closely() -> None:
+    raw = orjson.dumps({"prompt": orjson.dumps([{"a": 1}] * 100_000).decode()})
+    assert weigh(raw).elements > 2_000_000
+    assert weigh_closely(raw, 4_000_000).elements == 16 + 4 * 4 + raw.count(b"\\")
+    assert weigh_closely(raw, 100).elements > 100
+
+
+def test_only_long_texts_can_be_heavy() -> None:
+    assert not is_heavier(filled(b"[],", LONG_BYTES - 100), 1000)
+    assert is_heavier(filled(b"[],", LONG_BYTES + 100), 1000)
+    assert not is_heavier(b'{"x":"' + b"[],{}" * LONG_BYTES + b'"}', 1000)
+
+
+def test_the_collector_does_not_look_while_a_text_is_read_and_does_afterwards() -> None:
+    looks: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        looks.append(phase)
+
+    raw = filled(b"[],")
+    gc.callbacks.append(note)
+    try:
+        value = load(raw)
+        while_reading = len(looks)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(value["x"]) > 60_000
+    assert while_reading == 0
+    assert gc.isenabled()
+    with pytest.raises(orjson.JSONDecodeError):
+        load(raw[:-1])
+    assert gc.isenabled()
