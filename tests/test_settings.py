@@ -477,6 +477,14 @@ def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: s
     assert loaded(**{name: " "}).warnings == ()
 
 
+def test_a_mistake_is_told_with_what_was_ignored_which_may_be_its_cause() -> None:
+    assert mistake("--decode d:1 --port 1 --port 2", {"PROXY_CONECTOR": "plain"}) == (
+        "no prefiller given: use --prefill, PROXY_PREFILL or a --config file;"
+        " --port is given 2 times, and only the last one counts;"
+        " PROXY_CONECTOR is no option and is ignored: did you mean PROXY_CONNECTOR?"
+    )
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
     name = "PROXY_" + option.upper().replace(".", "_")

@@ -52,6 +52,15 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: boo
     the keys of clients alone.
     """
     line = cli.parse(argv)
+    warnings = (*line.warnings, *near_misses(environ))
+    try:
+        return replace(_loaded(line, environ, needs_backends), warnings=warnings)
+    except SettingsError as error:
+        # What is ignored may be what is missing.
+        raise SettingsError("; ".join((str(error), *warnings))) from None
+
+
+def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool) -> Loaded:
     variables = from_environment(environ)
     path = line.config or environ.get(CONFIG, "").strip()
     values = {**(from_yaml(path) if path else {}), **variables, **line.values}
@@ -62,12 +71,11 @@ def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: boo
         values |= keys
         settings = _validated(values)
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
-    warnings = (*line.warnings, *near_misses(environ))
     if not needs_backends:
-        return Loaded(settings, origins, warnings=warnings)
+        return Loaded(settings, origins)
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
-    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else (), warnings)
+    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else ())
 
 
 def _absolute(found: Sourced) -> Sourced:

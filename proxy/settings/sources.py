@@ -59,6 +59,11 @@ def variable(option: str) -> str:
     return PREFIX + option.upper().replace(".", "__")
 
 
+def _option(name: str) -> str:
+    """What a variable would set."""
+    return name.removeprefix(PREFIX).replace("__", ".").lower()
+
+
 def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     """Every `PROXY_…` variable that is not empty. Raises SettingsError for one that names no option of a section.
 
@@ -68,7 +73,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
     for name, value in environ.items():
         if not name.startswith(PREFIX) or not value.strip():
             continue
-        option = name.removeprefix(PREFIX).replace("__", ".").lower()
+        option = _option(name)
         if option in OPTIONS and name == variable(option):
             found[option] = Sourced(value.strip(), name)
         elif option in SECTIONS:
@@ -88,6 +93,8 @@ def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in environ.items():
         if not name.upper().startswith(PREFIX) or name in meant.values() or not value.strip():
             continue
+        if _option(name).partition(".")[0] in SECTIONS:
+            continue  # refused, and not ignored
         if _NAME_FOR_A_SERVICE.fullmatch(name) or _VALUE_FOR_A_SERVICE.fullmatch(value):
             continue
         if near := difflib.get_close_matches(_plain(name), meant, n=1, cutoff=_NEAR):
