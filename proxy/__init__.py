@@ -20,3 +20,5 @@ Seam        how the stream of another decoder is joined to what the client has
 """
 
 __version__ = "0.1.0"
+SERVER = "pdproxy"
+"""How this gateway signs its answers, and so knows its own kind."""

@@ -18,14 +18,18 @@ from proxy import logs
 from proxy.balancer.backend import Role
 from proxy.balancer.handovers import Verdict, Watch
 from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.models import odd_ones
+from proxy.balancer.recognition import Told, unsuited
 from proxy.upstream import read_bounded
 from proxy.wire.exposition import PromptTokens, parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Coroutine, Mapping
     from types import TracebackType
 
     from proxy.balancer.backend import Backend
+    from proxy.balancer.engine_facts import Identity
+    from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
@@ -92,7 +96,7 @@ class Inspector:
         health: Health,
         fitness: Fitness,
         session: aiohttp.ClientSession,
-        engine_headers: Callable[[Backend], Mapping[str, str]],
+        keys: EngineKeys,
         metrics: Metrics,
         interval_seconds: float,
         connector: str,
@@ -105,11 +109,17 @@ class Inspector:
         self._health = health
         self._fitness = fitness
         self._session = session
-        self._engine_headers = engine_headers
+        self._keys = keys
         self._metrics = metrics
         self._interval_seconds = interval_seconds
+        self._connector = connector
         self._from_store = connector == "vllm_store"
         self._reads = reads and Role.PREFILL in pools
+        self._told: dict[Backend, Identity] = {}
+        self._told_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
+        """What engines tell by themselves. Of vLLM's bootstrap servers only traffic tells."""
+        if connector == "sglang_bootstrap":
+            self._told_kinds.append(MisfitKind.BOOTSTRAP)
         self._decoders: dict[Backend, _Decoder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -130,9 +140,45 @@ class Inspector:
 
     async def _keep_looking(self) -> None:
         while True:
+            self._compare()
             if self._reads and self._interval_seconds:
                 self._start_due_readings()
             await asyncio.sleep(min(_LOOK_SECONDS, self._interval_seconds or _LOOK_SECONDS))
+
+    # What engines say they are
+
+    def _compare(self) -> None:
+        """Look at the engines that have told something new of themselves, and then at all of them together."""
+        told = {
+            backend: facts.identity
+            for role, pool in self._pools.items()
+            if role is not Role.ENCODE
+            for backend in pool.backends()
+            if (facts := self._health.facts(backend)) is not None
+        }
+        if told == self._told:
+            return
+        for backend, identity in told.items():
+            if identity != self._told.get(backend):
+                self._look_at(backend, identity)
+        odd = odd_ones({backend: identity.models for backend, identity in told.items() if identity.models})
+        for backend, identity in told.items():
+            if identity.models:
+                self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
+        self._told = told
+
+    def _look_at(self, backend: Backend, identity: Identity) -> None:
+        told = Told(backend.role, backend.name, identity)
+        kind, hint = unsuited(told, self._connector, backend.bootstrap_port) or (None, "")
+        for its_kind in self._told_kinds:
+            if its_kind is kind:
+                self._fitness.report(backend, its_kind, hint)
+            elif identity.setup is not None:  # otherwise there may be more to come
+                self._fitness.report(backend, its_kind, None)
+        if not identity.refused_key:
+            self._fitness.report(backend, MisfitKind.ENGINE_KEY, None)
+        elif not self._keys.passes_on:
+            self._fitness.refused_key(backend)
 
     # What decoders make of KV
 
@@ -173,7 +219,7 @@ class Inspector:
 
     async def _ask(self, backend: Backend) -> PromptTokens | None:
         """Its counters; None when it tells none."""
-        headers = self._engine_headers(backend)
+        headers = self._keys.headers(backend)
         try:
             async with self._session.get(
                 backend.url + _METRICS_PATH, headers=headers, timeout=_METRICS_TIMEOUT, allow_redirects=False

@@ -11,17 +11,28 @@ import asyncio
 import logging
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import aiohttp
 import orjson
 
-from proxy import logs
+from proxy import SERVER, logs
 from proxy.balancer.backend import Backend, Role
 from proxy.balancer.condition import HealthState
-from proxy.balancer.engine_facts import EngineFacts, parse_engine_version, parse_max_model_len, parse_max_num_seqs
-from proxy.upstream import connect_problem
+from proxy.balancer.engine_facts import (
+    UNKNOWN_VERSION,
+    EngineFacts,
+    Identity,
+    parse_engine_version,
+    parse_kind,
+    parse_max_model_len,
+    parse_max_num_seqs,
+    parse_models,
+    parse_setup,
+)
+from proxy.upstream import connect_problem, read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -42,6 +53,7 @@ _JOINING_TIMEOUT_SECONDS = 5.0
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 _SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 _SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+_MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
@@ -53,6 +65,17 @@ def log_transition(transition: Transition, *, is_news: bool = True) -> None:
     backend = transition.backend
     what = (backend.role, backend.name, transition.new, transition.reason)
     logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
+
+
+class _Said(NamedTuple):
+    """An engine's answer to a small question."""
+
+    status: int = 0
+    """0: there was none."""
+    server: str | None = None
+    """Of its headers."""
+    json: Any = None
+    """None: there is none."""
 
 
 class Prober:
@@ -204,7 +227,7 @@ class Prober:
         if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
             facts = await self._ask_facts(backend)
             self._health.note_facts(backend, facts)
-            self._start(self._ask_limit(backend, facts))
+            self._start(self._ask_setup(backend, facts))
 
     def _next_due(self) -> float:
         jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
@@ -231,25 +254,36 @@ class Prober:
         version, models = await asyncio.gather(
             self._get_json(backend, "/version", timeout_seconds), self._get_json(backend, _MODELS_PATH, timeout_seconds)
         )
-        return EngineFacts(parse_engine_version(version), parse_max_model_len(models))
+        identity = Identity(
+            kind=parse_kind(models.json),
+            models=parse_models(models.json),
+            is_gateway=version.server == SERVER,
+            refused_key=models.status in (401, 403),
+        )
+        engine_version = UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version.json)
+        return EngineFacts(engine_version, parse_max_model_len(models.json), identity=identity)
 
-    async def _ask_limit(self, backend: Backend, facts: EngineFacts) -> None:
-        """Add to what it said how many requests it works on at a time, if it tells."""
-        info = await self._get_json(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)
-        max_num_seqs = parse_max_num_seqs(info)
-        if max_num_seqs is not None and self._health.facts(backend) is facts:  # not if it went down meanwhile
-            self._health.note_facts(backend, replace(facts, max_num_seqs=max_num_seqs))
+    async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
+        """Add to what it said how it was started, and how many requests it works on at a time, as far as it tells."""
+        info = (await self._get_json(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)).json
+        if self._health.facts(backend) is facts:  # not if it went down meanwhile
+            identity = replace(facts.identity, setup=parse_setup(info))
+            told = replace(facts, max_num_seqs=parse_max_num_seqs(info), identity=identity)
+            self._health.note_facts(backend, told)
 
-    async def _get_json(self, backend: Backend, path: str, timeout_seconds: float) -> Any:
-        """GET a path: the JSON that answers it, None when there is none."""
+    async def _get_json(self, backend: Backend, path: str, timeout_seconds: float) -> _Said:
+        """GET a path."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         headers = self._engine_headers(backend)
         try:
             request = self._session.get(backend.url + path, headers=headers, timeout=timeout, allow_redirects=False)
             async with request as answer:
-                return await answer.json(content_type=None, loads=orjson.loads)
+                body = await read_bounded(answer, _MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            return None
+            return _Said()
+        with suppress(ValueError):
+            return _Said(answer.status, answer.headers.get("Server"), orjson.loads(body))
+        return _Said(answer.status, answer.headers.get("Server"))
 
     # Tasks
 

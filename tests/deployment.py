@@ -278,7 +278,7 @@ def _settings(prefillers: Sequence[Engine], decoders: Sequence[Engine], sections
 
 def _endpoint(engine: Engine) -> str:
     """As in a configuration file: with the bootstrap port, if the engine has one."""
-    port = engine.bootstrap_port if isinstance(engine, SimulatedEngine) else None
+    port = getattr(engine, "bootstrap_port", None)
     return f"{engine.host}:{engine.port}" + (f" {port}" if port else "")
 
 

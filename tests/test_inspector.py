@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from proxy.balancer.backend import Role
+from proxy.balancer.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
+from tests.canned import CannedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,3 +216,167 @@ async def test_it_is_told_when_a_prefiller_has_parameters_again(
     await send(gateway, 1, long)
     assert len(told(caplog, "INFO", "fits again: its answers tell decoders what to fetch")) == 1
     assert misfits(gateway) == set()
+
+
+def address(engine: Any) -> str:
+    return f"{engine.host}:{engine.port}"
+
+
+async def noticed(gateway: Deployment, *expected: tuple[str, str, str]) -> None:
+    """Wait until these misfits, and no others, are known."""
+    await until(lambda: len(misfits(gateway)) >= len(expected), "the misfits")
+    assert misfits(gateway) == set(expected)
+
+
+async def test_vllm_is_not_what_sglangs_connector_serves(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    vllm = {"profile_name": "v0.30", "protocol": "none"}
+    gateway = await deploy(connector="sglang_bootstrap", engine=vllm, health=LOOKS)
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(told(caplog, "WARNING", "is vLLM, which takes no notice of what connector sglang_bootstrap")) == 2
+
+
+async def test_sglang_is_not_what_vllms_connectors_serve(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(engine={"profile_name": "sglang"}, health=LOOKS)
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(told(caplog, "WARNING", "is SGLang, which connector vllm_pull does not serve: use sglang_boot")) == 2
+
+
+async def test_sglang_in_another_role_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(
+        connector="sglang_bootstrap", prefiller={"role": "decode"}, decoder={"role": "decode"}, health=LOOKS
+    )
+    prefiller = address(gateway.prefillers[0])
+    await noticed(gateway, (prefiller, "role", "prefill"))
+    (line,) = told(caplog, "WARNING")
+    assert line == (
+        f"prefill instance {prefiller} is given as a prefiller but was started with --disaggregation-mode decode"
+    )
+
+
+async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    async with SimulatedEngine(role="prefill", profile_name="sglang") as engine:
+        stand_in = StandIn("prefill", port=engine.port, bootstrap_port=1)
+        decoder = SimulatedEngine(role="decode", profile_name="sglang")
+        gateway = await deploy([stand_in], [decoder], connector="sglang_bootstrap", health=LOOKS)
+        await noticed(gateway, (address(engine), "bootstrap", "prefill"))
+        (line,) = told(caplog, "WARNING")
+        port = engine.bootstrap_port
+        assert line.endswith(
+            f"has its bootstrap server at port {port}, and decoders are sent to 1, where they meet nobody: give it as "
+            f"`--prefill URL {port}`"
+        )
+
+
+async def test_a_connector_that_vllm_does_not_run_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(
+        engine={"dev_mode": True}, prefiller={"protocol": "transfer"}, decoder={"protocol": "none"}, health=LOOKS
+    )
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert told(
+        caplog, "WARNING", prefiller, "which connector vllm_pull does not serve: use mooncake_bootstrap, or auto"
+    )
+    assert told(caplog, "WARNING", decoder, "was started without a --kv-transfer-config")
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}], ids=str)
+async def test_engines_that_suit_the_connector_are_not_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    engine = {**options.get("engine", {}), "dev_mode": True}
+    gateway = await deploy(**{**options, "engine": engine}, health=LOOKS)
+    health, pools = gateway.worker.health, gateway.worker.pools
+    backends = [*pools.prefill.backends(), *pools.decode.backends()]
+    await until(lambda: all((f := health.facts(b)) and f.identity.setup for b in backends), "all that engines tell")
+    await send(gateway, 1)
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+async def test_the_model_that_only_one_engine_serves_is_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [SimulatedEngine(role="decode", model=model) for model in ("sim", "other", "sim")]
+    gateway = await deploy(1, engines, health=LOOKS)
+    odd = address(engines[1])
+    await noticed(gateway, (odd, "model", "decode"))
+    (line,) = told(caplog, "WARNING")
+    assert line == (
+        f"decode instance {odd} serves 'other', and prefill instance {address(gateway.prefillers[0])} serves 'sim': a "
+        "request for what only one of them serves fails at the other"
+    )
+
+
+async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(decoder={"api_key": "theirs"}, auth={"engine_api_key": "another-key"}, health=LOOKS)
+    decoder = address(gateway.decoders[0])
+    await noticed(gateway, (decoder, "engine_key", "decode"))
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(
+        f"decode instance {decoder} refuses the key it is sent: is the one in OPENAI_API_KEY or auth"
+    )
+
+
+async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "the-engines-key"
+    gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=LOOKS)
+    async with SimulatedEngine(role="decode", api_key=key) as added:
+        gateway.roster.add(Role.DECODE, added.host, added.port)
+        backend = gateway.worker.pools.decode.backends()[-1]
+        gateway.worker.health.on_probe(backend, True, "test")
+        gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
+        await noticed(gateway, (address(added), "engine_key", "decode"))
+        (line,) = told(caplog, "WARNING")
+        assert 'asks for a key and is sent none, as it was added without "send_key": true' in line
+        gateway.roster.remove(Role.DECODE, added.host, added.port)
+        gateway.worker.prober.drop_drained()
+        assert misfits(gateway) == set()
+
+
+async def test_a_key_that_nobody_has_is_told_of_when_it_is_missed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+    prefiller = address(gateway.prefillers[0])
+    assert [(await gateway.ask(request(Api.CHAT))).status for _ in range(3)] == [401] * 3
+    assert misfits(gateway) == {(prefiller, "engine_key", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key" in line
+    assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
+    assert told(caplog, "INFO", "fits again") == [f"prefill instance {prefiller} fits again: it takes the key"]
+
+
+async def test_a_client_without_the_key_that_others_bring_is_its_own_mistake(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+    assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
+    assert (await gateway.ask(request(Api.CHAT))).status == 401
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+@dataclasses.dataclass
+class StandIn(CannedEngine):
+    """Somebody who listens already, in the place of an engine."""
+
+    bootstrap_port: int | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def test_a_gateway_in_the_place_of_an_engine_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    inner = await deploy()
+    port = int(inner.url.rpartition(":")[2])
+    gateway = await deploy([StandIn("prefill", port=port)], 1, health=LOOKS)
+    await noticed(gateway, (f"127.0.0.1:{port}", "gateway", "prefill"))
+    (line,) = told(caplog, "WARNING")
+    assert f"prefill instance 127.0.0.1:{port} is a gateway like this one and no engine" in line

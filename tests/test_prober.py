@@ -389,7 +389,7 @@ async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(ses
                 gateway.health.on_probe(backend, ok, "test")
             await until(lambda: pool.limit(backend) == 4)
             go_on.set()
-            await until(lambda: not [task for task in asyncio.all_tasks() if "_ask_limit" in repr(task)])
+            await until(lambda: not [task for task in asyncio.all_tasks() if "_ask_setup" in repr(task)])
         assert pool.limit(backend) == 4
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy import logs
+from proxy import SERVER, logs
 from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
 from proxy.metrics import REJECTIONS
 from proxy.wire.ids import new_id
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SERVER: Final = "pdproxy"
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """Where a `web.Request` keeps its id."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 EngineVersion = tuple[int, int]
 """Major and minor, for example (0, 23)."""
 UNKNOWN_VERSION: Final[EngineVersion] = (0, 0)
+_KINDS: Final = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,78 @@ class EngineFacts:
     """Tokens that fit into a sequence, prompt and answer together."""
     max_num_seqs: int | None = None
     """Sequences it works on at a time; more wait inside."""
+    identity: Identity = field(default_factory=lambda: Identity(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an engine is, as far as it has told by now."""
+
+    kind: str | None = None
+    """`vLLM` or `SGLang`; None for what is neither, or does not tell."""
+    models: frozenset[str] = frozenset()
+    """What its models are called; adapters, which come and go, are not among them."""
+    is_gateway: bool = False
+    """It is a gateway like this one."""
+    refused_key: bool = False
+    """It did not tell its models: it wants a key, or another one than it was sent."""
+    setup: Setup | None = None
+    """How it was started; None: it has not been asked yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How an engine was started. SGLang tells, and vLLM with VLLM_SERVER_DEV_MODE=1. None is what it does not tell."""
+
+    disaggregation_mode: str | None = None
+    """Of SGLang: `prefill`, `decode`, or `null` for neither."""
+    bootstrap_port: int | None = None
+    """Of SGLang."""
+    tells_transfer: bool = False
+    """vLLM tells how its KV cache travels."""
+    kv_connectors: tuple[str, ...] = ()
+    """Of vLLM, in its words: what moves its KV cache, several if they work together; nothing: it stays where it is."""
+    kv_role: str | None = None
+    """Of vLLM: `kv_producer`, `kv_consumer` or `kv_both`."""
+    engine_id: str | None = None
+    """Of vLLM: what its KV connector calls it, with `_dp` and a number behind it where it has several ranks."""
+
+
+def parse_kind(models: Any) -> str | None:
+    """Whose engine it is, by its `/v1/models`: ModelCard.owned_by, which is the same for every model and in every
+    version of either.
+    """
+    owners = (_member(model, "owned_by") for model in _list(models, "data"))
+    return next((_KINDS[owner] for owner in owners if isinstance(owner, str) and owner in _KINDS), None)
+
+
+def parse_models(models: Any) -> frozenset[str]:
+    """The names in an engine's `/v1/models`, without those of adapters, which have a parent."""
+    names = (_member(model, "id") for model in _list(models, "data") if _member(model, "parent") is None)
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def parse_setup(info: Any) -> Setup:
+    """How it was started, as far as `/server_info?config_format=json` tells; older SGLang has `/get_server_info`."""
+    mode = _member(info, "disaggregation_mode")
+    if isinstance(mode, str):
+        return Setup(mode, _count(_member(info, "disaggregation_bootstrap_port")))
+    config = _member(info, "vllm_config")
+    if not isinstance(config, dict) or "kv_transfer_config" not in config:
+        return Setup()
+    transfer = config["kv_transfer_config"]
+    told = _member(transfer, "kv_connector")
+    parts = (told,)
+    if told == "MultiConnector":
+        listed = _list(_member(transfer, "kv_connector_extra_config"), "connectors")
+        parts = tuple(_member(part, "kv_connector") for part in listed) or parts
+    role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
+    return Setup(
+        tells_transfer=True,
+        kv_connectors=() if told is None else tuple(map(str, parts)),
+        kv_role=role if isinstance(role, str) else None,
+        engine_id=engine_id if isinstance(engine_id, str) else None,
+    )
 
 
 def parse_engine_version(answer: Any) -> EngineVersion:
@@ -66,6 +139,11 @@ def _vllm_ranks(parallel: Any) -> int:
         return 1
     size = "data_parallel_size_local" if _member(parallel, "data_parallel_hybrid_lb") else "data_parallel_size"
     return _count(_member(parallel, size)) or 1
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    listed = _member(value, name)
+    return listed if isinstance(listed, list) else []
 
 
 def _member(value: Any, name: str) -> Any:

@@ -23,6 +23,22 @@ class EngineKeys:
         """Send this key from now on."""
         self._authorization = f"Bearer {key}" if key else ""
 
+    def advice(self, backend: Backend) -> str:
+        """What to look at when a backend has answered 401."""
+        if not self._authorization:
+            return (
+                "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key, unless "
+                "clients are to show the engines' own"
+            )
+        if not backend.trusted:
+            return 'asks for a key and is sent none, as it was added without "send_key": true'
+        return "refuses the key it is sent: is the one in OPENAI_API_KEY or auth.engine_api_key the engines'?"
+
+    @property
+    def passes_on(self) -> bool:
+        """Engines are sent what clients show."""
+        return not self._authorization
+
     def headers(self, backend: Backend, clients_own: str | None = None) -> dict[str, str]:
         """Headers for a request to `backend`; `clients_own` is the Authorization that the client sent, if any."""
         if not self._authorization:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.balancer.backend import Backend
+    from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.handovers import Verdict
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.scoreboard import Row
@@ -28,10 +29,12 @@ class Fitness:
         self,
         misfits: Misfits,
         row: Row,
+        keys: EngineKeys,
         on_change: Callable[[Backend, MisfitKind, str | None], None] = lambda *_: None,
     ) -> None:
         self.misfits = misfits
         self._row = row
+        self._keys = keys
         self._on_change = on_change
         self._without_params: dict[Backend, int] = {}  # answers in a row
 
@@ -64,6 +67,14 @@ class Fitness:
                 "answers prefills without kv_transfer_params, so that decoders compute its prompts once more: is "
                 "--kv-transfer-config set, and is it a connector that this gateway's connector serves?",
             )
+
+    def refused_key(self, backend: Backend) -> None:
+        """It has answered 401, and to nobody otherwise."""
+        self.report(backend, MisfitKind.ENGINE_KEY, self._keys.advice(backend))
+
+    def served(self, backend: Backend) -> None:
+        """It has served a request."""
+        self.report(backend, MisfitKind.ENGINE_KEY, None)
 
     def forget(self, backend: Backend) -> None:
         """It has left."""

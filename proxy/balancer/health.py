@@ -243,6 +243,10 @@ class Health:
         """Failed requests in a row that the backend is to blame for."""
         return self._known(backend).breaker.failures
 
+    def has_served(self, backend: Backend) -> bool:
+        """Whether a request has ever gone well there."""
+        return self._known(backend).served_at > 0
+
     def facts(self, backend: Backend) -> EngineFacts | None:
         """What the engine says of itself; None while nobody has asked it."""
         return self._known(backend).facts

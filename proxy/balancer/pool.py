@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
 
 _NO_LOAD: Final = Load()
+_UNAUTHORIZED: Final = 401
 
 
 class Pool:
@@ -162,6 +163,10 @@ class Pool:
             if error.failure is Failure.RECOMPUTED:
                 self._pressed[backend] = self._clock() + self._pressure_seconds
             self._refresh()
+            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.has_served(backend):
+                self._fitness.refused_key(backend)
+        elif self._fitness is not None:
+            self._fitness.served(backend)
         self._tell(self._health.on_outcome(backend, error, self._enabled, trial=trial, is_proof=is_proof))
         if self._on_end is not None:
             self._on_end(backend, "ok" if error is None else error.failure.value)
@@ -180,6 +185,8 @@ class Pool:
 
     def count_served(self, backend: Backend) -> None:
         """The lease of such a request has ended."""
+        if self._fitness is not None:
+            self._fitness.served(backend)
         if self._on_end is not None:
             self._on_end(backend, "ok")
 

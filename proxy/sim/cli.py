@@ -112,6 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens-details", action=argparse.BooleanOptionalAction, default=True, help="report cached_tokens")
     add("--reasoning-parser", choices=("", "kimi_k2"), default=default.reasoning_parser, help="(default: %(default)s)")
     add("--tool-call-parser", choices=("", "kimi_k2"), default=default.tool_call_parser, help="default: none")
+    add(
+        "--dev-mode", action="store_true", help="tell the configuration at /server_info, as VLLM_SERVER_DEV_MODE=1 does"
+    )
     add("--private-prompt-ids", action="store_true", help="a chat's prompt may be ids under vllm-ascend's own key")
     add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
@@ -22,6 +22,19 @@ from proxy.sim.tokenizer import decode, encode, render_chat
 
 if TYPE_CHECKING:
     from proxy.sim.core import Core
+
+_CONNECTORS: Final = {
+    "transfer": "MooncakeConnector",
+    "layerwise": "MooncakeLayerwiseConnector",
+    "store": "MooncakeStoreConnector",
+}
+_PULLING: Final = {
+    "nixl": "NixlConnector",
+    "mooncake": "MooncakeConnectorV1",
+    "mooncake-pull": "MooncakeConnectorV2",
+    "mooncake-hybrid": "MooncakeHybridConnector",
+}
+"""What vLLM and vLLM-Ascend call what moves KV as a simulated engine does, by its protocol or its connector."""
 
 
 class ControlRoutes:
@@ -52,6 +65,7 @@ class ControlRoutes:
             web.get("/metrics", self._metrics),
             web.get("/load", self._load),
             web.get("/version", self._version),
+            *([web.get("/server_info", self._server_info)] if self._core.options.dev_mode else []),
             web.post("/v1/chat/completions/render", self._render),
             web.post("/v1/completions/render", self._render),
             web.post("/reset_prefix_cache", self._reset_prefix_cache),
@@ -115,6 +129,16 @@ class ControlRoutes:
 
     async def _version(self, request: web.Request) -> web.Response:
         return json_response({"version": self._core.options.profile.version})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        """Of vLLM's whole configuration (entrypoints/serve/instrumentator/server_info.py) what says how KV travels."""
+        options = self._core.options
+        name = _PULLING[options.connector] if options.kv_protocol == "pull" else _CONNECTORS.get(options.kv_protocol)
+        role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[options.role]
+        engine_id = self._core.protocol.describe().get("engine_id")
+        transfer = None if name is None else {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
+        config = {"kv_transfer_config": transfer, "scheduler_config": {"max_num_seqs": options.max_num_seqs}}
+        return json_response({"vllm_config": config})
 
     async def _models(self, request: web.Request) -> web.Response:
         options = self._core.options

@@ -43,6 +43,8 @@ class Options:
     private_prompt_ids: bool = False
     """A chat's prompt may be given as `kv_transfer_params._vllm_ascend_recompute_token_ids` (vllm-ascend
     `patch/recompute_proxy.py`)."""
+    dev_mode: bool = False
+    """As with VLLM_SERVER_DEV_MODE=1: it tells its configuration."""
     request_id_headers: bool = False
     request_id_randomization: bool = True
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""

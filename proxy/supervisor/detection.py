@@ -16,9 +16,10 @@ import orjson
 from pydantic import ValidationError
 
 from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.recognition import Told, recognise
 from proxy.settings import Settings, SettingsError
-from proxy.supervisor.recognition import Told, recognise
 from proxy.upstream import connect_problem, read_bounded
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class _Asker:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
         if status != 200:
             return f"{_MODELS_PATH} answered with status {status}"
-        return Told(engine.role, engine.name, models, await self._ask_info(engine))
+        setup = parse_setup(await self._ask_info(engine))
+        return Told(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
 
     async def _ask_info(self, engine: Backend) -> Any:
         """None: it does not tell."""

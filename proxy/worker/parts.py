@@ -152,9 +152,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             metrics.instance_ejected_total.labels(backend.role.value, backend.name, transition.cause).inc()
 
     health = Health(settings.health)
-    fitness = Fitness(shared.misfits, shared.scoreboard.row(index), log_misfit)
-    pools, ledger = _balance(shared, index, health, fitness, heed, metrics)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
+    fitness = Fitness(shared.misfits, shared.scoreboard.row(index), keys, log_misfit)
+    pools, ledger = _balance(shared, index, health, fitness, heed, metrics)
     callers = Callers(shared.key_usage, index)
     callers.configure(current.client_keys, current.slots)
     client_keys = ClientKeys(callers)
@@ -187,7 +187,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health, misfits)
         inspector = await stack.enter_async_context(
             Inspector(
-                *(everybody, shared.scoreboard, health, fitness, session, keys.headers, metrics),
+                *(everybody, shared.scoreboard, health, fitness, session, keys, metrics),
                 *(settings.health.transfer_interval_seconds, settings.connector),
                 reads=index == 0,
             )

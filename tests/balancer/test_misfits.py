@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.handovers import Verdict
 from proxy.balancer.misfits import Misfit, MisfitKind, Misfits
@@ -69,7 +70,7 @@ class Told:
     def __init__(self, misfits: Misfits) -> None:
         self.changes: list[tuple[Backend, MisfitKind, bool]] = []
         self.scoreboard = Scoreboard(slots=4)
-        self.fitness = Fitness(misfits, self.scoreboard.row(0), self.heard)
+        self.fitness = Fitness(misfits, self.scoreboard.row(0), EngineKeys(None), self.heard)
 
     def heard(self, backend: Backend, kind: MisfitKind, hint: str | None) -> None:
         self.changes.append((backend, kind, hint is not None))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from proxy.balancer.backend import Role
+from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
+from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.recognition import Told, recognise, unsuited
 from proxy.settings import SettingsError
-from proxy.supervisor.recognition import Told, recognise
 
 P, D = Role.PREFILL, Role.DECODE
 NAMES = {P: "10.0.0.1:7100", D: "10.0.0.3:7100"}
@@ -18,20 +20,25 @@ def models(owner: object) -> Any:
     return {"object": "list", "data": [{"id": "kimi", "object": "model", "owned_by": owner}]}
 
 
+def said(role: Role, name: str, models: Any, info: Any = None) -> Told:
+    """An engine that has answered so at `/v1/models` and `/server_info`."""
+    return Told(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
+
+
 def sglang(role: Role, mode: str | None = None) -> Told:
     """By default in its role."""
-    return Told(role, NAMES[role], models("sglang"), {"disaggregation_mode": mode or role.value, "version": "0.5.23"})
+    return said(role, NAMES[role], models("sglang"), {"disaggregation_mode": mode or role.value, "version": "0.5.23"})
 
 
 def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> Told:
     """In development mode if it has a connector; several work together."""
     if not connectors:
-        return Told(role, NAMES[role], models("vllm"))
+        return said(role, NAMES[role], models("vllm"))
     extra = {"connectors": [{"kv_connector": name, "kv_role": kv_role} for name in connectors]}
     transfer: dict[str, Any] = {"kv_connector": connectors[0], "kv_role": kv_role, "kv_connector_extra_config": {}}
     if len(connectors) > 1:
         transfer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
-    return Told(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
+    return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
 def problem(*engines: Told) -> str:
@@ -46,7 +53,7 @@ def test_sglang_engines_meet() -> None:
 
 
 def test_sglang_that_does_not_tell_its_role_has_the_one_it_was_given() -> None:
-    assert recognise([Told(P, "", models("sglang"), None), Told(D, "", models("sglang"), "?")]).connector == (
+    assert recognise([said(P, "", models("sglang"), None), said(D, "", models("sglang"), "?")]).connector == (
         "sglang_bootstrap"
     )
 
@@ -121,7 +128,7 @@ def test_one_engine_that_tells_is_enough() -> None:
             "10.0.0.3:7100 is given as a decoder but was started with kv_role kv_producer",
         ),
         (
-            [Told(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), vllm(D)],
+            [said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), vllm(D)],
             "p:1 was started without a --kv-transfer-config",
         ),
         (
@@ -136,7 +143,7 @@ def test_one_engine_that_tells_is_enough() -> None:
             ),
         ),
         (
-            [Told(P, "p:1", models("lmdeploy")), vllm(D)],
+            [said(P, "p:1", models("lmdeploy")), vllm(D)],
             "p:1 is neither vLLM nor SGLang, by its /v1/models: name the connector",
         ),
     ],
@@ -147,7 +154,7 @@ def test_what_no_connector_serves_is_one_sentence(engines: list[Told], sentence:
 
 @pytest.mark.parametrize("answer", [None, 1, [], {}, {"data": 1}, {"data": [None, 1]}, models(None), models([1])])
 def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
-    assert "is neither vLLM nor SGLang" in problem(Told(P, "p:1", answer), vllm(D))
+    assert "is neither vLLM nor SGLang" in problem(said(P, "p:1", answer), vllm(D))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +166,65 @@ def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
     ],
 )
 def test_a_configuration_of_any_shape_is_not_known(transfer: Any) -> None:
-    engine = Told(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
+    engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
     assert "name it" in problem(engine, vllm(D))
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
 def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
-    assert recognise([Told(P, "p:1", models("vllm"), info), vllm(D)]).connector == "vllm_pull"
+    assert recognise([said(P, "p:1", models("vllm"), info), vllm(D)]).connector == "vllm_pull"
+
+
+@pytest.mark.parametrize(
+    ("engine", "connector", "kind", "words"),
+    [
+        (vllm(P), "sglang_bootstrap", MisfitKind.CONNECTOR, "is vLLM"),
+        (sglang(D), "mooncake_bootstrap", MisfitKind.CONNECTOR, "use sglang_bootstrap, or auto"),
+        (sglang(P, "null"), "sglang_bootstrap", MisfitKind.ROLE, "without --disaggregation-mode"),
+        (sglang(D, "decode"), "plain", MisfitKind.ROLE, "is to do both stages"),
+        (vllm(D, "NixlConnector"), "mooncake_bootstrap", MisfitKind.CONNECTOR, "runs NixlConnector"),
+        (vllm(P, "MooncakeConnector"), "vllm_store", MisfitKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
+        (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", MisfitKind.ROLE, "as a prefiller"),
+        (
+            said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
+            "vllm_pull",
+            MisfitKind.CONNECTOR,
+            "without a --kv-transfer-config",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_suit_the_chosen_connector(
+    engine: Told, connector: str, kind: MisfitKind, words: str
+) -> None:
+    found = unsuited(engine, connector, None)
+    assert found is not None
+    assert (found[0], words in found[1]) == (kind, True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "connector"),
+    [
+        (vllm(P), "mooncake_bootstrap"),  # it does not tell
+        (vllm(D, "NixlConnector", kv_role="kv_producer"), "vllm_pull"),  # NIXL's roles are the same
+        (vllm(P, "NixlConnector"), "vllm_store"),  # what it names is fetched there, too
+        (vllm(P, "NixlConnector", "MooncakeStoreConnector"), "vllm_pull"),
+        (vllm(P, "LMCacheConnectorV1"), "vllm_pull"),  # nobody here knows it
+        (vllm(D, "NixlConnector"), "plain"),
+        (sglang(P), "sglang_bootstrap"),
+        (sglang(D, "null"), "plain"),
+        (said(P, "p:1", models("lmdeploy")), "vllm_pull"),
+        (said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), "vllm_pull"),
+    ],
+)
+def test_an_engine_that_may_suit_the_chosen_connector(engine: Told, connector: str) -> None:
+    assert unsuited(engine, connector, None) is None
+
+
+def test_decoders_meet_sglangs_prefillers_where_they_are() -> None:
+    told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
+    engine = said(P, "p:1", models("sglang"), told)
+    assert unsuited(engine, "sglang_bootstrap", None) is None
+    assert unsuited(engine, "sglang_bootstrap", 8998) is None
+    found = unsuited(engine, "sglang_bootstrap", 8999)
+    assert found is not None
+    assert found[0] is MisfitKind.BOOTSTRAP
