@@ -42,6 +42,16 @@ class BadRequest(GatewayError):
         self.param = param
 
 
+class UnknownModel(BadRequest):
+    """No engine serves a model of that name."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("no instance serves a model of that name; GET /v1/models lists them", param="model")
+
+
 class NoBackendAvailable(GatewayError):
     """No backend of a role can take the request now."""
 

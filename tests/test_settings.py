@@ -506,6 +506,13 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
         ("PROXY_WORKERS", "many", "PROXY_WORKERS must be a valid integer, not 'many'"),
         ("PROXY_WORKERS", "0", "PROXY_WORKERS must be greater than or equal to 1, not '0'"),
         ("PROXY_DECODE", "a", "PROXY_DECODE: 'a' has no port: write it as host:port"),
+        (
+            *("PROXY_LISTEN__CORS_ORIGINS", "https://a.example/"),
+            (
+                "PROXY_LISTEN__CORS_ORIGINS must be a list of origins like https://chat.example.com, without a path,"
+                " or *, not 'https://a.example/'"
+            ),
+        ),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "inf", "PROXY_TIMEOUTS__IDLE_SECONDS must be a finite number, not 'inf'"),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "5s", "PROXY_TIMEOUTS__IDLE_SECONDS must be a valid number, not '5s'"),
     ],

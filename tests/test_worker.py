@@ -160,6 +160,8 @@ async def test_what_is_applied_holds_for_the_next_request(gateway: Deployment) -
     gateway.worker.apply(changed(gateway, listen={"max_body_bytes": 2000}, auth={"engine_api_key": "k-2"}))
     assert await status() == 200
     assert generations(decoder)[-1].headers["authorization"] == "Bearer k-2"
+    gateway.worker.apply(changed(gateway, listen={"cors_origins": ["*"]}))
+    assert (await gateway.ask(request(Api.CHAT), origin="null")).headers["access-control-allow-origin"] == "*"
     key = ClientKey(name="a", key_sha256=hashlib.sha256(b"sk-1").hexdigest())
     gateway.worker.apply(changed(gateway, (key,)))
     assert await status() == 401

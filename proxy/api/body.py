@@ -65,7 +65,11 @@ async def read_body(
     """
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
-        raise GatewayError("send the body without a content encoding", code="content_encoding", status=415)
+        raise GatewayError(
+            "the body has a Content-Encoding, and this gateway decompresses nothing: send it without",
+            code="content_encoding",
+            status=415,
+        )
     content = request.content
     try:
         if not content.is_eof():

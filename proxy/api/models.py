@@ -1,9 +1,10 @@
-"""GET /v1/models: what all engines together serve, also while some of them are down."""
+"""GET /v1/models, and one of them: what all engines together serve, also while some of them are down."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -11,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
-from proxy.errors import UpstreamError
+from proxy.errors import UnknownModel, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from proxy.metrics import Metrics
 
 _PATH: Final = "/v1/models"
+_NAMED: Final = _PATH + "/{model:.+}"  # names may have slashes
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3.0)
 _WHAT: Final = "list its models"
 _FRESH_SECONDS: Final = 2.0
@@ -49,17 +52,28 @@ class ModelsApi:
         self._metrics = metrics
         self._kept_for: str | None = None
         self._kept_until = 0.0
-        self._kept = b""
+        self._kept: dict[str, dict[str, Any]] = {}
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
-        return [web.get(_PATH, counted("models", self._models, self._client_keys, self._metrics))]
+        return [
+            web.get(path, counted("models", answer, self._client_keys, self._metrics))
+            for path, answer in ((_PATH, self._models), (_NAMED, self._model))
+        ]
 
     async def _models(self, request: web.Request) -> web.Response:
-        body = await self._merged(self._client_keys.credential(request))
-        return web.Response(body=body, content_type="application/json")
+        models = await self._merged(self._client_keys.credential(request))
+        return _json({"object": "list", "data": list(models.values())})
 
-    async def _merged(self, credential: str | None) -> bytes:
+    async def _model(self, request: web.Request) -> web.Response:
+        models = await self._merged(self._client_keys.credential(request))
+        model = models.get(request.match_info["model"])
+        if model is None:
+            raise UnknownModel
+        return _json(model)
+
+    async def _merged(self, credential: str | None) -> dict[str, dict[str, Any]]:
+        """The models by name."""
         if credential == self._kept_for and time.monotonic() < self._kept_until:
             return self._kept
         backends = [backend for pool in self._pools for backend in pool.eligible()]
@@ -70,7 +84,7 @@ class ModelsApi:
         models: dict[str, dict[str, Any]] = {}
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)
-        self._kept = orjson.dumps({"object": "list", "data": list(models.values())})
+        self._kept = models
         self._kept_for, self._kept_until = credential, time.monotonic() + _FRESH_SECONDS
         return self._kept
 

@@ -23,6 +23,8 @@ from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp.typedefs import Handler
 
     from proxy.metrics import Metrics
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """Where a `web.Request` keeps its id."""
+LOST: Final[web.AppKey[Callable[[web.Request, int], web.Response | GatewayError | None]]] = web.AppKey("lost")
+"""Where an application keeps what it says to requests for which it has no route: instead of a 404, or of a 405 for a
+method that the route does not take. None: nothing else.
+"""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Anything else could break a log line or a header further on.
@@ -79,6 +85,8 @@ def error_response(error: GatewayError) -> web.Response:
     headers = {"Content-Type": "application/json", "X-PDProxy-Error-Code": error.code, **retry_headers(error)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 415:
+        headers["Accept-Encoding"] = "identity"  # which is how to tell what was wrong (RFC 9110 15.5.16)
     return web.Response(status=error.status, body=error_body(error), headers=headers)
 
 
@@ -167,13 +175,22 @@ class _Replies:
         except web.HTTPException as answer:
             if answer.status < 400:
                 raise
-            return self._refuse(request, _in_our_words(answer), allow=answer.headers.get("Allow"))
+            return self._without_answer(request, answer)
         except Exception as error:
             if isinstance(error, ConnectionError) and _has_left(request):
                 return web.Response(status=499)  # written to nobody
             return self._refuse(request, unexpected(request, error))
         finally:
             logs.request_id.reset(token)
+
+    def _without_answer(self, request: web.Request, answer: web.HTTPException) -> web.Response:
+        lost = request.app.get(LOST)
+        found = lost(request, answer.status) if lost is not None and answer.status in (404, 405) else None
+        if not isinstance(found, web.Response):
+            return self._refuse(request, found or _in_our_words(answer), allow=answer.headers.get("Allow"))
+        if not request.content.is_eof():
+            found.force_close()
+        return found
 
     def _refuse(self, request: web.Request, error: GatewayError, allow: str | None = None) -> web.Response:
         response = error_response(error)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from proxy.settings.endpoints import Endpoint, parse_endpoints
+
+# As browsers write it (RFC 6454 6.2): no path, not even a slash.
+_is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
 
 
 def _not_boolean(value: object) -> object:
@@ -78,6 +82,14 @@ def _networks(value: object) -> list[object]:
     return found
 
 
+def _origins(value: object) -> list[object]:
+    found = _list(value)
+    for item in found:
+        if item != "*" and not (isinstance(item, str) and _is_origin(item)):
+            raise ValueError("must be a list of origins like https://chat.example.com, without a path, or *")
+    return found
+
+
 _number = BeforeValidator(_not_boolean)
 
 Seconds = Annotated[float, _number, Field(gt=0)]
@@ -93,6 +105,7 @@ Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
 PolicyName = Literal["least_load", "round_robin", "power_of_two", "random"]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]

@@ -20,6 +20,7 @@ from proxy.settings.kinds import (
     LogLevel,
     Natural,
     Networks,
+    Origins,
     PolicyName,
     Positive,
     Ratio,
@@ -71,6 +72,9 @@ class Listen(Section):
     """An idle client connection is closed after this long."""
     write_timeout_seconds: Seconds = 60.0
     """A client that takes nothing from its answer for this long is cut off."""
+    cors_origins: Origins = ()
+    """Origins of web pages that may use the clients' routes from a browser, like https://chat.example.com; * is every
+    page there is. Never the routes of administrators."""
     backlog: Positive = 4096
     """Connections the kernel holds before they are accepted."""
 

@@ -14,6 +14,7 @@ from proxy.api import replies
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE, BroadcastApi
+from proxy.api.cors import Cors
 from proxy.api.drain import Drain
 from proxy.api.front import Front
 from proxy.api.generate import GenerateApi
@@ -24,6 +25,7 @@ from proxy.api.openai import GenerationApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
+from proxy.api.signposts import Signposts
 from proxy.balancer.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Transition
     from proxy.configuration import Current
     from proxy.connectors.base import Connector
+    from proxy.errors import GatewayError
     from proxy.settings import Listen, Settings
     from proxy.supervisor import Listeners, Shared
 
@@ -89,6 +92,7 @@ class Worker:
     front: Front
     """Where clients connect."""
     admin_front: Front | None
+    cors: Cors
     """Where operators connect, if they do not with the clients."""
     callback_front: Front | None
     """Where engines call back, if the connector has them do it."""
@@ -120,6 +124,7 @@ class Worker:
         self.gateway.configure(settings)
         self.generation.configure(settings)
         self.generate.configure(settings)
+        self.cors.configure(settings.listen)
         self.passthrough.configure(settings)
         self.administrators.configure(text_of(settings.auth.admin_key))
         self.instances.configure(settings)
@@ -219,10 +224,18 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         ]
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
-        for api in (generation, generate, models, passthrough, probes):
-            app.add_routes(api.routes())
+        clients = [route for api in (generation, generate, models, passthrough, probes) for route in api.routes()]
         if is_sglang:
-            app.add_routes(SglangApi(serving, session, keys, client_keys, probes, metrics).routes())
+            clients += SglangApi(serving, session, keys, client_keys, probes, metrics).routes()
+        signposts = Signposts(clients)
+        cors = Cors(signposts.is_clients, settings.listen)
+        app.add_routes([*clients, *signposts.routes()])
+
+        def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
+            return signposts.lost(request) if status == 404 else cors.preflight(request)
+
+        app[replies.LOST] = lost
+        app.on_response_prepare.append(cors.on_prepare)
         front = Front(app, settings.listen, metrics)
         admin_front = None
         if settings.admin.port is None:
@@ -235,7 +248,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
             *(inspector, upstream, releaser, gateway, generation, generate, passthrough, administrators, instances),
-            *(front, admin_front),
+            *(front, admin_front, cors),
             *(callback_front, index),
         )
         await stack.enter_async_context(follower)

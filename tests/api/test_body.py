@@ -91,6 +91,7 @@ async def test_an_encoded_body_is_refused_unread(site: Site, coding: bytes) -> N
     client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: " + coding + b"\r\nHost", 1))
     reply = await client.reply()
     assert (reply.status, reply.code) == (415, "content_encoding")
+    assert reply.headers["accept-encoding"] == "identity"
     assert site.rejected("content_encoding") == 1.0
     client = await site.ask(HEAD + b"Content-Encoding: " + coding + b"\r\nContent-Length: 10\r\n\r\n")
     assert await refused(client) == (415, "content_encoding")

@@ -11,6 +11,7 @@ import orjson
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
+from yarl import URL
 
 from proxy.api import models
 from proxy.api.keys import ClientKeys
@@ -61,6 +62,30 @@ async def test_models_of_all_engines_are_merged_by_id(gateway: Gateway) -> None:
         assert answer.content_type == "application/json"
         assert await answer.json() == {"object": "list", "data": [kimi, {"id": "adapter"}, {"id": "other"}]}
     assert 'pdproxy_requests_total{api="models",code="200"} 1.0' in gateway.metric_lines()
+
+
+@pytest.mark.parametrize("name", ["kimi", "moonshotai/Kimi-K2", "a b", "lora@1:x"])
+async def test_one_model_is_told_by_its_name(gateway: Gateway, name: str) -> None:
+    await gateway.engine(Role.PREFILL, serving({"id": "other"}))
+    await gateway.engine(Role.DECODE, serving({"id": name, "root": "/models"}))
+    client = await client_of(gateway)
+    for path in (f"/v1/models/{name}", f"/v1/models/{name.replace('/', '%2F')}"):
+        async with client.get(URL.build(path=path) if "%" not in path else URL(path, encoded=True)) as answer:
+            assert (answer.status, await answer.json()) == (200, {"id": name, "root": "/models"})
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "kim", "kimi/", "%00", "x" * 5000])
+async def test_a_model_that_nobody_serves_is_a_404_as_openais(gateway: Gateway, name: str) -> None:
+    await gateway.engine(Role.PREFILL, serving({"id": "kimi"}))
+    client = await client_of(gateway)
+    async with client.get(URL(f"/v1/models/{name}", encoded=True)) as answer:
+        text = await answer.text()
+    error = orjson.loads(text)["error"]
+    assert (answer.status, error["code"], error["type"], error["param"]) == (
+        *(404, "model_not_found", "invalid_request_error", "model"),
+    )
+    assert len(text) < 300
+    assert 'pdproxy_requests_total{api="models",code="404"} 1.0' in gateway.metric_lines()
 
 
 @pytest.mark.parametrize(

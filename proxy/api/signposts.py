@@ -1,0 +1,96 @@
+"""Where no route is: the way to the one that was probably meant; and `GET /`, which says what there is.
+
+Nothing of the request is quoted: a route that is named is one of this gateway's own.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import orjson
+from aiohttp import hdrs, web
+
+from proxy import __version__
+from proxy.errors import GatewayError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
+_slashes: Final = re.compile("/{2,}")
+
+# Nobody means a route by more.
+_MAX_PATH: Final = 256
+_MAX_QUERY: Final = 1024
+_API: Final = "/v1"
+# What clients of engines and of other services ask for, by the beginning of the path behind the version.
+_NOT_SERVED: Final = (
+    ("/responses", "the Responses API is not served here, but /v1/chat/completions is"),
+    ("/messages", "Anthropic's Messages API is not served here, but OpenAI's is: /v1/chat/completions"),
+    ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
+    ("/generate", "SGLang's own API is served with the connector sglang_bootstrap, and OpenAI's always"),
+    *((path, "there are no pages here, but the README") for path in ("/docs", "/redoc", "/openapi.json")),
+)
+
+
+class Signposts:
+    """`routes` are those of clients; of others, such as those of administrators, nothing is said."""
+
+    def __init__(self, routes: Sequence[web.RouteDef]) -> None:
+        everything = [*routes, *self.routes()]
+        self._open = tuple(route.path.partition("{")[0] for route in everything if "{" in route.path)
+        self._paths = {route.path for route in everything if "{" not in route.path}
+        listed = sorted({f"{route.method} {route.path.replace(':.+', '')}" for route in everything})
+        self._welcome = {"service": "pdproxy", "version": __version__, "routes": listed}
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        return [web.get("/", self._list)]
+
+    def is_clients(self, path: str) -> bool:
+        """Whether a path is a route of clients."""
+        return path in self._paths or path.startswith(self._open)
+
+    def lost(self, request: web.Request) -> web.Response | GatewayError:
+        """Where the route is, if only slashes are too many, or else an error that helps."""
+        path = request.path
+        if len(path) > _MAX_PATH:
+            return _error(None)
+        tidy = _slashes.sub("/", path).rstrip("/")
+        if tidy != path and tidy in self._paths:
+            query = request.rel_url.raw_query_string[:_MAX_QUERY]
+            return web.Response(status=307, headers={hdrs.LOCATION: f"{tidy}?{query}" if query else tidy})
+        return _error(self._hint(tidy.lower()))
+
+    def _hint(self, path: str) -> str | None:
+        if (meant := self._meant(path)) is not None:
+            return f"did you mean {meant}?"
+        rest = path
+        while rest.startswith(_API + "/"):
+            rest = rest.removeprefix(_API)
+        for beginning, words in _NOT_SERVED:
+            if rest == beginning or rest.startswith(beginning + "/"):
+                return words
+        return None
+
+    def _meant(self, path: str) -> str | None:
+        """A route that the path ends like, or that begins or ends like the path."""
+        if path.count("/") == 0 or path == _API:
+            return None
+        longest_first = sorted(self._paths - {"/"}, key=len, reverse=True)
+        for end in (path, path + "s"):
+            for known in longest_first:
+                if end.endswith((known, known.removeprefix(_API))):
+                    return known
+        begun = [known for known in longest_first if known.startswith(path + "/")]
+        return begun[-1] if begun else None
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return _json(self._welcome)
+
+
+def _error(hint: str | None) -> GatewayError:
+    words = hint or "GET / tells which there are"
+    return GatewayError(f"there is no such route on this gateway; {words}", code="not_found", status=404)

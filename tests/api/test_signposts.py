@@ -1,0 +1,135 @@
+"""Where no route is: what a client is told of the one it probably means, and what there is at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from yarl import URL
+
+from proxy import __version__
+
+if TYPE_CHECKING:
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+from tests.asking import read
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def get(gateway: Deployment, path: str, method: str = "GET") -> Answer:
+    url = URL(gateway.url + path, encoded=True)
+    async with gateway.session.request(method, url, allow_redirects=False) as response:
+        return await read(response)
+
+
+async def test_the_root_tells_what_there_is(deploy: Deploy) -> None:
+    told = (await get(await deploy(), "/")).json
+    assert (told["service"], told["version"]) == ("pdproxy", __version__)
+    assert {"POST " + CHAT, "GET /v1/models/{model}", "POST /v1/rerank", "GET /readyz"} <= set(told["routes"])
+    assert not [route for route in told["routes"] if "admin" in route or "instances" in route or "metrics" in route]
+
+
+MEANT = [
+    *("/chat/completions", CHAT),
+    *("/completions", COMPLETIONS),
+    *("/models", "/v1/models"),
+    *("/embeddings", "/v1/embeddings"),
+    *("/v1/v1/chat/completions", CHAT),
+    *("/v1/chat/completion", CHAT),
+    *("/V1/Chat/Completions", CHAT),
+    *("/v1/chat", CHAT),
+    *("/api/v1/chat/completions", CHAT),
+    *("/openai/deployments/kimi/chat/completions", CHAT),
+    *("/v1/engines/kimi/completions", COMPLETIONS),
+    *("/v1/readyz", "/readyz"),
+    *("/v1/tokenize", "/tokenize"),
+]
+
+
+@pytest.mark.parametrize(("path", "meant"), list(zip(MEANT[::2], MEANT[1::2], strict=True)))
+async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, meant: str) -> None:
+    answer = await get(await deploy(), path, "POST")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"].endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/responses", "the Responses API is not served here"),
+        ("/v1/responses/resp_1/cancel", "the Responses API is not served here"),
+        ("/v1/messages?beta=true", "Anthropic's Messages API is not served here"),
+        ("/v1/messages/count_tokens", "Anthropic's Messages API is not served here"),
+        ("/v1/v1/messages", "Anthropic's Messages API is not served here"),
+        ("/api/chat", "Ollama's API is not served here"),
+        ("/generate", "sglang_bootstrap"),
+        ("/docs", "there are no pages here"),
+        ("/openapi.json", "there are no pages here"),
+        ("/v1", "GET / tells"),
+        ("/v1/audio/speech", "GET / tells"),
+        ("/admin", "GET / tells"),
+        ("/instance/add", "GET / tells"),
+    ],
+)
+async def test_what_is_not_served_is_said(deploy: Deploy, path: str, words: str) -> None:
+    answer = await get(await deploy(), path, "POST")
+    assert answer.status == 404
+    assert words in answer.error["message"]
+    assert "instances" not in answer.error["message"]
+
+
+async def test_sglangs_own_api_is_not_denied_where_it_is_served(deploy: Deploy) -> None:
+    gateway = await deploy(connector="sglang_bootstrap")
+    assert (await get(gateway, "/v1/generate", "POST")).error["message"].endswith("did you mean /generate?")
+
+
+@pytest.mark.parametrize(
+    ("path", "there"),
+    [
+        ("/v1/models/", "/v1/models"),
+        ("//v1/models", "/v1/models"),
+        ("/v1//chat/completions", CHAT),
+        ("///v1/chat//completions//?a=b&c", CHAT + "?a=b&c"),
+        ("/readyz/", "/readyz"),
+    ],
+)
+async def test_slashes_that_are_too_many_are_taken_out(deploy: Deploy, path: str, there: str) -> None:
+    """By a redirect that keeps method and body, as engines do it."""
+    answer = await get(await deploy(), path, "POST")
+    assert (answer.status, answer.headers["location"], answer.body) == (307, there, b"")
+
+
+@pytest.mark.parametrize("path", ["/admin/reload/", "//instances/add", "/instances//remove", "//metrics"])
+async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -> None:
+    """What stands in front may have rules for these paths."""
+    answer = await get(await deploy(), path, "POST")
+    assert answer.status == 404
+    assert answer.error["message"].endswith("GET / tells which there are")
+
+
+@pytest.mark.parametrize(
+    "path", ["/" + "x" * 7000, "/%3Cscript%3E", "/%0d%0aX:%20y", "//evil.example.com/v1/models/", "/\\evil.example.com"]
+)
+async def test_nothing_that_was_asked_for_is_quoted(deploy: Deploy, path: str) -> None:
+    answer = await get(await deploy(), path)
+    assert answer.status == 404
+    assert len(answer.body) < 300
+    assert not any(word in answer.body for word in (b"xxx", b"script", b"X:", b"evil"))
+
+
+async def test_a_query_goes_along_only_as_it_came(deploy: Deploy) -> None:
+    answer = await get(await deploy(), "/v1/models/?" + "a=%0d%0aX:%20y&" * 500)
+    assert answer.status == 307
+    assert len(answer.headers["location"]) < 1100
+    assert "x" not in answer.headers
+
+
+async def test_a_redirect_leads_there(deploy: Deploy) -> None:
+    gateway = await deploy()
+    body = {"model": "sim", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    async with gateway.session.post(gateway.url + "//v1/chat/completions/", json=body) as response:
+        assert response.status == 200
+        assert (await response.json())["usage"]["completion_tokens"] == 3
