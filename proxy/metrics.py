@@ -24,14 +24,14 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.errors import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
@@ -94,6 +94,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: _Instances | None = None
+        self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         if not self._is_shared:
@@ -264,6 +265,10 @@ class Metrics:
         """From now on every scrape tells about the instances that these have at that moment."""
         self._instances = _Instances(tuple(pools), scoreboard, health, misfits)
 
+    def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
+        """From now on every scrape tells how many workers were replaced, by reason."""
+        self._worker_replacements = replacements
+
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition in the format that an Accept header asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
@@ -289,6 +294,15 @@ class Metrics:
             yield family
         if self._instances is not None:
             yield from self._instances.collect()
+        if self._worker_replacements is not None:
+            replaced = CounterMetricFamily(
+                "pdproxy_worker_replacements",
+                "Workers that were replaced, because they died or because they were frozen.",
+                labels=("reason",),
+            )
+            for reason, count in self._worker_replacements().items():
+                replaced.add_metric((reason,), count)
+            yield replaced
 
     def _show_known_series(self) -> None:
         """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""

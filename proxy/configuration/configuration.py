@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.configuration.current import Stamp
 
 FIXED: Final = (
-    *("connector", "workers", "passthrough"),
+    *("connector", "workers", "worker_timeout_seconds", "passthrough"),
     *("listen.host", "listen.port", "listen.backlog"),
     *("admin.host", "admin.port", "admin.probe_port"),
     *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),

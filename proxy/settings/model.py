@@ -379,6 +379,8 @@ class Settings(Section):
     plain (every engine does both stages); auto asks the engines what they are, once, before it serves."""
     workers: Workers = 1
     """Processes that serve requests; auto is one per core."""
+    worker_timeout_seconds: Seconds | None = 30.0
+    """A worker that has stood still for so long is killed and replaced, where there are several; null: never."""
     passthrough: RouteGroups = ("tokenizer", "pooling")
     """Groups of routes that one engine answers alone: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
     listen: Listen = Listen()

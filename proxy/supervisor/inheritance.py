@@ -16,6 +16,7 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
 from proxy.settings import SettingsError
+from proxy.supervisor.watchdog import Heartbeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +64,7 @@ class Shared:
     key_usage: KeyUsage
     bulletin: Bulletin = field(default_factory=Bulletin)
     misfits: Misfits = field(default_factory=Misfits)
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
@@ -130,5 +132,7 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
     scoreboard = Scoreboard(workers=settings.workers, slots=slots)
     roster = Roster(prefill, decode, scoreboard, encode)
     return Shared(
-        Configuration(loaded, load, roster), listeners, scoreboard, roster, KeyUsage(workers=settings.workers)
+        *(Configuration(loaded, load, roster), listeners, scoreboard, roster),
+        KeyUsage(workers=settings.workers),
+        heartbeats=Heartbeats(settings.workers),
     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
 from proxy.supervisor.inheritance import listen, share
+from proxy.supervisor.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,8 @@ class _Seat:
     pid: int | None = None
     start_at: float | None = 0.0
     started_at: float = 0.0
+    is_frozen: bool = False
+    """It was killed because it did not work any more."""
     deaths: list[float] = field(default_factory=list)
 
 
@@ -125,7 +128,11 @@ class _Supervisor:
         self._shared = shared
         self._run = run
         self._restarts = restarts
-        self._seats = [_Seat(worker) for worker in range(shared.configuration.current().settings.workers)]
+        settings = shared.configuration.current().settings
+        self._seats = [_Seat(worker) for worker in range(settings.workers)]
+        self._watchdog = None
+        if settings.worker_timeout_seconds is not None:
+            self._watchdog = Watchdog(settings.worker_timeout_seconds, time.monotonic())
         self._alive_reader, self._alive_writer = os.pipe()
         self._signals_before: set[int | signal.Signals] = set()
         self._stop_signals = 0
@@ -147,6 +154,7 @@ class _Supervisor:
                     self._pass_on(signal.Signals(received.si_signo))
                 self._bury_dead()
                 self._start_due()
+                self._kill_frozen()
                 self._kill_overdue()
         finally:
             os.close(self._alive_writer)
@@ -162,6 +170,8 @@ class _Supervisor:
         deadlines = [seat.start_at for seat in self._seats if seat.start_at is not None]
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
+        if self._watchdog is not None:
+            deadlines.append(self._watchdog.next_look)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -194,6 +204,19 @@ class _Supervisor:
         if seat.pid is not None:  # ours until it is buried, so this cannot hit a stranger
             os.kill(seat.pid, number)
 
+    def _kill_frozen(self) -> None:
+        if self._watchdog is None or time.monotonic() < self._watchdog.next_look:
+            return
+        counts = self._shared.heartbeats.counts()
+        living = {seat.worker: counts[seat.worker] for seat in self._seats if seat.pid is not None}
+        for worker in self._watchdog.look(time.monotonic(), living):
+            seat = self._seats[worker]
+            seat.is_frozen = True
+            logger.warning(
+                "worker %d (pid %d) has stood still for more than worker_timeout_seconds: killing it", worker, seat.pid
+            )
+            self._signal(seat, signal.SIGKILL)
+
     def _kill_overdue(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             logger.error("killing the workers that did not stop in time")
@@ -214,6 +237,8 @@ class _Supervisor:
         from prometheus_client import multiprocess
 
         seat.pid = None
+        reason = "frozen" if seat.is_frozen else "died"
+        seat.is_frozen = False
         self._shared.erase(seat.worker)
         multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
@@ -232,6 +257,7 @@ class _Supervisor:
         delay = self._restarts.delay_seconds(len(seat.deaths))
         logger.error("worker %d (pid %d) ended with code %d: another in %.1f s", seat.worker, pid, exit_code, delay)
         seat.start_at = now + delay
+        self._shared.heartbeats.note_replacement(reason)
 
     def _start_due(self) -> None:
         now = time.monotonic()

@@ -190,6 +190,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         metrics.watch_instances(tuple(everybody.values()), shared.scoreboard, health, misfits)
+        metrics.watch_workers(shared.heartbeats.replacements)
         inspector = await stack.enter_async_context(
             Inspector(
                 *(everybody, shared.scoreboard, health, fitness, session, keys, metrics),
@@ -201,7 +202,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
         monitor = Monitor(
-            *(metrics, Memory(settings.workers)), every_tick=(lambda: worker.look(),), is_ready=probes.is_ready
+            *(metrics, Memory(settings.workers)),
+            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index)),
+            is_ready=probes.is_ready,
         )
         generation = GenerationApi(gateway, client_keys, drain, settings, metrics)
         generate = GenerateApi(gateway, client_keys, drain, settings, metrics)

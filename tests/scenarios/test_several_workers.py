@@ -122,3 +122,30 @@ async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Progr
     async with aiohttp.ClientSession() as client, client.post(program.url + Api.CHAT.path, json=body) as response:
         assert (await read(response)).is_done
     assert len(set(program.children()) - set(workers)) == 2
+
+
+@pytest.mark.fault(74)
+async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, "--workers", "2", PROXY_WORKER_TIMEOUT_SECONDS="1") as program:
+        workers = program.children()
+        decoder.faults.add("stall_after_tokens", tokens=3)
+        body = request(Api.CHAT, stream=True)
+        async with AsyncExitStack() as stack:
+            for _ in range(16):
+                client = await stack.enter_async_context(aiohttp.ClientSession())
+                await stack.enter_async_context(client.post(program.url + Api.CHAT.path, json=body))
+            os.kill(workers[0], signal.SIGSTOP)
+            await program.says(rf"WARNING.*worker \d \(pid {workers[0]}\) has stood still")
+            await program.says(rf"worker \d \(pid {workers[0]}\) ended with code -9")
+        await everywhere(program, "/healthcheck", request_num=0)
+        decoder.faults.clear()
+        assert workers[0] not in program.children()
+        assert workers[1] in program.children()
+        assert program.output.count("has stood still") == 1
+        async with aiohttp.ClientSession() as client, client.get(program.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        assert 'pdproxy_worker_replacements_total{reason="frozen"} 1.0' in lines
+        assert 'pdproxy_worker_replacements_total{reason="died"} 0.0' in lines
