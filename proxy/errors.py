@@ -93,6 +93,9 @@ class Failure(StrEnum):
     """How a backend failed; the retry matrix and health are written in these words."""
 
     CONNECT = "connect"  # nothing was sent: refused, unreachable, name not found, connect timeout
+    BOOTSTRAP = (
+        "bootstrap"  # decoders cannot meet a prefiller that is there: its bootstrap server is none, or another's
+    )
     RESET = "reset"  # the connection ended before any byte of the answer
     TIMEOUT = "timeout"  # the stage's deadline passed
     STALLED = "stalled"  # it sent nothing on any of its streams while others of its role did
@@ -104,7 +107,7 @@ class Failure(StrEnum):
     RECOMPUTED = "recomputed"  # the decoder gave the request up for lack of KV memory and asks for a new prefill
 
 
-_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504}
+_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.BOOTSTRAP: 503}
 
 
 class UpstreamError(GatewayError):
@@ -136,6 +139,8 @@ class UpstreamError(GatewayError):
         self.body = body
         self.headers = headers or {}
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
+        if failure is Failure.BOOTSTRAP:
+            self.retry_after_seconds = 1.0
         told = self.headers.get("retry-after", "")
         if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
             self.retry_after_seconds = float(told[:9])

@@ -380,3 +380,84 @@ async def test_a_gateway_in_the_place_of_an_engine_is_told_of(deploy: Deploy, ca
     await noticed(gateway, (f"127.0.0.1:{port}", "gateway", "prefill"))
     (line,) = told(caplog, "WARNING")
     assert f"prefill instance 127.0.0.1:{port} is a gateway like this one and no engine" in line
+
+
+# Bootstrap servers of vLLM's MooncakeConnector, about which only traffic tells
+
+
+async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_is_not_called_unhealthy(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller = StandIn("prefill", bootstrap_port=1)
+    async with SimulatedEngine(role="prefill", protocol="transfer") as engine:
+        prefiller.port = engine.port
+        gateway = await deploy([prefiller], 1, connector="mooncake_bootstrap", health=LOOKS, retry={"max_attempts": 1})
+        backend = gateway.worker.pools.prefill.backends()[0]
+        for _ in range(3):
+            answer = await gateway.ask(request(Api.CHAT))
+            assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
+            assert "its bootstrap server at port 1 cannot be reached (connection refused)" in answer.error["message"]
+            assert "127.0.0.1" not in answer.error["message"]
+            assert "retry-after" in answer.headers
+        assert misfits(gateway) == {(address(engine), "bootstrap", "prefill")}
+        (line,) = told(caplog, "WARNING", "bootstrap")
+        assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
+        assert gateway.worker.health.is_confirmed(backend)
+
+        gateway.roster.replace([backend], [dataclasses.replace(backend, bootstrap_port=engine.bootstrap_port)])
+        await send(gateway, 1)
+        assert misfits(gateway) == set()
+        assert len(told(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
+        await gateway.end()
+
+
+async def test_a_prefiller_that_is_not_there_has_no_wrong_bootstrap_port(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(connector="mooncake_bootstrap", health=LOOKS)
+    await gateway.prefillers[0].kill()
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (503, "no_healthy_prefill")
+    assert told(caplog, "WARNING", "bootstrap server") == []
+
+
+async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_not_blamed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = {"waiting_seconds": 0.05, "pin_seconds": 0.05}
+    async with SimulatedEngine(role="prefill", protocol="transfer", **short) as wrong:
+        right = SimulatedEngine(role="prefill", protocol="transfer", **short)
+        async with right:
+            stand_ins = [StandIn("prefill", port=e.port, bootstrap_port=right.bootstrap_port) for e in (wrong, right)]
+            gateway = await deploy(stand_ins, 1, connector="mooncake_bootstrap", decoder=short, health=LOOKS)
+            for number in range(8):  # each of them is asked, and what fails at one goes well at the other
+                answer = await gateway.ask(request(Api.CHAT, f"{number} {LONG}", stream=bool(number % 2)))
+                assert answer.status == 200
+            (decoder,) = gateway.worker.pools.decode.backends()
+            assert gateway.worker.health.consecutive_failures(decoder) == 0
+            assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
+            (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+            assert line.startswith(
+                f"prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
+            )
+            assert f"another prefiller's: prefill instance {address(right)} has the same" in line
+            assert gateway.metrics("pdproxy_kv_released_total") == {}
+            assert gateway.metrics("pdproxy_instance_pinned_kv") == {}
+            await gateway.end()
+
+
+async def test_a_prefiller_that_says_what_it_is_called_is_not_met_where_another_is(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = {"role": "prefill", "protocol": "transfer", "dev_mode": True}
+    async with SimulatedEngine(**engine) as one, SimulatedEngine(**engine) as other:
+        stand_in = StandIn("prefill", port=one.port, bootstrap_port=other.bootstrap_port)
+        gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=LOOKS)
+        pool = gateway.worker.pools.prefill
+        await until(lambda: pool.engine_id(pool.backends()[0]), "what it is called")
+        answer = await gateway.ask(request(Api.CHAT))
+        assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
+        (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+        assert f"the bootstrap server at port {other.bootstrap_port} is another prefiller's" in line
+        assert gateway.decoders[0].state.prompt_tokens == 0
+        await gateway.end()

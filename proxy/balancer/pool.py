@@ -223,6 +223,11 @@ class Pool:
         facts = self._health.facts(backend)
         return None if facts is None or facts.version == UNKNOWN_VERSION else facts.version
 
+    def engine_id(self, backend: Backend) -> str | None:
+        """What an engine of vLLM says its KV connector calls it; None when it does not say."""
+        facts = self._health.facts(backend)
+        return None if facts is None or facts.identity.setup is None else facts.identity.setup.engine_id
+
     def max_model_len(self, backend: Backend) -> int | None:
         """Tokens that fit into a sequence of an engine; None when that is not known."""
         facts = self._health.facts(backend)

@@ -19,7 +19,7 @@ from proxy.errors import Failure, UpstreamError
 from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from proxy.balancer.backend import Backend
 
@@ -30,6 +30,7 @@ _PROBLEM_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
 _MAX_RANKS: Final = 4096
+_HEALTH_PATH: Final = "/health"
 
 
 def bootstrap_address(prefiller: Backend, default_port: int) -> str:
@@ -77,6 +78,8 @@ class _Bootstrap:
     """Why there are no engines."""
     due: float = 0.0
     """When to ask again, for engines or a problem."""
+    is_its_own: bool = False
+    """A decoder has met the prefiller there."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -85,9 +88,24 @@ class Bootstraps:
     something points to a prefiller that has started anew; as long as it does not answer then, what it said holds.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        report: Callable[[Backend, str | None], None] = lambda *_: None,
+        engine_id: Callable[[Backend], str | None] = lambda _: None,
+        addresses: Callable[[], Mapping[Backend, str]] = dict,
+    ) -> None:
+        """`report` hears why a prefiller that is there cannot be met; None: it can. `engine_id`: what a prefiller says
+        its engine is called, which the bootstrap server must say, too; None: it does not say. `addresses`: of all
+        prefillers' bootstrap servers.
+        """
         self._session = session
         self._clock = clock
+        self._report = report
+        self._engine_id = engine_id
+        self._addresses = addresses
         self._known: dict[int, _Bootstrap] = {}  # by slot, which are as many as there can be backends
 
     async def engines(self, prefiller: Backend, address: str) -> Engines:
@@ -115,31 +133,88 @@ class Bootstraps:
 
     @contextmanager
     def doubting(self, prefiller: Backend) -> Iterator[None]:
-        """Around what relies on its engines: a failure may mean that they are others by now."""
+        """Around what relies on its engines: a failure may mean that they are others by now. Where a decoder fails that
+        was sent to a bootstrap server of two prefillers, it is this one's failure. Raises UpstreamError.
+        """
         try:
             yield
         except UpstreamError as error:
+            known = self._known.get(prefiller.slot)
             if not (error.is_backpressure or error.is_clients_fault):
                 self.forget(prefiller)
+                if error.backend != prefiller and known is not None and (other := self._sharer(known)) is not None:
+                    text = "its bootstrap server is another prefiller's"
+                    self._tell(known, f"{text}: prefill instance {other.name} has the same")
+                    raise upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
             raise
 
+    def met(self, prefiller: Backend) -> None:
+        """A decoder has met it there."""
+        known = self._known.get(prefiller.slot)
+        if known is not None and not known.is_its_own:
+            known.is_its_own = True
+            self._report(prefiller, None)
+
+    def _sharer(self, known: _Bootstrap) -> Backend | None:
+        """Another prefiller whose bootstrap server tells the same engines, if no decoder has met this one there yet."""
+        if known.is_its_own:
+            return None
+        same = [backend for backend, address in self._addresses().items() if address == known.address]
+        ids = {engine_id for _, engine_id in known.engines}
+        same += [
+            other.prefiller
+            for other in self._known.values()
+            if ids.intersection(engine_id for _, engine_id in other.engines)
+        ]
+        return next((backend for backend in same if backend != known.prefiller), None)
+
     async def _ask(self, known: _Bootstrap) -> None:
+        port = known.address.rpartition(":")[2]
+        is_certain = True
         try:
             engines = parse_engines(await self._get(known.address + "/query"))
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
+            if engines and not self._is_its_own(known.prefiller, engines):
+                problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
         except TimeoutError:
             problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
+            is_certain = False
         except aiohttp.ClientConnectorError as error:
             reason = connect_problem(error.os_error)
-            problem = (Failure.CONNECT, f"its bootstrap server cannot be reached ({reason})")
+            problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({reason})")
         except (aiohttp.ClientError, ValueError):
-            problem = (Failure.BAD_ANSWER, "its bootstrap server did not tell its engines")
+            problem = (Failure.BAD_ANSWER, f"what answers at port {port} is no bootstrap server of vLLM's")
         if problem is None:
             known.engines, known.problem = engines, None
             known.due = self._clock() + _FRESH_SECONDS
         elif not known.engines:
+            if await self._is_there(known.prefiller):
+                problem = (Failure.BOOTSTRAP, problem[1])
+                if is_certain:
+                    self._tell(known, problem[1])
             known.problem = problem
             known.due = self._clock() + _PROBLEM_SECONDS
+
+    def _tell(self, known: _Bootstrap, problem: str) -> None:
+        self._report(
+            known.prefiller,
+            f"cannot be met by decoders: {problem}. Is the port right (--prefill URL PORT, mooncake.bootstrap_port), "
+            "and was it started with MooncakeConnector as kv_producer?",
+        )
+
+    def _is_its_own(self, prefiller: Backend, engines: Engines) -> bool:
+        """Whether a bootstrap server tells the engine that the prefiller says it is, if it says so."""
+        engine_id = self._engine_id(prefiller)
+        return engine_id is None or any(told.partition("_dp")[0] == engine_id for _, told in engines)
+
+    async def _is_there(self, prefiller: Backend) -> bool:
+        """Whether the engine itself answers, whatever it says."""
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        try:
+            async with self._session.get(prefiller.url + _HEALTH_PATH, timeout=timeout, allow_redirects=False):
+                return True
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
 
     async def _get(self, url: str) -> bytes:
         """A path of the bootstrap server, which needs no key. Raises aiohttp.ClientError, TimeoutError, ValueError."""

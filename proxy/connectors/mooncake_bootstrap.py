@@ -15,6 +15,7 @@ import orjson
 
 from proxy.balancer.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.misfits import MisfitKind
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -31,7 +32,7 @@ from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER, Ranks
 from proxy.connectors.releaser import PrefilledKv
-from proxy.errors import UpstreamError
+from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
@@ -64,7 +65,12 @@ class MooncakeBootstrap:
         self._upstream = kit.upstream
         self._releaser = kit.releaser
         self._fitness = kit.fitness
-        self._bootstraps = Bootstraps(kit.session)
+        self._bootstraps = Bootstraps(
+            kit.session,
+            report=lambda backend, hint: kit.fitness.report(backend, MisfitKind.BOOTSTRAP, hint),
+            engine_id=kit.pools.prefill.engine_id,
+            addresses=self._addresses,
+        )
         self._ranks = Ranks()
         self._one_engine = OneEngine(kit, self._ranks)
         self.configure(kit.settings)
@@ -112,8 +118,8 @@ class MooncakeBootstrap:
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
             answer_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
             with (
-                self._bootstraps.doubting(prefiller.backend),
                 _HandOver(prefiller, decoder, prefill_rank, self._releaser, custody) as handover,
+                self._bootstraps.doubting(prefiller.backend),
             ):
                 async with running(self._prefill(call, meeting, handover, journey)) as leg:
                     opening = self._decode(call, decoder.backend, meeting, decode_rank, answer_seconds)
@@ -123,6 +129,7 @@ class MooncakeBootstrap:
                         def on_arrival(works: bool) -> None:
                             handover.settle(works)
                             if works and journey.kv == "-":
+                                self._bootstraps.met(prefiller.backend)
                                 tokens = call.prompt_tokens
                                 journey.kv = self._fitness.handed_over(decoder.backend, tokens, LEAST_TOKENS)
 
@@ -134,6 +141,9 @@ class MooncakeBootstrap:
                             on_arrival=on_arrival,
                             first_token_seconds=answer_seconds,
                         )
+
+    def _addresses(self) -> dict[Backend, str]:
+        return {backend: bootstrap_address(backend, self._bootstrap_port) for backend in self._pools.prefill.backends()}
 
     async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
@@ -214,7 +224,10 @@ class _HandOver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_kept:  # a prefill that is broken off keeps nothing
+        is_nowhere = isinstance(error, UpstreamError) and error.failure is Failure.BOOTSTRAP
+        # A prefill that is broken off keeps nothing, and what a decoder has looked for elsewhere until it gave up has
+        # been kept for as long.
+        if self._is_kept and not is_nowhere:
             self._custody.__exit__(kind, error, trace)
 
 

@@ -443,7 +443,7 @@ async def test_a_prefiller_without_a_bootstrap_server_costs_another_attempt(depl
         gateway.roster.replace(backends, [backends[0], replace(backends[1], bootstrap_port=server.port)])
         assert (await gateway.ask(request(Api.CHAT))).is_done
         assert [len(prefiller.received) for prefiller in prefillers] == [0, 1]
-        assert gateway.metrics("pdproxy_retries_total") == {("connect", "prefill"): 1.0}
+        assert gateway.metrics("pdproxy_retries_total") == {("bootstrap", "prefill"): 1.0}
 
 
 async def test_what_one_cache_cannot_express_is_refused(deploy: Deploy, bootstrap: BootstrapServer) -> None:
