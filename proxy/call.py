@@ -17,7 +17,7 @@ from proxy.wire.openai import RESERVED_FIELDS, Api
 from proxy.wire.sglang import NativeApi
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from proxy.settings import Cost
 
@@ -154,7 +154,7 @@ def understand(api: Api | NativeApi, document: Document, cost: Cost, headers: Ma
     if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
         raise BadRequest("n must be a positive integer", param="n")
     include_usage = _boolean(options or {}, "include_usage")
-    changes: dict[str, object] = {name: REMOVED for name in RESERVED_FIELDS if name in values}
+    changes = _without_reserved(values, RESERVED_FIELDS)
     if stream and not include_usage:
         # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it. What
         # else stands in their options (continuous_usage_stats) means nothing without it.
@@ -187,8 +187,20 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         stream=_boolean(values, "stream"),
         include_usage=False,
         headers=headers,
-        changes={name: REMOVED for name in sglang.RESERVED_FIELDS if name in values},
+        changes=_without_reserved(values, sglang.RESERVED_FIELDS),
     )
+
+
+def _without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
+    """Changes that take the reserved fields away, wherever engines read them.
+
+    vLLM puts the members of `vllm_xargs` where it puts `kv_transfer_params`, too (`to_sampling_params`).
+    """
+    changes: dict[str, object] = {name: REMOVED for name in reserved if name in values}
+    extra = values.get("vllm_xargs")
+    if isinstance(extra, dict) and not reserved.isdisjoint(extra):
+        changes["vllm_xargs"] = {name: value for name, value in extra.items() if name not in reserved}
+    return changes
 
 
 def _media(value: object) -> int:

@@ -217,6 +217,18 @@ def test_a_reserved_field_is_removed_however_its_name_is_spelled() -> None:
     assert parse(Api.COMPLETIONS, raw, COST).body({}) == b'{"prompt": "hi"}'
 
 
+@pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
+def test_they_are_removed_where_vllm_would_read_them_too(name: str) -> None:
+    extra = {name: "10.6.6.6", "mine": [1, "two"]}
+    assert json.loads(chat(vllm_xargs=extra).body({}))["vllm_xargs"] == {"mine": [1, "two"]}
+    assert json.loads(completion(vllm_xargs={name: 1}).body({}))["vllm_xargs"] == {}
+
+
+@pytest.mark.parametrize("extra", [None, "kv_transfer_params", ["kv_transfer_params"], {}, {"mine": 1}])
+def test_other_extra_arguments_are_the_engines_business(extra: Any) -> None:
+    assert json.loads(chat(vllm_xargs=extra).body({}))["vllm_xargs"] == extra
+
+
 def test_a_leg_may_set_a_reserved_field_itself() -> None:
     call = chat(kv_transfer_params={"remote_host": "10.6.6.6"})
     assert json.loads(call.body({"kv_transfer_params": {"ours": 1}}))["kv_transfer_params"] == {"ours": 1}

@@ -36,6 +36,8 @@ RESERVED_FIELDS: Final = frozenset(
         "data_parallel_rank",
         "routed_dp_rank",
         "disagg_prefill_dp_rank",
+        "kv_hints",
+        "kv_router_hint",
         "request_id",
         "rid",
     }

@@ -35,7 +35,6 @@ RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
     "encoder_urls",
     "external_trace_header",
     "http_worker_ipc",
-    "kv_hints",
     "lora_id",
     "need_wait_for_mm_inputs",
     "num_items_assigned",
@@ -43,6 +42,9 @@ RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
     "return_bytes",
 }
 """Fields of a request that are the router's or internal to the engine, and so are removed when a client sends them."""
+
+WHOLE_NUMBERS: Final = frozenset({"max_new_tokens", "min_new_tokens", "n", "beam_width"})
+"""Members of `sampling_params` that the gateway acts on, or the engine together with those."""
 
 DEFAULT_OUTPUT_TOKENS: Final = 128
 """`max_new_tokens` of a request that does not say."""

@@ -135,6 +135,9 @@ RESERVED: dict[str, Any] = {
     "routed_dp_rank": 7,
     "request_id": "mine",
     "rid": "mine",
+    "kv_hints": {"a": 1},
+    "kv_router_hint": {"source_control_endpoint": "10.6.6.6:1", "block_hashes": []},
+    "vllm_xargs": {"kv_transfer_params": "10.6.6.6", "ec_transfer_params": "10.6.6.6"},
 }
 STEERING = {
     "X-data-parallel-rank": "7",
@@ -154,7 +157,8 @@ async def test_what_steers_engines_is_taken_from_clients(deploy: Deploy, connect
     assert answer.text == await answer_alone(body)
     assert answer.headers["x-request-id"] == "mine"
     for seen in generations(*gateway.engines):
-        assert set(seen.body) & set(RESERVED) <= {"kv_transfer_params"}
+        assert set(seen.body) & set(RESERVED) <= {"kv_transfer_params", "vllm_xargs"}
+        assert not seen.body.get("vllm_xargs")
         assert "10.6.6.6" not in str(seen.body)
         names = {"host", "content-type", "content-length", "accept-encoding", "x-request-id", "connection"}
         assert set(seen.headers) <= names
