@@ -13,11 +13,12 @@ from proxy.balancer.backend import Load
 from proxy.errors import BadRequest
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED, Document, InvalidDocument
+from proxy.wire.lax import flag, whole_number
 from proxy.wire.openai import RESERVED_FIELDS, Api
 from proxy.wire.sglang import NativeApi
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from proxy.settings import Cost
 
@@ -31,6 +32,20 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 # What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
 # number and long ones by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
+
+# What the gateway acts on.
+_WHOLE_NUMBERS: Final = frozenset(
+    {
+        *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
+        *("prompt_logprobs", "thinking_token_budget"),
+    }
+)
+_FLAGS: Final = frozenset(
+    {
+        *("echo", "use_beam_search", "return_token_ids", "include_reasoning", "include_stop_str_in_output"),
+        "parallel_tool_calls",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +165,11 @@ def understand(api: Api | NativeApi, document: Document, cost: Cost, headers: Ma
         raise BadRequest("stream_options must be an object", param="stream_options")
     if options and not stream:
         raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-    samples = values.get("n")
-    if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
+    changes = _as_engines_read(api, values)
+    if values.get("n") is not None and values["n"] < 1:
         raise BadRequest("n must be a positive integer", param="n")
     include_usage = _boolean(options or {}, "include_usage")
-    changes = _without_reserved(values, RESERVED_FIELDS)
+    changes.update(_without_reserved(values, RESERVED_FIELDS))
     if stream and not include_usage:
         # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it. What
         # else stands in their options (continuous_usage_stats) means nothing without it.
@@ -174,6 +189,11 @@ def understand(api: Api | NativeApi, document: Document, cost: Cost, headers: Ma
 def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
     """A call of SGLang's own API. Its usage is part of every answer."""
     values = document.values
+    changes: dict[str, object] = {}
+    params = values.get("sampling_params")
+    for each in params if isinstance(params, list) else [params]:
+        if isinstance(each, dict) and _spell_alike(each, sglang.WHOLE_NUMBERS, whole_number, "a whole number"):
+            changes["sampling_params"] = params
     rows = sglang.embeddings(values)
     tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
     tokens += (
@@ -187,8 +207,35 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         stream=_boolean(values, "stream"),
         include_usage=False,
         headers=headers,
-        changes=_without_reserved(values, sglang.RESERVED_FIELDS),
+        changes={**changes, **_without_reserved(values, sglang.RESERVED_FIELDS)},
     )
+
+
+def _as_engines_read(api: Api, values: dict[str, Any]) -> dict[str, object]:
+    """Let what the gateway acts on be what engines take it for; the members that were spelled otherwise, as they are
+    now. Raises BadRequest for what engines take for nothing.
+    """
+    chats = api is Api.CHAT
+    names = _WHOLE_NUMBERS if chats else _WHOLE_NUMBERS | {"logprobs"}
+    changes = _spell_alike(values, names, whole_number, "a whole number")
+    return changes | _spell_alike(values, _FLAGS | {"logprobs"} if chats else _FLAGS, flag, "true or false")
+
+
+def _spell_alike(
+    values: dict[str, Any], names: Set[str], read: Callable[[object], object], what: str
+) -> dict[str, object]:
+    """Read these members, where they are there, and put in what they mean. Those that changed. Raises BadRequest."""
+    changes: dict[str, object] = {}
+    for name, value in values.items():
+        if name in names and value is not None:
+            try:
+                meant = read(value)
+            except ValueError:
+                raise BadRequest(f"{name} must be {what}", param=name) from None
+            if meant is not value:
+                changes[name] = meant
+    values.update(changes)
+    return changes
 
 
 def _without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
+from pydantic import BaseModel
 
 from proxy.balancer.backend import Load
 from proxy.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, parse, text_tokens
@@ -119,9 +120,11 @@ def test_a_prompt_of_its_own_is_counted_by_the_same_rule() -> None:
         ({"max_tokens": None}, 256),
         ({"max_tokens": 0}, 256),
         ({"max_tokens": -1}, 256),
-        ({"max_tokens": True}, 256),
-        ({"max_tokens": "10"}, 256),
-        ({"max_tokens": 10.5}, 256),
+        ({"max_tokens": True}, 1),
+        ({"max_tokens": "10"}, 10),
+        ({"max_tokens": 10.0}, 10),
+        ({"max_completion_tokens": " 20 ", "max_tokens": 10}, 20),
+        ({"max_tokens": 1e30}, 256),
     ],
 )
 def test_the_output_limit_is_the_clients_or_a_guess(fields: dict[str, Any], tokens: int) -> None:
@@ -173,9 +176,21 @@ def test_what_is_absent_has_the_defaults_of_the_api(fields: dict[str, Any]) -> N
         ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
-        ({"n": True}, "n"),
-        ({"n": "2"}, "n"),
+        ({"n": "0"}, "n"),
+        ({"n": False}, "n"),
         ({"n": 1.5}, "n"),
+        ({"max_tokens": "ten"}, "max_tokens"),
+        ({"max_tokens": "1e1"}, "max_tokens"),
+        ({"max_tokens": 10.5}, "max_tokens"),
+        ({"max_completion_tokens": []}, "max_completion_tokens"),
+        ({"min_tokens": {}}, "min_tokens"),
+        ({"seed": "0x7"}, "seed"),
+        ({"best_of": "1.5"}, "best_of"),
+        ({"top_logprobs": "some"}, "top_logprobs"),
+        ({"thinking_token_budget": "1 0"}, "thinking_token_budget"),
+        ({"echo": "maybe"}, "echo"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"return_token_ids": []}, "return_token_ids"),
     ],
 )
 def test_a_field_the_gateway_acts_on_must_have_its_type(fields: dict[str, Any], param: str) -> None:
@@ -194,7 +209,72 @@ def test_what_is_not_one_plain_json_object_is_refused(raw: bytes) -> None:
 
 
 def test_other_fields_are_the_engines_business() -> None:
-    assert chat(temperature="hot", model=7, logprobs=[]).body({})
+    assert chat(temperature="hot", model=7, top_k=[], stop={}).body({})
+
+
+SPELLINGS = [
+    *(
+        (10.0, 10),
+        ("10", 10),
+        (" 10\n", 10),
+        ("10.0", 10),
+        ("+10", 10),
+        ("010", 10),
+        ("1_0", 10),
+        (True, 1),
+        (-1.0, -1),
+    ),
+    *((2**63, 2**63), (-(2**63), -(2**63)), (str(2**64 - 1), 2**64 - 1), (float(2**62), 2**62), (-0.0, 0)),
+]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "min_tokens", "seed", "thinking_token_budget"])
+@pytest.mark.parametrize(("spelled", "meant"), SPELLINGS)
+def test_a_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int) -> None:
+    """As the request model of vLLM reads it, which is made with the same library."""
+
+    class Request(BaseModel):
+        number: int
+
+    raw = orjson.dumps({"messages": [], name: spelled, "temperature": 1.0})
+    assert Request(number=spelled).number == meant
+    for text in (raw, b" " + raw):
+        call = parse(Api.CHAT, text, COST)
+        assert (call.values[name], type(call.values[name])) == (meant, int)
+        assert b'"%b":%d' % (name.encode(), meant) in call.body({}).replace(b": ", b":")
+
+
+@pytest.mark.parametrize("number", [1e19, 1e300, -1e19, "9" * 30])
+def test_a_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
+    call = chat(max_tokens=number)
+    assert json.loads(call.body({}))["max_tokens"] == number
+    assert call.output_limit is None
+
+
+@pytest.mark.parametrize(
+    ("spelled", "meant"), [("true", True), ("False", False), ("no", False), (0, False), (1.0, True), ("1", True)]
+)
+def test_a_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
+    call = chat(return_token_ids=spelled, logprobs=spelled)
+    assert (call.values["return_token_ids"], call.shows_single_tokens) == (meant, meant)
+    assert json.loads(call.body({}))["logprobs"] is meant
+
+
+def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
+    assert json.loads(completion(logprobs="2").body({}))["logprobs"] == 2
+    assert completion(logprobs=0).shows_single_tokens
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_sampling_parameters_of_sglang_are_numbers_too(many: bool) -> None:
+    params = {"max_new_tokens": 10.0, "n": "2", "min_new_tokens": " 3 ", "temperature": 0.5}
+    meant = {"max_new_tokens": 10, "n": 2, "min_new_tokens": 3, "temperature": 0.5}
+    call = native(text="a", sampling_params=[params] if many else params)
+    assert call.output_tokens == 10
+    assert json.loads(call.body({}))["sampling_params"] == ([meant] if many else meant)
+    assert sglang.samples_of(call.values["sampling_params"]) == 2
+    with pytest.raises(BadRequest, match="max_new_tokens"):
+        native(text="a", sampling_params={"max_new_tokens": "ten"})
 
 
 # The bytes the engines get

@@ -413,7 +413,7 @@ def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[s
         # stood cannot be told.
         changes["seed"] = (seed + situation.segment * 0x9E3779B97F4A7C15) % 2**63
     budget = values.get("thinking_token_budget")
-    if isinstance(budget, int):
+    if isinstance(budget, int) and budget >= 0:  # -1 is none (vLLM `ThinkingTokenBudget`)
         changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))
     return changes
 

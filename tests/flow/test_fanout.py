@@ -102,7 +102,8 @@ def test_the_samples_of_one_prompt_have_the_cost_of_the_whole_prompt() -> None:
         (2**63 - 2, [2**63 - 2, 2**63 - 1, -(2**63)]),
         (-1, [-1, -1, -1]),  # vLLM: no seed
         (None, [None, None, None]),
-        ("7", ["7", "7", "7"]),
+        ("7", [7, 8, 9]),
+        (7.0, [7, 8, 9]),
     ],
 )
 def test_sample_i_has_the_seed_plus_i(seed: Any, expected: list[Any]) -> None:

@@ -1,0 +1,46 @@
+"""Numbers in requests whose answers break off: the next engine is told what is left of them, however spelled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
+from tests.conformance.resuming import WITH_USAGE, thoughts
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+
+LIMITS = [("max_tokens", api) for api in Api] + [("max_completion_tokens", Api.CHAT)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("spelled", [10, 10.0, "10", " 10 ", "10.0", "1_0"])
+@pytest.mark.parametrize(("name", "api"), LIMITS)
+async def test_an_answer_is_as_long_as_was_asked_for_however_that_was_spelled(
+    deploy: Deploy, name: str, api: Api, spelled: object, stream: bool
+) -> None:
+    """Engines take such numbers, and what is left of them for another engine has to be told."""
+    gateway = await deploy(1, 2, resume={"repeat_up_to_tokens": 0})
+    for decoder in gateway.decoders:
+        decoder.faults.add("reset_after_tokens", tokens=3, times=1)
+    body = request(api, min_tokens="8", seed=7.0, stream=stream)
+    del body["max_tokens"]
+    answer = await gateway.ask({**body, name: spelled} | (WITH_USAGE if stream else {}))
+    assert answer.is_done
+    assert answer.text == await answer_alone({**body, "min_tokens": 8, "seed": 7, name: 10})
+    assert answer.usage["completion_tokens"] == 10
+    first, *others = generations(*gateway.decoders)
+    assert {seen.body[name] for seen in (first, *others)} <= {10, 7, 4}
+    assert all(type(seen.body["min_tokens"]) is type(seen.body["seed"]) is int for seen in (first, *others))
+
+
+async def test_a_thinking_budget_that_is_none_stays_none(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)
+    gateway.decoders[1].faults.add("reset_after_tokens", tokens=3, times=1)
+    await gateway.ask(thoughts(stream=True, thinking_token_budget=-1))
+    assert {seen.body["thinking_token_budget"] for seen in generations(*gateway.decoders)} == {-1}
