@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings, SettingsError
-from proxy.settings.model import Layerwise
+from proxy.settings.model import Drain, Layerwise
 from proxy.supervisor import RestartPolicy, serve
 from proxy.supervisor.inheritance import create_listener, listen
 from proxy.supervisor.supervisor import _metrics_directory
@@ -99,6 +99,7 @@ def main() -> int:
         prefill=(Endpoint(host="127.0.0.1", port=1),),
         decode=(Endpoint(host="127.0.0.1", port=2),),
         workers=int(sys.argv[2]),
+        drain=Drain(not_ready_seconds=0),
     )
     return serve(lambda: Loaded(settings, {}), run, RestartPolicy(first_delay_seconds=0.001, max_delay_seconds=0.01))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -77,6 +78,15 @@ RunWorker = Callable[[Shared, int, int | None], int]
 end of a pipe that closes when the supervisor is gone, None without a supervisor."""
 
 
+class PortInUse(OSError):
+    """Somebody else listens there."""
+
+    def __init__(self, text: str, host: str, port: int) -> None:
+        super().__init__(text)
+        self.host = host
+        self.port = port
+
+
 def listen(settings: Settings) -> Listeners:
     """The listening sockets. Raises OSError whose text is one sentence for the operator, and SettingsError."""
     admin = settings.admin
@@ -119,7 +129,10 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        raise OSError(f"cannot listen on {where}: {str(reason).lower()}") from error
+        text = f"cannot listen on {where}: {str(reason).lower()}"
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(text, host, port) from error
+        raise OSError(text) from error
 
 
 def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> Shared:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
-from proxy.supervisor.inheritance import listen, share
+from proxy.supervisor.inheritance import share
+from proxy.supervisor.succession import listen_in_succession
 from proxy.supervisor.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             connector = find_connector(settings)
             loaded = with_connector(loaded, connector)
             settings = loaded.settings
-            listeners = stack.enter_context(listen(settings))
+            listeners = stack.enter_context(listen_in_succession(settings))
         except OSError as error:
             print(f"pdproxy: error: {error}", file=sys.stderr)
             return 1

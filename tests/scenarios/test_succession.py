@@ -1,0 +1,49 @@
+"""A gateway that is started while another one has its ports."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import ask, request
+from tests.scenarios.program import Program, gateway, running
+from tests.scenarios.test_stopping import is_ready
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    import aiohttp
+
+    from proxy.sim.engine import SimulatedEngine
+
+WAITING = r"waiting for port \d+, which is in use"
+SERVING = r"pdproxy \S+ on (\S+:\d+),"
+
+
+def successor(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:
+    """A gateway of which only the waiting is waited for."""
+    return running(words, f"({WAITING})", **environment)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_successor_waits_until_its_predecessor_accepts_no_more(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, workers: str
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers)
+    async with gateway(*engines, PROXY_DRAIN__NOT_READY_SECONDS="3600") as old:
+        await is_ready(session, old.url)
+        old.signal(signal.SIGTERM)
+        await old.says('"message":"draining","left":0')
+        port = old.url.rsplit(":", 1)[1]
+        async with successor(*engines, "--port", port) as new:
+            assert (await ask(session, old.url, request(Api.CHAT))).is_done  # by the old one, which still accepts
+            old.signal(signal.SIGTERM)
+            await old.ended()
+            await new.says(SERVING)
+            await is_ready(session, old.url)
+            assert (await ask(session, old.url, request(Api.CHAT))).is_done
+            assert new.output.count("waiting for port") == 1
