@@ -78,6 +78,12 @@ class _Said(NamedTuple):
     """None: there is none."""
 
 
+class _NoConnection(str):
+    """What was wrong: there was no connection."""
+
+    __slots__ = ()
+
+
 class Prober:
     """One worker's view of which backends are well. `async with` it."""
 
@@ -221,7 +227,8 @@ class Prober:
         """Tell Health how a backend has answered, and ask one that came up what it is."""
         if backend not in self._pools[backend.role].backends():
             return  # it left meanwhile, and Health is not to hear of it again
-        transition = self._health.on_probe(backend, not problem, problem or success)
+        is_refused = isinstance(problem, _NoConnection)
+        transition = self._health.on_probe(backend, not problem, problem or success, is_refused=is_refused)
         if transition is not None:
             self._on_transition(transition)
         if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
@@ -244,7 +251,7 @@ class Prober:
         except TimeoutError:
             return f"{path} did not answer within {timeout_seconds:g} s"
         except aiohttp.ClientConnectorError as error:
-            return f"cannot connect ({connect_problem(error.os_error)})"
+            return _NoConnection(f"cannot connect ({connect_problem(error.os_error)})")
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
             return f"{path} failed ({type(error).__name__})"
 

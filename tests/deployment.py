@@ -52,6 +52,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "answer_seconds": 5.0,
         "idle_seconds": 5.0,
     },
+    "admission": {"wait_seconds": 0.5},
     "resume": {"deadline_seconds": 0.5},
     "health": {"interval_seconds": 3600.0, "changing_interval_seconds": 3600.0, "transfer_interval_seconds": 0.0},
     "layerwise": {"host": "127.0.0.1"},

@@ -45,6 +45,10 @@ class Condition:
     """It came back then, and starts slowly."""
     served_at: int = 0
     """Event of its last success; see Breaker."""
+    is_unreachable: bool = False
+    """It took no connection when one was tried last, and nothing has shown since that it does."""
+    was_up_until: float | None = None
+    """When it was last known to be up and reachable; None: it is, or it never was up."""
     reason: str | None = None
     """Of the last change of `state`; None: there was none."""
     changed_at: float | None = None
@@ -76,7 +80,7 @@ class Condition:
         if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
             return True
         is_refusing = self.breaker.refused_connections > 0 or self.breaker.ends_with_connection
-        return self.verdict is HealthState.UP and is_refusing
+        return self.verdict is HealthState.UP and (is_refusing or self.is_unreachable)
 
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
         """Of the work that falls to it, how much it is to get: less than all after it came back."""
@@ -99,13 +103,26 @@ class Condition:
 
     def connected(self, now: float) -> None:
         """It accepts connections."""
+        self.reached()
         self.breaker.connected()
         if self.breaker.ends_with_connection:
             self.breaker.close(now)
 
+    def reached(self) -> None:
+        """It has answered, and so there was a connection."""
+        self.is_unreachable = False
+        if self.verdict is HealthState.UP:
+            self.was_up_until = None
+
+    def refused(self, now: float) -> None:
+        """It took no connection."""
+        self.is_unreachable = True
+        self._leave(now)
+
     def judge(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
         """It is up, or down, from now on."""
         if verdict is HealthState.DOWN:
+            self._leave(now)
             self.breaker.rest(now, checks.eject_seconds)
         elif self.verdict is HealthState.DOWN:
             self.breaker.forgive()
@@ -113,3 +130,9 @@ class Condition:
         self.verdict = verdict
         self.probe_streak = 0
         self.facts = None
+        if verdict is HealthState.UP and not self.is_unreachable:
+            self.was_up_until = None
+
+    def _leave(self, now: float) -> None:
+        if self.verdict is HealthState.UP and self.was_up_until is None:
+            self.was_up_until = now

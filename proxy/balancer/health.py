@@ -93,11 +93,15 @@ class Health:
             condition.must_prove_itself = True
             self.version += 1
 
-    def on_probe(self, backend: Backend, ok: bool, reason: str) -> Transition | None:
-        """Take in the answer of one probe."""
+    def on_probe(self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False) -> Transition | None:
+        """Take in the answer of one probe. `is_refused`: it failed since there was no connection."""
         condition = self._condition(backend)
-        old = condition.state
+        old, was_unreachable = condition.state, condition.is_unreachable
+        if is_refused:
+            condition.refused(self._clock())
         condition.probed(ok, self._clock(), self._checks)
+        if condition.is_unreachable is not was_unreachable:
+            self.version += 1
         return self._changed(backend, condition, old, reason)
 
     def on_outcome(
@@ -118,6 +122,13 @@ class Health:
         old = condition.state
         is_trial = self._end_trial(condition, trial)
         self._events += 1
+        if error is not None and error.failure is Failure.CONNECT:
+            if not condition.is_unreachable:
+                self.version += 1
+            condition.refused(self._clock())
+        elif condition.is_unreachable and (error is None or error.failure is Failure.STATUS):
+            condition.reached()
+            self.version += 1
         if error is not None and is_to_blame(error) and (is_proof or error.failure is Failure.CONNECT):
             condition.breaker.blame(error.failure, self._events)
             return self._blamed(backend, condition, error, peers, is_trial)
@@ -230,6 +241,17 @@ class Health:
     def awaits_trial(self, backend: Backend) -> bool:
         """Whether it may get one request."""
         return self._known(backend).awaits_trial
+
+    def is_unreachable(self, backend: Backend) -> bool:
+        """Whether it took no connection the last time."""
+        return self._known(backend).is_unreachable
+
+    def gone_at(self, backend: Backend) -> float | None:
+        """When one that was up ceased to take connections, in clock seconds, as a restart begins; None: it takes them,
+        or it never was up.
+        """
+        condition = self._known(backend)
+        return condition.was_up_until if condition.is_unreachable else None
 
     def is_changing(self, backend: Backend) -> bool:
         """Whether the next probe may decide something, so that it should come soon."""

@@ -61,6 +61,7 @@ class Pool:
         worker: int = 0,
         max_running: int | None = None,
         pressure_seconds: float = 5.0,
+        restart_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class Pool:
         `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
         `pairs`, `fitness` and it forget the backends that leave. `worker`: the number of the worker, see Policy.
         `max_running`: requests a backend works on at a time; None is what its engine says, or any number.
-        `pressure_seconds`: how long a backend that ran out of KV memory is passed over.
+        `pressure_seconds`: how long a backend that ran out of KV memory is passed over. `restart_seconds`: see `is_restarting`.
         """
         self.role = role
         self.row = row
@@ -87,6 +88,7 @@ class Pool:
         self._worker = worker
         self._max_running = max_running
         self._pressure_seconds = pressure_seconds
+        self._restart_seconds = restart_seconds
         self._clock = clock
         self._rng = rng or random.Random()
         self._pressed: dict[Backend, float] = {}  # short of KV memory, until when
@@ -98,12 +100,16 @@ class Pool:
         self._awaiting_trial: tuple[Backend, ...] = ()
         self._limits: dict[Backend, int] = {}  # of the eligible ones that have any
         self._is_any_slow = False
+        self._gone_at: float | None = None  # when the last one ceased to take connections that was up; None: some do
 
-    def configure(self, policy: Policy, max_running: int | None, pressure_seconds: float) -> None:
+    def configure(
+        self, policy: Policy, max_running: int | None, pressure_seconds: float, restart_seconds: float = 0.0
+    ) -> None:
         """Take changed settings for the leases from now on."""
         self._policy = policy
         self._max_running = max_running
         self._pressure_seconds = pressure_seconds
+        self._restart_seconds = restart_seconds
         self._versions = None
 
     # Choosing
@@ -241,13 +247,27 @@ class Pool:
         return None if facts is None else facts.max_num_seqs
 
     def has_room(self) -> bool:
-        """Whether some eligible backend is below its limit. True also where nobody is eligible: a lease that fails at
-        once is nothing to wait for.
+        """Whether some eligible backend is below its limit. True also where nobody is eligible, unless they are only
+        restarting: a lease that fails at once is nothing to wait for.
         """
         self._refresh()
+        if self._gone_at is not None and self.is_restarting():
+            return False
         if self._awaiting_trial or len(self._limits) < len(self._eligible) or not self._limits:
             return True
         return any(self._scoreboard.running(backend.slot) < limit for backend, limit in self._limits.items())
+
+    def is_gone(self) -> bool:
+        """Whether nobody takes connections, and somebody did who was up."""
+        self._refresh()
+        return self._gone_at is not None
+
+    def is_restarting(self) -> bool:
+        """Whether they are gone for less than `restart_seconds`, so that they may soon be back. Who never was up, or is
+        gone for longer, is not waited for.
+        """
+        self._refresh()
+        return self._gone_at is not None and self._clock() - self._gone_at < self._restart_seconds
 
     def is_ready(self) -> bool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
@@ -330,6 +350,11 @@ class Pool:
             # All are new, as after a reload that replaces them: who has not answered yet is better than nobody.
             unknown = (backend for backend in self._enabled if self._health.state(backend) is HealthState.UNKNOWN)
             self._eligible = tuple(unknown)
+        candidates = (*self._eligible, *self._awaiting_trial)
+        self._gone_at = None
+        if all(self._health.is_unreachable(backend) for backend in candidates):
+            gone = (self._health.gone_at(backend) for backend in self._enabled)
+            self._gone_at = max((since for since in gone if since is not None), default=None)
         limits = ((backend, self.limit(backend)) for backend in self._eligible)
         self._limits = {backend: limit for backend, limit in limits if limit is not None}
         self._is_any_slow = any(self._health.share_percent(backend) < slow_start.FULL for backend in self._eligible)

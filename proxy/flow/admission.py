@@ -13,12 +13,13 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.errors import Overloaded
+from proxy.errors import NoBackendAvailable, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from proxy.balancer.backend import Role
     from proxy.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
@@ -31,7 +32,8 @@ _RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 class Admission:
     """Owns the queue and the account of what is held. One per worker.
 
-    `has_room`: whether a lease taken now would find room, or would fail anyhow because nobody is eligible.
+    `has_room`: whether a lease taken now would find room, or would fail anyhow because nobody is eligible. `absent`:
+    the role, if any, of which all are gone, so that there is nobody to find room with.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Admission:
         has_room: Callable[[], bool],
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        absent: Callable[[], Role | None] = lambda: None,
     ) -> None:
         self._has_room = has_room
+        self._absent = absent
         self._metrics = metrics
         self._clock = clock
         self._lines: dict[str, _Line] = {}  # of the callers who have somebody waiting
@@ -93,7 +97,8 @@ class Admission:
         return Hold(self, body_bytes)
 
     def admit(self, caller: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
-        """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long.
+        """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long,
+        and NoBackendAvailable when it was that because all of a role are gone.
 
         The block must lease before its first await: only then is the room that was seen still there, and gone for the
         next. `patient`: a further unit of a request that was let in already, which is not refused any more. `on_wait`
@@ -163,7 +168,7 @@ class Admission:
             self._timer = None
         self.notify()  # if this was its turn, the next one's comes when this task has leased what it takes
 
-    def _refuse(self, entry: Entry, refusal: Overloaded) -> None:
+    def _refuse(self, entry: Entry, refusal: Overloaded | NoBackendAvailable) -> None:
         self._part(entry)
         entry.refusal = refusal
         if not entry.turn.done():
@@ -197,7 +202,7 @@ class Admission:
         self._timer = None
         overdue = self._clock() - self._wait_seconds
         while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
-            self._refuse(oldest, _queue_timeout(self._wait_seconds))
+            self._refuse(oldest, _queue_timeout(self._wait_seconds, self._absent()))
         self._look()
         if self._lines:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
@@ -217,7 +222,7 @@ class Entry:
         self._on_wait = on_wait
         self.caller = caller
         self.is_patient = is_patient
-        self.refusal: Overloaded | None = None
+        self.refusal: Overloaded | NoBackendAvailable | None = None
 
     async def __aenter__(self) -> Self:
         admission, caller = self._admission, self.caller
@@ -290,7 +295,11 @@ def _queue_full() -> Overloaded:
     return _overloaded("queue_full", "too many requests are waiting for an instance")
 
 
-def _queue_timeout(wait_seconds: float) -> Overloaded:
+def _queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
+    if absent is not None:
+        nobody = NoBackendAvailable(absent)
+        nobody.retry_after_seconds = random.uniform(*_RETRY_AFTER_SECONDS)
+        return nobody
     return _overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
 
 

@@ -23,7 +23,7 @@ from proxy.wire.openai import DONE_EVENT
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from proxy.balancer.backend import Backend
+    from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.pool import Pool
     from proxy.call import Call
@@ -52,7 +52,7 @@ class Gateway:
         self.settings = settings
         self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
-        self.admission = Admission(settings.admission, self._has_room, metrics)
+        self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
         for role in connector.roles:
             pools.of(role).on_release = self.admission.notify
 
@@ -92,6 +92,10 @@ class Gateway:
     def _has_room(self) -> bool:
         """Whether one more unit would find room in every role, or would fail at once."""
         return all(self.pools.of(role).has_room() for role in self.connector.roles)
+
+    def _absent(self) -> Role | None:
+        """A role of which all are gone that were there, None if there is none."""
+        return next((role for role in self.connector.roles if self.pools.of(role).is_gone()), None)
 
     def _engines(self) -> list[tuple[Pool, Backend]]:
         pools = [self.pools.of(role) for role in self.connector.roles]

@@ -66,6 +66,7 @@ class Work:
         """How the answer is being resumed; None before the first incident."""
         # Of the attempts so far.
         self._failures: dict[Role, int] = {}
+        self._has_reached_engines = False
         self._soonest = math.inf
         self._last: UpstreamError | None = None
         self._resumes = 0
@@ -77,6 +78,19 @@ class Work:
 
         Raises Overloaded, NoBackendAvailable, UpstreamError.
         """
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._settings.admission.wait_seconds
+        while True:
+            try:
+                return await self._run_admitted(use)
+            except (NoBackendAvailable, UpstreamError) as error:
+                if not self._may_queue_again(error) or loop.time() >= waits_until:
+                    raise
+            self._avoid.clear()
+            self._failures.clear()
+            self._last = self._prefer = None
+
+    async def _run_admitted(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]]) -> None:
         # A request that was let in is let in whole: its further units wait as long as it takes.
         admission = self._gateway.admission
         async with admission.admit(self._caller, patient=not self._is_first, on_wait=self._enter_queue):
@@ -85,6 +99,17 @@ class Work:
             with self._gateway.budget.request() as turn:
                 while not await self._try(use, turn):
                     pass
+
+    def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
+        if isinstance(error, NoBackendAvailable):
+            role = error.role
+        elif error.failure is Failure.CONNECT:
+            role = error.backend.role
+        else:
+            return False
+        is_waited_for = role in self._gateway.connector.roles and self._gateway.pools.of(role).is_restarting()
+        return is_waited_for and not self._has_reached_engines
 
     def _enter_queue(self) -> None:
         self._journey.enter(Stage.QUEUE)
@@ -100,6 +125,7 @@ class Work:
             await self._look_again(nobody)
         except UpstreamError as error:
             self._last = error
+            self._has_reached_engines |= error.failure is not Failure.CONNECT
             self._avoid.add(error.backend)
             if not self._delivery.is_touched:
                 self._prefer = None  # the KV may never have arrived, and who knows on whose account

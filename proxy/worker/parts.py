@@ -116,7 +116,9 @@ class Worker:
         self.pools.pairs.configure(settings.health.quarantine_after, settings.health.quarantine_seconds)
         for pool in filter(None, (self.pools.encode, self.pools.prefill, self.pools.decode)):
             policy, max_running = _choices(settings, pool.role)
-            pool.configure(POLICIES[policy](), max_running, settings.resume.pressure_seconds)
+            pool.configure(
+                *(POLICIES[policy](), max_running, settings.resume.pressure_seconds, settings.admission.wait_seconds)
+            )
         self.prober.configure(settings.health, settings.joining)
         self.inspector.configure(settings.health.transfer_interval_seconds)
         self.upstream.configure(settings.timeouts, _stall_seconds(settings))
@@ -294,6 +296,7 @@ def _balance(
             worker=index,
             max_running=max_running,
             pressure_seconds=settings.resume.pressure_seconds,
+            restart_seconds=settings.admission.wait_seconds,
         )
 
     encoders = pool(Role.ENCODE) if settings.encode else None

@@ -555,3 +555,74 @@ def test_where_all_are_new_those_who_have_not_answered_yet_are_better_than_nobod
     assert [backend.port for backend in pool.eligible()] == [8, 9]
     balancer.health.on_probe(pool.backends()[0], True, "200")
     assert [backend.port for backend in pool.eligible()] == [8]
+
+
+# Restarts
+
+
+def refused(backend: Backend) -> UpstreamError:
+    return UpstreamError(Failure.CONNECT, backend, "refused")
+
+
+@pytest.mark.parametrize("how", ["probes", "requests"])
+def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Balancer, how: str) -> None:
+    pool, health, clock = balancer.decoders, balancer.health, balancer.clock
+    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    one, two = pool.backends()
+
+    def refuses(backend: Backend) -> None:
+        for _ in range(3):
+            if how == "probes":
+                health.on_probe(backend, False, "refused", is_refused=True)
+            else:
+                pool.report(backend, refused(backend))
+
+    for backend in (one, two):
+        health.on_probe(backend, True, "200")
+    refuses(one)
+    assert (pool.is_restarting(), pool.has_room()) == (False, True)  # there is the other one
+    clock.now += 30
+    refuses(two)
+    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+    clock.now += 59
+    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+    clock.now += 1
+    assert (pool.is_restarting(), pool.has_room()) == (False, True)  # a lease fails at once, or finds somebody
+    for _ in range(2):
+        health.on_probe(two, True, "200")
+    assert (pool.is_restarting(), pool.pick()) == (False, two)
+    refuses(two)
+    assert pool.is_restarting()  # a new one, and not the old one
+
+
+def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
+    pool, health = balancer.decoders, balancer.health
+    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    for backend in pool.backends():
+        for _ in range(3):
+            health.on_probe(backend, False, "refused", is_refused=True)
+    assert (pool.is_restarting(), pool.has_room()) == (False, True)
+
+
+def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) -> None:
+    pool, health = balancer.decoders, balancer.health
+    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    for backend in pool.backends():
+        health.on_probe(backend, True, "200")
+    down(balancer, *pool.backends())
+    assert (pool.is_restarting(), pool.has_room()) == (False, True)
+    for backend in pool.backends():  # it has said that it is not well before it went, as vLLM does
+        health.on_probe(backend, False, "refused", is_refused=True)
+    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+
+
+def test_an_answer_to_a_request_shows_that_connections_are_taken(balancer: Balancer) -> None:
+    pool, health = balancer.decoders, balancer.health
+    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    one, two = pool.backends()
+    for backend in (one, two):
+        health.on_probe(backend, True, "200")
+        pool.report(backend, refused(backend))
+    assert pool.is_restarting()
+    pool.report(two, None)
+    assert (pool.is_restarting(), pool.has_room()) == (False, True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from proxy.balancer.backend import Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -71,8 +73,67 @@ async def test_events_that_are_no_json_pass_and_are_counted(deploy: Deploy) -> N
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_role_without_anybody_is_told_at_once_and_is_back_when_somebody_is(deploy: Deploy, role: str) -> None:
-    gateway = await deploy(2, 2, health={**ATTENTIVE, "fall": 1})
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("is_missed", [True, False], ids=["missed", "unnoticed"])
+async def test_requests_wait_while_all_of_a_role_are_restarting(
+    deploy: Deploy, role: str, count: int, is_missed: bool
+) -> None:
+    gateway = await deploy(count, count, health=ATTENTIVE if is_missed else {}, admission={"wait_seconds": 60.0})
+    gone = engines_of(gateway, role)
+    for engine in gone:
+        await engine.kill()
+    if is_missed:
+        await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(gateway.ask(request(Api.CHAT, stream=bool(n % 2)))) for n in range(20)]
+        await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 20.0}, "all to wait")
+        for engine in gone:
+            await engine.restart()
+        if not is_missed:  # what the next health check would find
+            for backend in gateway.worker.pools.of(Role(role)).backends():
+                gateway.worker.health.on_probe(backend, True, "passed its health check")
+    assert [task.result().status for task in asked] == [200] * 20
+    gateway.may_stay_pinned = 40  # prefilled, before the first decoder that refused a connection was known for it
+    gateway.expects_inexact_ledger = role == "decode"
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(2, 2, health=ATTENTIVE, admission={"wait_seconds": 60.0, "max_waiting": 2})
+    gone = engines_of(gateway, role)
+    for engine in gone:
+        await engine.kill()
+    await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(gateway.ask(request(Api.CHAT))) for _ in range(2)]
+        await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 2.0}, "two to wait")
+        refused = await gateway.ask(request(Api.CHAT))
+        assert (refused.status, refused.error["code"]) == (503, "queue_full")
+        for engine in gone:
+            await engine.restart()
+    assert [task.result().status for task in asked] == [200, 200]
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0})
+    (there,) = engines_of(gateway, role)
+    absent = SimulatedEngine(role=role)  # type: ignore[arg-type]
+    await absent.start()
+    await absent.kill()
+    gateway.roster.add(Role(role), "127.0.0.1", absent.port)
+    gateway.roster.remove(Role(role), "127.0.0.1", there.port)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
+    gateway.may_stay_pinned = 1 if role == "decode" else 0  # nobody could be asked to release it
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_role_without_anybody_is_told_in_time_and_is_back_when_somebody_is(deploy: Deploy, role: str) -> None:
+    gateway = await deploy(2, 2, health={**ATTENTIVE, "fall": 1}, admission={"wait_seconds": 0.2})
     gone = engines_of(gateway, role)
     for engine in gone:
         await engine.kill()

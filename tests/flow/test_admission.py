@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.errors import Overloaded
+from proxy.balancer.backend import Role
+from proxy.errors import NoBackendAvailable, Overloaded
 from proxy.flow.admission import Admission
 from proxy.metrics import Metrics
 from proxy.settings.model import Admission as Limits
@@ -68,7 +69,8 @@ class Gate:
         self.clock = clock
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
-        self.admission = Admission(Limits(), self.has_room, self.metrics, clock)
+        self.absent: Role | None = None
+        self.admission = Admission(Limits(), self.has_room, self.metrics, clock, lambda: self.absent)
         self.units: list[Unit] = []
         self.let_in: list[Unit] = []
 
@@ -265,6 +267,17 @@ async def test_who_has_waited_too_long_is_refused_and_told_when_to_come_back(gat
     assert gate.admission.waiting == 1
     await gate.open()
     assert late.is_in
+
+
+async def test_who_has_waited_for_a_restart_is_told_that_there_is_nobody(gate: Gate) -> None:
+    gate.absent = Role.DECODE
+    (unit,) = await gate.arrive("-")
+    gate.clock.now += 60
+    with pytest.raises(NoBackendAvailable) as refused:
+        await unit.task
+    assert (refused.value.code, refused.value.status) == ("no_healthy_decode", 503)
+    assert refused.value.retry_after_seconds is not None
+    assert 1 <= refused.value.retry_after_seconds <= 2
 
 
 async def test_a_shorter_wait_holds_for_those_who_wait_already(gate: Gate) -> None:
