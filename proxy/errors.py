@@ -99,6 +99,7 @@ class Failure(StrEnum):
     RESET = "reset"  # the connection ended before any byte of the answer
     TIMEOUT = "timeout"  # the stage's deadline passed
     STALLED = "stalled"  # it sent nothing on any of its streams while others of its role did
+    REMOVED = "removed"  # it was taken away from an instance that was removed, to go on elsewhere
     STATUS = "status"  # the engine answered with an error status; `engine_status` and `body` are its own
     BAD_ANSWER = "bad_answer"  # an answer that is not HTTP, not JSON, or not what the protocol promises
     BROKEN = "broken"  # the answer had begun and ended before it was complete
@@ -107,7 +108,7 @@ class Failure(StrEnum):
     RECOMPUTED = "recomputed"  # the decoder gave the request up for lack of KV memory and asks for a new prefill
 
 
-_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.BOOTSTRAP: 503}
+_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.REMOVED: 503, Failure.BOOTSTRAP: 503}
 
 
 class UpstreamError(GatewayError):

@@ -148,12 +148,14 @@ class Prober:
         self._joining[candidate] = self._start(self._join(candidate))
         return True
 
-    def remove(self, role: Role, host: str, port: int) -> bool:
-        """Let a backend drain, or stop waiting for it. False when it is not there and not joining."""
+    def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
+        """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
+        is to be evacuated, see Roster.
+        """
         joining = self._joining.pop(Backend(role, host, port), None)
         if joining is not None:
             joining.cancel()
-        return self._roster.remove(role, host, port) or joining is not None
+        return self._roster.remove(role, host, port, leaves_at) or joining is not None
 
     def drop_drained(self) -> None:
         """Forget the removed backends whose last request has ended."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Member, Roster
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.prober import Prober
     from proxy.settings import Settings
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
+_LONGEST_SECONDS: Final = 1e9  # as much as for ever
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
@@ -64,7 +65,8 @@ class InstancesApi:
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take notice of which instances are configured from now on."""
+        """Take notice of which instances are configured from now on, and when those that are removed are evacuated."""
+        self._evacuate_after_seconds = settings.leaving.evacuate_after_seconds
         by_role = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.ENCODE: settings.encode}
         self._configured = frozenset(_backend(role, endpoint) for role, some in by_role.items() for endpoint in some)
 
@@ -84,21 +86,20 @@ class InstancesApi:
         shown: list[dict[str, Any]] = []
         for role, pool in self._pools.items():
             pool.backends()  # brings what is known up to date
-            shown += (
-                self._describe(member.backend, "draining" if member.draining else "enabled")
-                for member in self._roster.members(role)
-            )
+            shown += map(self._describe, self._roster.members(role))
             shown += (_described(backend, "joining") for backend in self._prober.joining(role))
         return _json({"instances": shown})
 
-    def _describe(self, backend: Backend, membership: str) -> dict[str, Any]:
-        health, board = self._health, self._scoreboard
+    def _describe(self, member: Member) -> dict[str, Any]:
+        health, board, backend, now = self._health, self._scoreboard, member.backend, time.monotonic()
+        membership = "draining" if member.draining else "enabled"
         charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at(backend)
         facts = health.facts(backend) or EngineFacts()
         return {
             **_described(backend, membership, health.state(backend), health.reason(backend)),
             "configured": backend in self._configured,
-            "since_seconds": None if changed_at is None else round(time.monotonic() - changed_at, 3),
+            "since_seconds": None if changed_at is None else round(now - changed_at, 3),
+            "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
                 "inflight": board.requests(backend.slot),
                 "running": board.running(backend.slot),
@@ -148,10 +149,13 @@ class InstancesApi:
             raise BadRequest(message, code="address_not_allowed", param="instances") from None
 
     async def _remove(self, request: web.Request) -> web.Response:
-        change = _parse(await read_body(request, _BODY, option=None), self._pools.keys())
+        body = await read_body(request, _BODY, option=None)
+        change = _parse(body, self._pools.keys(), self._evacuate_after_seconds)
         role, there, not_there = change.role, list[Endpoint](), list[Endpoint]()
+        seconds = change.evacuate_after_seconds
+        leaves_at = None if seconds is None else time.monotonic() + seconds
         for endpoint in change.endpoints:
-            is_there = self._prober.remove(role, endpoint.host, endpoint.port)
+            is_there = self._prober.remove(role, endpoint.host, endpoint.port, leaves_at)
             (there if is_there else not_there).append(endpoint)
         self._prober.drop_drained()
         told = []
@@ -194,17 +198,21 @@ class InstancesApi:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What an administrator asks for. `send_key`: the added instances may be sent the engine key."""
+    """What an administrator asks for. `send_key`: the added instances may be sent the engine key.
+    `evacuate_after_seconds`: see Leaving.
+    """
 
     role: Role
     endpoints: list[Endpoint]
     send_key: bool
+    evacuate_after_seconds: float | None
 
 
-def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
+def _parse(raw: bytes, roles: Collection[Role], evacuate_after_seconds: float | None = None) -> _Change:
     """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest.
 
-    Behind a prefiller may stand its bootstrap port, as in the settings.
+    Behind a prefiller may stand its bootstrap port, as in the settings. `evacuate_after_seconds` counts where the body
+    says nothing.
     """
     try:
         body = orjson.loads(raw)
@@ -225,10 +233,18 @@ def _parse(raw: bytes, roles: Collection[Role]) -> _Change:
     send_key = body.get("send_key", False)
     if not isinstance(send_key, bool):
         raise BadRequest("send_key must be true or false", param="send_key")
+    evacuate_after = body.get("evacuate_after", evacuate_after_seconds)
+    if evacuate_after is not None and not _is_duration(evacuate_after):
+        raise BadRequest("evacuate_after must be a number of seconds, 0 or more, or null", param="evacuate_after")
     try:
-        return _Change(role, [_endpoint(text, role) for text in texts], send_key)
+        return _Change(role, [_endpoint(text, role) for text in texts], send_key, evacuate_after)
     except ValueError as error:
         raise BadRequest(str(error), param="instances") from None
+
+
+def _is_duration(value: object) -> bool:
+    """Whether that is a number of seconds; in Python True is a number, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_SECONDS
 
 
 def _described(
@@ -244,6 +260,7 @@ def _described(
         "state": state,
         "reason": reason,
         "since_seconds": None,
+        "evacuated_in_seconds": None,
         "load": None,
         "kv": None,
         "misfits": [],

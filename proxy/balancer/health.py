@@ -53,9 +53,9 @@ def is_to_blame(error: UpstreamError) -> bool:
     """Whether the failure says something bad about the backend.
 
     Being busy does not, nor does refusing a bad request, nor a decoder that ran out of KV memory and said so, or that
-    does not know how to go on with an answer.
+    does not know how to go on with an answer, nor one that was removed.
     """
-    is_innocent = error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
+    is_innocent = error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED)
     return not (error.is_backpressure or error.is_clients_fault or is_innocent)
 
 

@@ -94,9 +94,14 @@ class Lease:
         self._pool.released()
 
     def free_kv(self) -> None:
-        """The backend no longer holds this request's cache. May be called again."""
+        """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
+        done its work, too. May be called again.
+        """
         self._pool.row.add(self.backend.slot, kv=-self._kv)
         self._kv = 0
+        if self._has_served:
+            self._pool.row.add(self.backend.slot, requests=-self._requests)
+            self._requests = 0
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
         """Leave this backend, which failed with `because`, and charge what is left to another one not in `avoid`.

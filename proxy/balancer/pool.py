@@ -69,7 +69,8 @@ class Pool:
         `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
         `pairs`, `fitness` and it forget the backends that leave. `worker`: the number of the worker, see Policy.
         `max_running`: requests a backend works on at a time; None is what its engine says, or any number.
-        `pressure_seconds`: how long a backend that ran out of KV memory is passed over. `restart_seconds`: see `is_restarting`.
+        `pressure_seconds`: how long a backend that ran out of KV memory is passed over.
+        `restart_seconds`: see `is_restarting`.
         """
         self.role = role
         self.row = row
@@ -165,6 +166,9 @@ class Pool:
 
     def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
         """How a request on a backend ended; None means well."""
+        if error is not None and error.failure is Failure.REMOVED:
+            self.abandon(backend, trial)
+            return
         if error is not None:
             if error.failure is Failure.RECOMPUTED:
                 self._pressed[backend] = self._clock() + self._pressure_seconds

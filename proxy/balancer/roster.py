@@ -29,6 +29,9 @@ class Member:
 
     backend: Backend
     draining: bool = False
+    leaves_at: float | None = None
+    """When it is to be evacuated, if it drains, in seconds of the system's monotonic clock, which all workers share;
+    None: its requests may come to their end."""
 
 
 class Roster:
@@ -50,6 +53,7 @@ class Roster:
         self._read_version = -1
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
+        self._leaving: tuple[Member, ...] = ()
         self._write(())
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
@@ -91,20 +95,30 @@ class Roster:
                 self._write(enabled if member is known else member for member in members)
             return known.draining
 
-    def remove(self, role: Role, host: str, port: int) -> bool:
-        """Let a backend drain; False when there is no such backend."""
+    def leaving(self) -> tuple[Member, ...]:
+        """Those of all roles that have a time to be evacuated."""
+        self._read()
+        return self._leaving
+
+    def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
+        """Let a backend drain, and have it evacuated at `leaves_at`, see Member; False when there is no such backend.
+        For one that drains already the time is the last one given.
+        """
         with self._shared.exclusive():
             members = self._read()
             known = _find(members, Backend(role, host, port))
             if known is None or known.backend.role is not role:
                 return False
-            if not known.draining:
-                self._write(replace(member, draining=True) if member is known else member for member in members)
+            leaving = replace(known, draining=True, leaves_at=leaves_at)
+            if leaving != known:
+                self._write(leaving if member is known else member for member in members)
             return True
 
-    def replace(self, before: Collection[Backend], after: Collection[Backend]) -> tuple[list[Backend], list[Backend]]:
+    def replace(
+        self, before: Collection[Backend], after: Collection[Backend], leaves_at: float | None = None
+    ) -> tuple[list[Backend], list[Backend]]:
         """Let the configured backends become `after` where they were `before`, in one step: those added, those that
-        drain now.
+        drain now, which are evacuated at `leaves_at`, see Member.
 
         What is in `after` exists then, enabled and trusted, whatever an administrator did to it. What is in neither,
         because an administrator added it, stays as it is. Raises ValueError, and changes nothing, when a backend has
@@ -123,7 +137,7 @@ class Roster:
                 if known.draining:
                     added.append(known.backend)
                 members[backend] = Member(replace(known.backend, trusted=True, bootstrap_port=backend.bootstrap_port))
-            members |= {member.backend: replace(member, draining=True) for member in removed}
+            members |= {member.backend: replace(member, draining=True, leaves_at=leaves_at) for member in removed}
             self._write(members.values())
             return added, [member.backend for member in removed]
 
@@ -157,9 +171,10 @@ class Roster:
         if self._shared.version != self._read_version:
             self._read_version, rows = self._shared.read()
             self._members = tuple(
-                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), draining)
-                for role, host, port, bootstrap_port, slot, trusted, draining in rows
+                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), draining, leaves_at)
+                for role, host, port, bootstrap_port, slot, trusted, draining, leaves_at in rows
             )
+            self._leaving = tuple(member for member in self._members if member.leaves_at is not None)
             self._by_role = {
                 role: tuple(member for member in self._members if member.backend.role is role) for role in Role
             }
@@ -169,7 +184,7 @@ class Roster:
         ordered = sorted(members, key=lambda member: member.backend.slot)
         self._shared.write(
             [
-                (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.draining)
+                (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.draining, member.leaves_at)
                 for member in ordered
                 for b in (member.backend,)
             ]

@@ -119,7 +119,10 @@ class Configuration:
             commit = self._shared.prepare(to_json(after))
             # Only what was read again may bring back what an administrator has removed.
             is_same = after.settings is before.settings
-            came, went = ((), ()) if is_same else self._roster.replace(*map(_backends, (before, after)))
+            seconds = after.settings.leaving.evacuate_after_seconds
+            leaves_at = None if seconds is None else time.monotonic() + seconds
+            were, are = _backends(before), _backends(after)
+            came, went = ((), ()) if is_same else self._roster.replace(were, are, leaves_at)
         except ValueError as error:
             raise SettingsError(str(error)) from None
         commit()

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_attempts: int) -> bool:
     """May the request be tried again on another backend, after `attempts` tries that failed in this error's role?
 
-    Nothing is repeated once the client has bytes. A refused connection, a prefiller that nobody can meet, a busy engine
-    (429, 503) and a decoder that gave up for lack of memory cost nothing to repeat, so they may use all attempts. A
-    lost or broken answer and a 5xx may have pinned KV cache on a prefiller: those are repeated once, and so is what a
-    stalled backend held. A deadline that passed is not repeated, since a second wait of that length helps nobody; what
-    is the client's fault fails everywhere.
+    Nothing is repeated once the client has bytes. A refused connection, a prefiller that decoders cannot meet, a busy
+    engine (429, 503), a decoder that gave up for lack of memory and an instance that was removed are no reason to give
+    up, so they may use all attempts. A lost or broken answer and a 5xx may have pinned KV cache on a prefiller: those
+    are repeated once, and so is what a stalled backend held. A deadline that passed is not repeated, since a second
+    wait of that length helps nobody; what is the client's fault fails everywhere.
     """
     return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)
 
 
 def _attempts(error: UpstreamError, max_attempts: int) -> int:
-    if error.failure in (Failure.CONNECT, Failure.BOOTSTRAP, Failure.RECOMPUTED) or error.is_backpressure:
+    is_free = error.failure in (Failure.CONNECT, Failure.BOOTSTRAP, Failure.RECOMPUTED, Failure.REMOVED)
+    if is_free or error.is_backpressure:
         return max_attempts
     if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED) or error.is_clients_fault:
         return 1

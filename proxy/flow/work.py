@@ -70,6 +70,8 @@ class Work:
         self._soonest = math.inf
         self._last: UpstreamError | None = None
         self._resumes = 0
+        self._moves = 0
+        """Of the resumes those that an evacuation made."""
         self._resume_until = 0.0
         self._chats: ChatTokens | None = None
 
@@ -202,7 +204,9 @@ class Work:
         settings = self._settings.resume
         if settings.mode == "off" or self._is_unrepeatable or (error.is_clients_fault and not self._delivery.goes_on):
             raise error
-        if self._resumes >= settings.max_attempts:
+        # Being moved at an operator's will is no failure, and happens once for each instance that is removed.
+        self._moves += error.failure is Failure.REMOVED
+        if self._resumes - self._moves >= settings.max_attempts and error.failure is not Failure.REMOVED:
             raise self._given_up(error, f"it broke off {self._resumes + 1} times")
         self._resumes += 1
         self._resume_until = asyncio.get_running_loop().time() + settings.deadline_seconds

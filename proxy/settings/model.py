@@ -314,6 +314,14 @@ class Joining(Section):
     """Between two of these checks."""
 
 
+class Leaving(Section):
+    """Instances that are removed, by an administrator or from the configuration."""
+
+    evacuate_after_seconds: Delay | None = None
+    """What a removed instance works on after so long is taken up by others, as if it had failed; null: it may come to
+    its end there, however long that takes. /instances/remove may say otherwise (evacuate_after)."""
+
+
 class Fanout(Section):
     """Requests with several prompts or samples, which are split into single units."""
 
@@ -397,6 +405,7 @@ class Settings(Section):
     resume: Resume = Resume()
     health: HealthChecks = HealthChecks()
     joining: Joining = Joining()
+    leaving: Leaving = Leaving()
     fanout: Fanout = Fanout()
     drain: Drain = Drain()
     auth: Auth = Auth()

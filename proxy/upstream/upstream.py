@@ -221,6 +221,16 @@ class Upstream:
         else:
             connection.abort()
 
+    def in_exchange(self, backend: Backend) -> int:
+        """Exchanges under way with a backend."""
+        return sum(connection.backend == backend and not connection.closed for connection in self._busy)
+
+    def evacuate(self, backend: Backend, at_most: int) -> None:
+        """Take at most so many exchanges away from a backend; they fail as REMOVED."""
+        under_way = [connection for connection in self._busy if connection.backend == backend and not connection.closed]
+        for connection in under_way[: max(0, at_most)]:
+            connection.abort(upstream_error(Failure.REMOVED, backend, "was removed"))
+
     # Sweeping: one timer for all exchanges, as a timer per token would cost as much as the token
 
     def _plan_sweep(self) -> None:

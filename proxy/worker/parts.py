@@ -40,6 +40,7 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import Kit, Pools
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import Releaser
+from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
 from proxy.flow.vocabulary import Vocabulary
 from proxy.inspector import Inspector, log_misfit
@@ -84,6 +85,7 @@ class Worker:
     upstream: Upstream
     releaser: Releaser
     gateway: Gateway
+    evacuation: Evacuation
     generation: GenerationApi
     generate: GenerateApi
     passthrough: PassthroughApi
@@ -142,6 +144,7 @@ class Worker:
         self.releaser.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.gateway.admission.is_short_of_memory = self.monitor.refuses
+        self.evacuation.look()
 
 
 @asynccontextmanager
@@ -201,6 +204,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
+        evacuation = Evacuation(shared.roster, everybody, upstream, gateway.budget)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)
         monitor = Monitor(
@@ -252,9 +256,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(inspector, upstream, releaser, gateway, generation, generate, passthrough, administrators, instances),
-            *(front, admin_front, cors),
-            *(callback_front, index),
+            *(inspector, upstream, releaser, gateway, evacuation, generation, generate, passthrough, administrators),
+            *(instances, front, admin_front, cors, callback_front, index),
         )
         await stack.enter_async_context(follower)
         await stack.enter_async_context(monitor)

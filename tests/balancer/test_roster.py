@@ -268,3 +268,26 @@ def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend]
         roster.replace(backends(D, 0, 1), after)
     assert roster.version == version
     assert names(roster) == ["d:0", "d:1"]
+
+
+def test_what_is_removed_may_have_a_time_to_be_evacuated() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=3)
+    assert roster.leaving() == ()
+    roster.remove(D, "d", 0, 5.0)
+    roster.remove(D, "d", 1)
+    assert [(member.backend.port, member.leaves_at) for member in roster.leaving()] == [(0, 5.0)]
+    roster.remove(D, "d", 0, 7.5)  # another time
+    roster.remove(D, "d", 1, 2.0)
+    assert [(member.backend.port, member.leaves_at) for member in roster.leaving()] == [(0, 7.5), (1, 2.0)]
+    roster.add(D, "d", 0)
+    roster.remove(D, "d", 1)
+    assert roster.leaving() == ()
+
+
+def test_what_is_gone_from_the_configuration_may_have_a_time_to_be_evacuated() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=2)
+    before = [member.backend for member in roster.members(D)]
+    roster.replace(before, before[:1], 5.0)
+    assert [(member.backend.port, member.leaves_at) for member in roster.leaving()] == [(1, 5.0)]
+    roster.replace(before[:1], before, 6.0)
+    assert roster.leaving() == ()

@@ -46,6 +46,44 @@ async def everywhere(program: Program, path: str, **expected: Any) -> None:
                 return
 
 
+@pytest.mark.fault(64)
+async def test_every_worker_hands_over_what_a_removed_instance_works_on(session: aiohttp.ClientSession) -> None:
+    body = request(Api.CHAT, stream=True, max_tokens=150)
+    async with AsyncExitStack() as stack:
+        prefillers = [await stack.enter_async_context(SimulatedEngine(role="prefill")) for _ in range(2)]
+        decoders = [
+            await stack.enter_async_context(SimulatedEngine(role="decode", decode_step_ms=10.0)) for _ in range(3)
+        ]
+        engines = (*("--prefill", *(engine.url for engine in prefillers)), *("--decode", *(e.url for e in decoders)))
+        program = await stack.enter_async_context(gateway(*engines, "--workers", "3"))
+        leaving = (prefillers[0], decoders[0])
+
+        async def answer() -> str:
+            async with aiohttp.ClientSession() as one, one.post(program.url + Api.CHAT.path, json=body) as response:
+                return (await read(response)).text
+
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(answer()) for _ in range(30)]
+            await decoders[0].wait_until(lambda state: state.live >= 8)
+            await asyncio.gather(*(engine.wait_until(lambda state: not state.live) for engine in prefillers))
+            for engine in leaving:
+                instance = {"type": engine.options.role, "instances": f"127.0.0.1:{engine.port}", "evacuate_after": 0}
+                async with session.post(program.url + "/instances/remove", json=instance) as response:
+                    assert response.status == 200
+            await everywhere(program, "/healthcheck", prefill_instances=1, decode_instances=2)
+            assert not any(engine.state.live for engine in leaving)
+            assert not all(task.done() for task in asked)
+        assert {task.result() for task in asked} == {await answer_alone(body)}
+        async with session.get(program.url + "/instances") as response:
+            shown = (await response.json())["instances"]
+        assert len(shown) == 3
+        for one in shown:
+            load = {name: one["load"][name] for name in ("inflight", "running", "compute_tokens", "kv_tokens")}
+            assert set(load.values()) == {0}, one
+            assert one["load"]["pinned_kv"] == 0
+        assert not any(engine.pins for engine in prefillers)
+
+
 async def test_load_instances_and_metrics_are_shared(
     program: Program, prefiller: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:

@@ -1,0 +1,75 @@
+"""Evacuation: what instances that were removed still work on, when their time is over, goes on elsewhere.
+
+An answer is taken from its instance as if that had failed, but without blame, and is then repeated or resumed as ever.
+Each worker sees to what it holds itself. No more is taken at a time than the retry budget has room for, so nothing
+waits for its turn without running, and nothing is taken while there is nobody to go on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from proxy import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.flow.budget import RetryBudget
+    from proxy.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+
+class Evacuation:
+    """One worker's. Have it `look` every so often."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        pools: Mapping[Role, Pool],
+        upstream: Upstream,
+        budget: RetryBudget,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is the system's monotonic one except in tests."""
+        self._roster = roster
+        self._pools = pools
+        self._upstream = upstream
+        self._budget = budget
+        self._clock = clock
+        self._told: set[Backend] = set()  # of which the log has said that it is evacuated, or that it cannot be
+
+    def look(self) -> None:
+        """Take away what is due. Nearly free while nothing is."""
+        leaving = self._roster.leaving()
+        if not leaving:
+            self._told.clear()
+            return
+        now = self._clock()
+        for member in leaving:
+            if member.leaves_at is not None and member.leaves_at <= now:
+                self._evacuate(member.backend)
+
+    def _evacuate(self, backend: Backend) -> None:
+        exchanges = self._upstream.in_exchange(backend)
+        if not exchanges:
+            return
+        is_possible = bool(self._pools[backend.role].eligible())
+        if backend not in self._told:
+            self._told.add(backend)
+            what = (
+                "is evacuated"
+                if is_possible
+                else "cannot be evacuated yet: there is no other to go on with its answers"
+            )
+            level = logging.INFO if is_possible else logging.WARNING
+            fields = {"fields": {"left": exchanges}} | logs.ALWAYS
+            logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
+        if is_possible:
+            budget = self._budget
+            self._upstream.evacuate(backend, at_most=budget.capacity - budget.repeating - budget.waiting)

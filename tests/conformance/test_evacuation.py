@@ -1,0 +1,180 @@
+"""What a removed instance still works on goes on elsewhere, without a wrong character, when its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+
+if TYPE_CHECKING:
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+pytestmark = pytest.mark.fault(64)
+
+LONG: dict[str, Any] = {"max_tokens": 120}
+
+
+def slow(role: str = "decode") -> SimulatedEngine:
+    return SimulatedEngine(role=role, decode_step_ms=10.0)  # type: ignore[arg-type]
+
+
+def name_of(engine: SimulatedEngine) -> str:
+    return f"127.0.0.1:{engine.port}"
+
+
+async def remove(gateway: Deployment, engine: SimulatedEngine, **fields: Any) -> dict[str, Any]:
+    instance = {"type": engine.options.role, "instances": name_of(engine), **fields}
+    async with gateway.session.post(gateway.url + "/instances/remove", json=instance) as response:
+        assert response.status == 200
+        told: dict[str, Any] = await response.json()
+        return told
+
+
+async def instances(gateway: Deployment) -> dict[str, dict[str, Any]]:
+    async with gateway.session.get(gateway.url + "/instances") as response:
+        return {one["address"]: one for one in (await response.json())["instances"]}
+
+
+async def has_left(gateway: Deployment, engine: SimulatedEngine) -> None:
+    """Wait until it is an instance no more. The prober's round, which drops it, comes once in these deployments."""
+    async with asyncio.timeout(10):
+        while name_of(engine) in await instances(gateway):
+            gateway.worker.prober.drop_drained()
+
+
+async def answers_to(gateway: Deployment, *bodies: dict[str, Any]) -> list[asyncio.Task[Answer]]:
+    return [asyncio.create_task(gateway.ask(body)) for body in bodies]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_running_answers_are_handed_over_and_then_it_leaves(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(2, [slow(), slow(), slow()], resume={"max_attempts": 0})  # which are for failures
+    leaving = gateway.decoders[0]
+    body = request(Api.CHAT, stream=stream, **LONG)
+    asked = await answers_to(gateway, *[body] * 12)
+    await leaving.wait_until(lambda state: state.live == 4)
+    told = await remove(gateway, leaving, evacuate_after=0)
+    assert told["message"] == f"Instances ['{name_of(leaving)}'] are isolated and waiting to be removed."
+    await has_left(gateway, leaving)
+    assert not all(task.done() for task in asked)
+    text = await answer_alone(body)
+    for task in asked:
+        answer = await task
+        assert (answer.is_done, answer.text) == (True, text)
+    # What had no token yet is asked for again, and not resumed.
+    counts = [gateway.metrics(f"pdproxy_{name}_total") for name in ("resumes", "retries")]
+    moved = [count for metric in counts for labels, count in metric.items() if "removed" in labels]
+    assert sum(moved) == 4
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+
+
+async def test_until_its_time_is_over_answers_may_end_by_themselves(deploy: Deploy) -> None:
+    gateway = await deploy(1, [slow(), slow()])
+    leaving = gateway.decoders[0]
+    body = request(Api.CHAT, stream=True, max_tokens=40)
+    asked = await answers_to(gateway, *[body] * 4)
+    await leaving.wait_until(lambda state: state.live == 2)
+    await remove(gateway, leaving, evacuate_after=3600)
+    shown = (await instances(gateway))[name_of(leaving)]
+    assert shown["membership"] == "draining"
+    assert 0 < shown["evacuated_in_seconds"] <= 3600
+    for task in asked:
+        assert (await task).text == await answer_alone(body)
+    await has_left(gateway, leaving)
+    assert not gateway.metrics("pdproxy_resumes_total")
+
+
+async def test_the_time_may_be_changed_and_has_a_default(deploy: Deploy) -> None:
+    gateway = await deploy(1, [slow(), slow()], leaving={"evacuate_after_seconds": 0.0})
+    leaving = gateway.decoders[0]
+    body = request(Api.CHAT, stream=True, **LONG)
+    asked = await answers_to(gateway, *[body] * 4)
+    await leaving.wait_until(lambda state: state.live == 2)
+    await remove(gateway, leaving, evacuate_after=None)
+    assert (await instances(gateway))[name_of(leaving)]["evacuated_in_seconds"] is None
+    await remove(gateway, leaving)
+    await has_left(gateway, leaving)
+    for task in asked:
+        assert (await task).text == await answer_alone(body)
+
+
+async def test_a_prefiller_leaves_while_answers_that_it_began_go_on(deploy: Deploy) -> None:
+    gateway = await deploy(2, [slow(), slow()])
+    leaving, other = gateway.prefillers
+    body = request(Api.CHAT, stream=True, **LONG)
+    asked = await answers_to(gateway, *[body] * 4)
+    await until(lambda: sum(engine.state.live for engine in gateway.decoders) == 4, "four answers")
+    await until(lambda: not leaving.pins, "the KV to be fetched")
+    leaving.faults.add("hang_before_headers", path=Api.CHAT.path)
+    stuck = await answers_to(gateway, *[body] * 2)
+    await leaving.wait_until(lambda state: state.live == 1)
+    await remove(gateway, leaving, evacuate_after=0)
+    await has_left(gateway, leaving)
+    assert not any(task.done() for task in asked)
+    for task in (*asked, *stuck):
+        assert (await task).text == await answer_alone(body)
+    assert not gateway.metrics("pdproxy_resumes_total")
+    assert gateway.metrics("pdproxy_retries_total") == {("removed", "prefill"): 1.0}
+    assert other.state.finished >= 2
+
+
+async def test_nothing_is_taken_away_while_there_is_nobody_to_go_on(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(1, [slow()])
+    (last,) = gateway.decoders
+    body = request(Api.CHAT, stream=True, max_tokens=60)
+    (asked,) = await answers_to(gateway, body)
+    await last.wait_until(lambda state: state.live == 1)
+    told = await remove(gateway, last, evacuate_after=0)
+    assert len(told["warnings"]) == 2  # it is the last one, and is configured
+    assert (await asked).text == await answer_alone(body)
+    await has_left(gateway, last)
+    lines = [record.getMessage() for record in caplog.records if "evacuated" in record.getMessage()]
+    assert lines == [
+        f"decode instance {name_of(last)} cannot be evacuated yet: there is no other to go on with its answers"
+    ]
+
+
+async def test_no_more_is_taken_at_a_time_than_may_be_repeated(deploy: Deploy) -> None:
+    gateway = await deploy(1, [slow(), slow()], retry={"budget_share": 0.0, "budget_least": 1})
+    leaving = gateway.decoders[0]
+    body = request(Api.CHAT, stream=True, max_tokens=300)
+    asked = await answers_to(gateway, *[body] * 8)
+    await leaving.wait_until(lambda state: state.live == 4)
+    await remove(gateway, leaving, evacuate_after=0)
+    assert gateway.worker.gateway.budget.waiting == 0
+    await has_left(gateway, leaving)
+    assert gateway.worker.gateway.budget.waiting == 0
+    for task in asked:
+        assert (await task).text == await answer_alone(body)
+    assert not gateway.metrics("pdproxy_retry_budget_exhausted_total")
+
+
+async def test_an_answer_that_cannot_be_resumed_ends_with_an_error(deploy: Deploy) -> None:
+    gateway = await deploy(1, [slow(), slow()], resume={"mode": "off"})
+    leaving = gateway.decoders[0]
+    asked = await answers_to(gateway, *[request(Api.CHAT, stream=True, **LONG)] * 2)
+    await until(lambda: all(engine.state.live == 1 for engine in gateway.decoders), "one answer each")
+    async with gateway.asking(request(Api.CHAT, stream=True, **LONG)) as client:  # so that tokens are on their way
+        await client.has_tokens(3)
+    await remove(gateway, leaving, evacuate_after=0)
+    await has_left(gateway, leaving)
+    assert sorted([(await task).is_whole for task in asked]) == [False, True]
+
+
+@pytest.mark.parametrize("value", ["soon", -1, True, [], 1e300])
+async def test_a_time_that_is_none_is_refused(deploy: Deploy, value: object) -> None:
+    gateway = await deploy(1, 1)
+    instance = {"type": "decode", "instances": name_of(gateway.decoders[0]), "evacuate_after": value}
+    async with gateway.session.post(gateway.url + "/instances/remove", json=instance) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "evacuate_after"
+    assert (await instances(gateway))[name_of(gateway.decoders[0])]["membership"] == "enabled"
