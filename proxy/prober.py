@@ -139,23 +139,29 @@ class Prober:
         have, the other role.
         """
         candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
-        for other in (*self._joining, *(backend for pool in self._pools.values() for backend in pool.backends())):
+        waiting = self._roster.waiting
+        for other in (*waiting.backends(), *(backend for pool in self._pools.values() for backend in pool.backends())):
             if other.place == candidate.place and other.role is not role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
         members = {member.backend: member for member in self._roster.members(role)}
-        if candidate in self._joining or (candidate in members and not members[candidate].draining):
+        if candidate in members and not members[candidate].draining:
             return False
-        self._joining[candidate] = self._start(self._join(candidate))
+        ticket = waiting.enter(candidate, self._longest_wait_seconds)
+        if ticket is None:
+            return False
+        self._joining[candidate] = self._start(self._join(candidate, ticket))
         return True
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
         is to be evacuated, see Roster.
         """
-        joining = self._joining.pop(Backend(role, host, port), None)
+        backend = Backend(role, host, port)
+        was_joining = self._roster.waiting.leave(backend)
+        joining = self._joining.pop(backend, None)  # unless another worker waits for it, which will find out
         if joining is not None:
             joining.cancel()
-        return self._roster.remove(role, host, port, leaves_at) or joining is not None
+        return self._roster.remove(role, host, port, leaves_at) or was_joining
 
     def drop_drained(self) -> None:
         """Forget the removed backends whose last request has ended."""
@@ -164,13 +170,22 @@ class Prober:
             self._on_removed(backend)
 
     def joining(self, role: Role) -> list[Backend]:
-        """Instances that have been added and did not answer yet."""
-        return [backend for backend in self._joining if backend.role is role]
+        """Instances that have been added, to whichever worker, and did not answer yet."""
+        return [backend for backend in self._roster.waiting.backends() if backend.role is role]
 
-    async def _join(self, candidate: Backend) -> None:
+    @property
+    def _longest_wait_seconds(self) -> float:
+        """For an instance that joins."""
+        joining = self._joining_settings
+        return joining.max_attempts * (joining.interval_seconds + 2 * _JOINING_TIMEOUT_SECONDS)
+
+    async def _join(self, candidate: Backend, ticket: int) -> None:
+        waiting = self._roster.waiting
+        is_wanted = False
         try:
-            problem = await self._wait_until_it_answers(candidate)
-            if not problem:
+            problem = await self._wait_until_it_answers(candidate, ticket)
+            is_wanted = waiting.leave(candidate, ticket)
+            if is_wanted and not problem:
                 self._roster.add(
                     *(candidate.role, candidate.host, candidate.port),
                     trusted=candidate.trusted,
@@ -179,8 +194,11 @@ class Prober:
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)
         finally:
+            waiting.leave(candidate, ticket)
             if self._joining.get(candidate) is asyncio.current_task():  # not removed, and perhaps added again, since
                 del self._joining[candidate]
+        if not is_wanted:
+            return  # another worker was told to remove it
         if problem:
             logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
         else:
@@ -188,12 +206,14 @@ class Prober:
             self._due[candidate] = self._next_due()  # it has just been asked
             await self._hear(candidate, "", f"answered {_MODELS_PATH}")
 
-    async def _wait_until_it_answers(self, candidate: Backend) -> str:
-        """Empty once it does, otherwise what was wrong the last time."""
+    async def _wait_until_it_answers(self, candidate: Backend, ticket: int) -> str:
+        """Empty once it does, otherwise what was wrong the last time; at once when it is not waited for any more."""
         problem = ""
         for attempt in range(self._joining_settings.max_attempts):
             if attempt:
                 await asyncio.sleep(self._joining_settings.interval_seconds)
+            if not self._roster.waiting.holds(candidate, ticket):
+                break
             problem = await self._ask(candidate, _MODELS_PATH, _JOINING_TIMEOUT_SECONDS)
             if not problem:
                 break

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from proxy.balancer.backend import Backend, Load, Role
 from proxy.balancer.shared import SharedValue
+from proxy.balancer.waiting_list import WaitingList
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -48,6 +49,8 @@ class Roster:
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
         """
+        self.waiting = WaitingList(scoreboard.slots)
+        """Who is to be a member as soon as it answers."""
         self._scoreboard = scoreboard
         self._shared = SharedValue("list of instances", capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
         self._read_version = -1

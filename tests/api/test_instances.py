@@ -61,6 +61,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "membership": "enabled",
         "state": "up",
         "reason": "passed its health check",
+        "evacuated_in_seconds": None,
     }
     assert first == {
         "role": "prefill",
