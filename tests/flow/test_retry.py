@@ -23,6 +23,7 @@ MATRIX = [
     (Failure.STATUS, 429, ALWAYS),
     (Failure.STATUS, 503, ALWAYS),
     (Failure.RECOMPUTED, None, ALWAYS),
+    (Failure.REMOVED, None, ALWAYS),
     (Failure.NOT_RESUMED, None, NEVER),
     # The engine may have begun: once.
     (Failure.RESET, None, ONCE),
