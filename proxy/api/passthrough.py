@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -27,7 +28,7 @@ from proxy.logs import access_line
 from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
@@ -132,12 +133,8 @@ class PassthroughApi:
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on. The routes stay what they were."""
         self._settings = settings
-        timeouts = settings.timeouts
-        self._timeout = aiohttp.ClientTimeout(
-            total=None,
-            connect=timeouts.connect_seconds,  # with the look-up of a name, unlike sock_connect
-            sock_read=timeouts.prefill_seconds,
-        )
+        # `connect` includes the look-up of a name, unlike sock_connect. The rest has a deadline of ours.
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=settings.timeouts.connect_seconds)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -220,25 +217,31 @@ class PassthroughApi:
             allow_redirects=False,
         )
         try:
-            async with asked as answer:
+            async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, asked as answer:
                 if not 200 <= answer.status < 300:
                     raise await _refusal(backend, answer)
                 if (answer.content_length or 0) > _MAX_ANSWER_BYTES:
                     raise _too_large(backend)
-                return await self._relay(request, answer, backend, record)
+                return await self._relay(request, answer, backend, record, deadline)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             raise _in_our_words(backend, problem) from None
 
     async def _relay(
-        self, request: web.Request, answer: aiohttp.ClientResponse, backend: Backend, record: _Record
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        backend: Backend,
+        record: _Record,
+        deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
-        """Copy the answer as it comes; a slow client holds the engine back."""
+        """Copy the answer as it comes; a slow client holds the engine back, and its deadline."""
         response = web.StreamResponse(status=answer.status, headers=_passed_back(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True
         await self._to_client(response.prepare(request))
         async for chunk in answer.content.iter_any():
-            await self._to_client(response.write(chunk))
+            with _held_back(deadline):
+                await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
             if record.bytes_sent > _MAX_ANSWER_BYTES:
                 raise _too_large(backend)
@@ -271,6 +274,19 @@ class PassthroughApi:
                 "bytes": record.bytes_sent,
             }
         )
+
+
+@contextmanager
+def _held_back(deadline: asyncio.Timeout) -> Iterator[None]:
+    """Time spent in here is not the engine's."""
+    loop, when = asyncio.get_running_loop(), deadline.when()
+    assert when is not None
+    left_seconds = when - loop.time()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        deadline.reschedule(loop.time() + left_seconds)
 
 
 def _passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:

@@ -317,6 +317,42 @@ async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) 
     assert others.asked == []
 
 
+@pytest.mark.fault(71)
+async def test_an_answer_that_drips_has_the_time_of_any_other(gateway: Gateway) -> None:
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(b" ")
+                await asyncio.sleep(0.005)
+        return response
+
+    await gateway.engine(Role.PREFILL, drip)
+    client = await client_of(gateway, timeouts={"prefill_seconds": 0.1})
+    async with client.post("/tokenize") as answer:
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+    assert 'pdproxy_streams_broken_total{reason="broken",side="engine"} 1.0' in gateway.metric_lines()
+
+
+async def test_a_client_that_takes_its_time_takes_none_of_the_engines(gateway: Gateway) -> None:
+    size = 64 * 2**20  # more than the buffers in between hold
+
+    async def pour(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(size))
+
+    await gateway.engine(Role.PREFILL, pour)
+    client = await client_of(gateway, timeouts={"prefill_seconds": 2.0})
+    async with client.post("/pooling") as answer:
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        loop.call_later(2.5, over.set)  # the engine's deadline passes, while its answer waits for the client
+        await over.wait()
+        assert len(await answer.read()) == size
+
+
 async def test_an_answer_that_breaks_off_is_cut_and_not_ended(gateway: Gateway) -> None:
     async def break_off(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
