@@ -17,7 +17,7 @@ from proxy.flow.client import ClientStalled, ClientStream
 from proxy.logs import access_line
 from proxy.record import Record
 from proxy.wire.openai import Api, error_event
-from proxy.wire.weight import LONG_BYTES
+from proxy.wire.weight import LONG_BYTES, wide_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +90,7 @@ class GenerationApi:
             raw = await read_json(request, self._settings.listen, held.resize)
             is_long = len(raw) > LONG_BYTES
             document = calls.read(raw)
+            held.add(wide_bytes(raw, document.values))
             del raw  # which the document has, if it needs it
             if is_long:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile

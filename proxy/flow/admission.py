@@ -278,6 +278,11 @@ class Hold:
         admission._held_bytes = others + body_bytes
         self._held_bytes = body_bytes
 
+    def add(self, body_bytes: int) -> None:
+        """So much more it takes. Raises Overloaded."""
+        if body_bytes:
+            self.resize(self._held_bytes + body_bytes)
+
 
 class _Line:
     """One caller's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""

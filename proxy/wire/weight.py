@@ -7,6 +7,7 @@ are counted that elements begin or end with, which is many times as fast as read
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -24,7 +25,9 @@ SLIGHT_BYTES: Final = 1024
 _STEP_BYTES: Final = 64 * 1024
 # What may stand outside of strings.
 _NO_STRING: Final = b"0123456789+-.eE,:[]{} \t\r\ntrufalsn"
-# Fewer objects are no reason to keep the collector from looking.
+# So many values are looked at for wide strings, in a millisecond or two.
+_MAX_LOOKS: Final = 10_000
+# A shorter text is no reason to keep the collector from looking, nor to look how wide its strings are.
 _MANY_BYTES: Final = 64 * 1024
 
 
@@ -103,6 +106,29 @@ def load(raw: bytes) -> Any:
         return orjson.loads(raw)
     finally:
         gc.enable()
+
+
+def wide_bytes(raw: bytes, value: Any) -> int:
+    """What the strings of a text that was read take beyond a byte for each character.
+
+    Python keeps all characters of a string in as many bytes as the widest of them needs: one emoji makes megabytes four
+    times as many. Where there is too much to look at, all of it may be one such string; a short text is not looked at.
+    """
+    if len(raw) < _MANY_BYTES or (raw.isascii() and b"\\u" not in raw):
+        return 0
+    wide = 0
+    looks_left = _MAX_LOOKS
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            wide += max(0, sys.getsizeof(item) - sys.getsizeof("") - len(item))
+        elif isinstance(item, dict | list):
+            looks_left -= len(item)
+            if looks_left < 0:
+                return 3 * len(raw)
+            left += item.values() if isinstance(item, dict) else item
+    return wide
 
 
 def _count(raw: bytes, sign: bytes, start: int, end: int) -> int:

@@ -101,7 +101,7 @@ NO_REQUESTS = [
     b'{"model": "sim", "messages": [], "stream": "yes"}',
     b'{"model": "sim", "messages": [], "stream": 2}',
     b'{"model": "sim", "messages": [], "n": 0}',
-    b'{"model": "sim", "messages": [], "n": true}',
+    b'{"model": "sim", "messages": [], "n": "two"}',
     b'{"model": "sim", "messages": [], "stream_options": {}, "stream": false, "stream_options": 1}',
     b'{"model": "sim", "messages": [], "stream_options": {"include_usage": true}}',
     b"\xff\xfe",

@@ -128,12 +128,12 @@ async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy) -> Non
     """And no longer than the request lasts."""
     gateway = await deploy(admission={"max_buffered_bytes": 50_000_000})
     gateway.prefillers[0].faults.add("hang_before_headers")
-    body = filled(b"[],", 200_000)
+    body = filled(b"[],", 200_000)[:-1] + ', "y": "🙂%s"}'.encode() % (b"y" * 1_000_000)
     url = gateway.url + Api.COMPLETIONS.path
     async with asyncio.TaskGroup() as group:
         first = group.create_task(gateway.session.post(url, data=io.BytesIO(body)))
         await until(lambda: generations(*gateway.prefillers), "the first one to be prefilled")
-        assert 72 * 200_000 < gateway.worker.gateway.admission.held_bytes < 3 * 72 * 200_000
+        assert 72 * 200_000 + 4_000_000 < gateway.worker.gateway.admission.held_bytes < 3 * 72 * 200_000 + 5_000_000
         async with gateway.session.post(url, data=io.BytesIO(body)) as second:
             assert (second.status, (await second.json())["error"]["code"]) == (503, "buffers_full")
         first.cancel()

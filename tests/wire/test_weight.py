@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.weight import LONG_BYTES, is_heavier, load, weigh, weigh_closely, without_escapes
+from proxy.wire.weight import LONG_BYTES, is_heavier, load, weigh, weigh_closely, wide_bytes, without_escapes
 
 VALUES = st.recursive(
     st.none() | st.integers(-9, 9) | st.text('a,[{"\\]:é', max_size=9),
@@ -98,6 +98,34 @@ def test_a_text_of_many_quotes_is_looked_at_closely() -> None:
     assert weigh(raw).elements > 2_000_000
     assert weigh_closely(raw, 4_000_000).elements == 16 + 4 * 4 + raw.count(b"\\")
     assert weigh_closely(raw, 100).elements > 100
+
+
+WIDE = {
+    "an emoji": "a" * 100_000 + "🙂",
+    "an escaped emoji": "a" * 100_000 + "\\ud83d\\ude42",
+    "Chinese": "日本語" * 30_000,
+    "Latin": "é" * 90_000,
+    "a picture beside an emoji": "QUJD" * 20_000 + '","🙂',
+}
+
+
+@pytest.mark.parametrize("text", WIDE.values(), ids=WIDE)
+def test_what_wide_characters_take_is_told(text: str) -> None:
+    raw = f'{{"x":[{{"y":["{text}"]}}]}}'.encode()
+    tracemalloc.start()
+    value = load(raw)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    told = len(raw) + weigh(raw).memory_bytes + wide_bytes(raw, value)
+    assert taken <= told * 1.01
+    assert told <= len(raw) + taken + 2_000
+
+
+def test_a_text_with_too_much_to_look_at_may_be_wide_all_over() -> None:
+    raw = '{"x":["🙂",'.encode() + b"1," * 40_000 + b"0]}"
+    assert wide_bytes(raw, load(raw)) == 3 * len(raw)
+    plain = raw.replace("🙂".encode(), b"a")
+    assert wide_bytes(plain, load(plain)) == 0
 
 
 def test_only_long_texts_can_be_heavy() -> None:
