@@ -108,7 +108,8 @@ class Admission(Section):
     max_waiting: Natural = 1024
     """Requests that wait for room in a worker; more are refused with status 503."""
     wait_seconds: Seconds = 60.0
-    """A request that has waited for so long is refused with status 503."""
+    """A request that has waited for so long is refused with status 503. Instances that were up and take no connections
+    are waited for as long, as they may only be restarting."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
     """Request bodies a worker holds at a time, all together, with what their elements take in memory; more are refused
     with status 503."""
