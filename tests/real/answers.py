@@ -78,7 +78,7 @@ def whole(payloads: list[Any]) -> Answer:
         so_far = choices.setdefault(choice["index"], Choice())
         so_far.text += message.get("content") or message.get("text") or ""
         so_far.reasoning += message.get("reasoning") or ""
-        so_far.token_ids += choice.get("token_ids") or ()
+        so_far.token_ids += choice.get("token_ids") or choice.get("response_token_ids") or ()
         so_far.finish_reason = choice["finish_reason"] or so_far.finish_reason
         so_far.stop_reason = choice.get("stop_reason") or so_far.stop_reason
         so_far.logprobs += _per_token(choice.get("logprobs"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from tests.real.cluster import Cluster
 from tests.real.engines import Engines
 from tests.real.programs import endpoints, start_gateway, stop
-from tests.real.stacks import NIXL, STACKS, THINKING
+from tests.real.stacks import NIXL, SIZES, STACKS, THINKING, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 _CHATS = ("auto", "completions")
 
 collect_ignore_glob = [] if os.environ.get("PDPROXY_REAL_VENV") else ["test_*.py"]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What is deployed of a stack."""
-
-    stack: Stack
-    prefillers: int
-    decoders: int
-
-    def __str__(self) -> str:
-        return f"{self.stack.name}-{self.prefillers}P{self.decoders}D"
 
 
 class Machine:
@@ -70,13 +57,23 @@ class Machine:
 
 @pytest.hookimpl(trylast=True)  # pytest itself groups what shares a fixture before
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only the stacks that were asked for, one after the other."""
+    """Only the stacks that were asked for, one after the other, and each cluster once."""
     if not os.environ.get("PDPROXY_REAL_VENV"):
         return  # a run of all the other tests, which come by here, too
     chosen = config.getoption("--stack") or [stack.name for stack in STACKS]
     wanted = [item for item in items if _stack(item).name in chosen and _is_meant(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
-    items[:] = sorted(wanted, key=lambda item: STACKS.index(_stack(item)))
+    items[:] = sorted(wanted, key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, int, str, int]:
+    """By stack, then by cluster as the files have it; what needs another cluster comes last, as pytest has it."""
+    assert isinstance(item, pytest.Function)
+    size = item.callspec.params.get("cluster")
+    if not isinstance(size, Size):
+        return STACKS.index(_stack(item)), len(SIZES), "", 0
+    file, line, _ = item.location
+    return STACKS.index(size.stack), SIZES.index(size), file, line or 0
 
 
 def _stack(item: pytest.Item) -> Stack:
@@ -104,7 +101,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         machine.stop()
 
 
-@pytest.fixture(scope="session", params=[Size(stack, *size) for stack in STACKS for size in stack.sizes], ids=str)
+@pytest.fixture(scope="session", params=SIZES, ids=str)
 def cluster(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Cluster]:
     size = request.param
     with _cluster(machine.engines(size.stack), str(size), size.prefillers, size.decoders) as cluster:

@@ -13,7 +13,7 @@ from tests.real.programs import Program, free_ports, stop
 from tests.real.stacks import VLLM, Options, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tests.real.stacks import Kind, Stack
 
@@ -43,6 +43,7 @@ class Engines:
         self.orders = Orders(directory / "orders")
         """What makes a decoder end a request as `recomputed`."""
         self.directory = directory
+        self._services: list[Program] = []
         self.run([Path(__file__).with_name("make_tiny_model.py"), self.model, *filter(None, [stack.model])])
 
     def run(self, arguments: Sequence[object], timeout_seconds: float = 600) -> str:
@@ -63,6 +64,8 @@ class Engines:
 
     def need(self, prefillers: int, decoders: int) -> None:
         """Wait until there are so many, and the ordinary engine."""
+        if self.stack.service and not self._services:
+            self._start_service(self.stack.service)
         missing = [
             *(self._start("single", self.single) for _ in range(1 - len(self.single))),
             *(self._start("prefill", self.prefillers) for _ in range(prefillers - len(self.prefillers))),
@@ -73,9 +76,19 @@ class Engines:
 
     def stop(self) -> None:
         """Stop all of them; they are missing then, for `need`."""
-        stop([*self.single, *self.prefillers, *self.decoders])
-        for programs in (self.single, self.prefillers, self.decoders):
+        for programs in (self.single + self.prefillers + self.decoders, self._services):
+            stop(programs)
+        for programs in (self.single, self.prefillers, self.decoders, self._services):
             programs.clear()
+
+    def _start_service(self, service: Callable[[Place], Sequence[str]]) -> None:
+        variable = self.stack.family.venv_variable
+        place = Place("single", next(self.ports), next(self.ports), self.directory)
+        name, *arguments = service(place)
+        command = [_venv(variable) / "bin" / name, *arguments]
+        program = Program(name, place.port, command, self.directory / f"{name}.log", self._environment(variable, {}))
+        self._services.append(program)
+        program.wait_until_ready("/health")
 
     def _start(self, kind: Kind, engines: list[Program]) -> Program:
         family = self.stack.family

@@ -132,7 +132,7 @@ def endpoints(prefillers: Sequence[Program], decoders: Sequence[Program]) -> lis
     return words + [word for program in decoders for word in ("--decode", f"http://{HOST}:{program.port}")]
 
 
-def start_gateway(port: int, log: Path, *words: object, **variables: str) -> Program:
+def start_gateway(port: int, log: Path, *words: object, ready_path: str = "/readyz", **variables: str) -> Program:
     """`python -m proxy` with more words on its command line and more variables in its environment."""
     command = [sys.executable, "-m", "proxy", "--host", HOST, "--port", port, "--log-format", "json", *words]
     # What is set for another gateway must not change this one.
@@ -140,7 +140,7 @@ def start_gateway(port: int, log: Path, *words: object, **variables: str) -> Pro
     environment["PROXY_DRAIN__NOT_READY_SECONDS"] = "0"  # nobody looks whether it is ready before it goes
     gateway = Program("gateway", port, command, log, environment | variables)
     try:
-        gateway.wait_until_ready("/readyz")
+        gateway.wait_until_ready(ready_path)
     except BaseException:
         stop([gateway])
         raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from tests.real.programs import HOST, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 Kind = Literal["single", "prefill", "decode"]
 """An ordinary engine, which does both by itself, or one that was started for one stage."""
@@ -36,6 +36,11 @@ class Place:
     """For what its connector listens on."""
     directory: Path
     """For files that the engines of a stack share."""
+
+    @property
+    def store_config(self) -> Path:
+        """Of Mooncake's store."""
+        return self.directory / "mooncake.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +160,20 @@ class Stack:
     """For all of its engines, ordinary ones too."""
     model: str = ""
     """Its kind; see make_tiny_model.py."""
+    service: Callable[[Place], Sequence[str]] | None = None
+    """What its engines share: a command of their virtual environment, which tells at its port how it is."""
     has_bootstrap: bool = False
     """Whether a prefiller has a server where decoders ask for it."""
     resumes: bool = True
     """Whether an answer that broke off goes on at another decoder."""
     unit: int = 1
-    """The transferred part of a prompt is a multiple of so many tokens. If that is more than one, at least one token is
-    left, which the decoder computes. 0: nothing is transferred."""
+    """The transferred part of a prompt is a multiple of so many tokens; 0: nothing is transferred."""
+    rest: int = 0
+    """At least so many tokens of a prompt are not transferred: the decoder computes them."""
 
     def transferred(self, prompt_tokens: int) -> int:
         """How many tokens of a prompt a decoder gets from elsewhere."""
-        if self.unit < 2:
-            return prompt_tokens * self.unit
-        return (prompt_tokens - 1) // self.unit * self.unit
+        return max(0, (prompt_tokens - self.rest) // self.unit * self.unit) if self.unit else 0
 
 
 def _role(place: Place) -> str:
@@ -211,6 +217,32 @@ def _example_store(place: Place) -> Options:
     )
 
 
+def _mooncake_store(place: Place) -> Options:
+    extra = {"lookup_rpc_port": place.second_port}  # one of its own in the names of sockets, else engines share them
+    return Options(
+        _transfer_config(kv_connector="MooncakeStoreConnector", kv_role="kv_both", kv_connector_extra_config=extra),
+        # Blocks are found by hashes, which must be the same in every process.
+        {"MOONCAKE_CONFIG_PATH": str(place.store_config), "PYTHONHASHSEED": "0"},
+    )
+
+
+def _mooncake_master(place: Place) -> Sequence[str]:
+    place.store_config.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": f"{HOST}:{place.second_port}",
+                "protocol": "tcp",
+                "device_name": "",
+                "global_segment_size": 256 << 20,
+                "local_buffer_size": 64 << 20,
+            }
+        )
+    )
+    ports = (f"--rpc_port={place.second_port}", f"--metrics_port={place.port}")
+    return ("mooncake_master", f"--rpc_address={HOST}", *ports)
+
+
 def _sglang(place: Place) -> Options:
     flags = {
         "--disaggregation-mode": place.kind,
@@ -234,7 +266,24 @@ STACKS: Final = (
     NIXL,
     THINKING,
     Stack("mooncake", "mooncake_bootstrap", VLLM, _mooncake, has_bootstrap=True),
-    Stack("store", "vllm_store", VLLM, _example_store, unit=BLOCK_SIZE),
+    # Two of its functions leave one token each (`align_to_block_size` in vLLM's example_connector.py).
+    Stack("store", "vllm_store", VLLM, _example_store, unit=BLOCK_SIZE, rest=2),
+    Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, unit=BLOCK_SIZE, rest=1),
     Stack("plain", "plain", VLLM, _nothing, sizes=((0, 2),), unit=0),
     Stack("sglang", "sglang_bootstrap", SGLANG, _sglang, has_bootstrap=True, resumes=False),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of a stack is deployed."""
+
+    stack: Stack
+    prefillers: int
+    decoders: int
+
+    def __str__(self) -> str:
+        return f"{self.stack.name}-{self.prefillers}P{self.decoders}D"
+
+
+SIZES: Final = tuple(Size(stack, *size) for stack in STACKS for size in stack.sizes)

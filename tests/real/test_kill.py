@@ -40,7 +40,7 @@ def test_no_client_notices_that_a_decoder_was_killed(resuming: Cluster, kills: i
     show(goes_on(resuming, kills))
 
 
-@pytest.mark.only("mooncake", "store", "plain")
+@pytest.mark.only("mooncake", "store", "mooncake-store", "plain")
 def test_another_decoder_goes_on(cluster: Cluster, show: Show) -> None:
     show(goes_on(cluster, 4))
 
@@ -88,7 +88,7 @@ def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show
     show(f"after {kill.received} of {TOKENS} chunks: {error.value}")
 
 
-@pytest.mark.only("nixl", "mooncake", "store", "sglang")
+@pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
 def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
     """What a decoder has the KV cache of goes on, and another prefiller serves the next; without one it is an error."""
     bodies = [{"prompt": f"{cluster.gateway.port} {i}: what is prefilled?", "max_tokens": TOKENS} for i in range(6)]
@@ -107,7 +107,7 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
     show(f"{len(others)} requests meanwhile: {seen}")
 
 
-@pytest.mark.only("mooncake", "store", "sglang", "plain")
+@pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
 def test_nothing_is_left_of_what_was_killed(cluster: Cluster) -> None:
     cluster.nothing_is_left()
 
@@ -160,13 +160,10 @@ class Kill:
         return end - self._killed_at
 
     def _find_serving(self) -> None:
-        (metric, *_) = self._cluster.stack.family.busy
-
-        def serving() -> list[Program]:
-            return [decoder for decoder in self._cluster.decoders if total([decoder], metric)]
-
-        wait_until(lambda: len(serving()) == 1, "one decoder has the request")
-        (self._victim,) = serving()
+        """Asks the gateway, whose counts are never behind."""
+        labels = ({"role": "decode", "instance": f"{HOST}:{decoder.port}"} for decoder in self._cluster.decoders)
+        requests = [total([self._cluster.gateway], "pdproxy_instance_inflight", label) for label in labels]
+        ((_, self._victim),) = (pair for pair in zip(requests, self._cluster.decoders, strict=True) if pair[0])
 
 
 def request(random: Random, number: int) -> dict[str, Any]:
