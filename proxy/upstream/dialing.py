@@ -36,8 +36,10 @@ class Dialer:
     It is about addresses of one name only: where none of them takes a connection, it is the engine that is down.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], is_news: Callable[[str, str], bool]) -> None:
+        """`is_news`: whether no worker has said that word of that subject last."""
         self._clock = clock
+        self._is_news = is_news
         self._worked: dict[tuple[str, int], str] = {}
         """By name and port, and only where a name has several addresses."""
         self._dead: dict[tuple[str, str], dict[int, float]] = {}
@@ -137,24 +139,29 @@ class Dialer:
         if ports is None:
             _bound(self._dead)
             ports = self._dead[host, address] = {}
-            # An engine may well listen on one family only. Such an address costs no time.
-            is_usual = isinstance(error, ConnectionRefusedError) and (":" in address) != (
-                ":" in self._worked[host, port]
-            )
-            logger.log(
-                logging.INFO if is_usual else logging.WARNING,
-                "the name %s has an address that takes no connections, %s (%s); another one is used",
-                host,
-                address,
-                connect_problem(error),
-            )
+            if self._is_news(_subject(host, address), "dead"):
+                # An engine may well listen on one family only. Such an address costs no time.
+                is_other_family = (":" in address) != (":" in self._worked[host, port])
+                is_usual = isinstance(error, ConnectionRefusedError) and is_other_family
+                logger.log(
+                    logging.INFO if is_usual else logging.WARNING,
+                    "the name %s has an address that takes no connections, %s (%s); another one is used",
+                    host,
+                    address,
+                    connect_problem(error),
+                )
         ports[port] = self._clock() + _LOOK_AGAIN_SECONDS
 
     def _note_alive(self, host: str, port: int, address: str) -> None:
         ports = self._dead.get((host, address), {})
         if ports.pop(port, None) is not None and not ports:
             del self._dead[host, address]
-            logger.info("the address %s of the name %s takes connections again", address, host)
+            if self._is_news(_subject(host, address), "alive"):
+                logger.info("the address %s of the name %s takes connections again", address, host)
+
+
+def _subject(host: str, address: str) -> str:
+    return f"{address} of {host}"
 
 
 async def _within(seconds: float, connect: Connect, address: str) -> Connection:

@@ -42,13 +42,15 @@ class Upstream:
         *,
         stall_seconds: float = 30.0,
         on_stall: Callable[[Backend], bool] | None = None,
+        is_news: Callable[[str, str], bool] = lambda subject, word: True,
         sweep_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`names` None: the system is asked at every connect, and any address is good.
 
         `on_stall` is called with a backend that has sent nothing for `stall_seconds` while others of its role did, and
-        says whether it is taken out; then its streams fail. `sweep_seconds`: how often silences are looked at; by
+        says whether it is taken out; then its streams fail. `is_news` says of a subject and a word for the log whether
+        no worker has told it last. `sweep_seconds`: how often silences are looked at; by
         default often enough for the shortest of them.
         """
         self._timeouts = timeouts
@@ -58,7 +60,7 @@ class Upstream:
         self._on_stall = on_stall
         self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds)
         self._clock = clock
-        self._dialer = Dialer(clock)
+        self._dialer = Dialer(clock, is_news)
         self._idle: dict[Backend, list[Connection]] = {}
         self._busy: set[Connection] = set()
         self._distrusted: dict[Role, float] = {}

@@ -176,6 +176,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
                 *(settings.timeouts, keys, names),
                 stall_seconds=_stall_seconds(settings),
                 on_stall=lambda backend: pools.of(backend.role).report_stall(backend),
+                is_news=shared.bulletin.is_news,
             )
         )
         misfits = shared.misfits

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.balancer.backend import Backend, Role
+from proxy.balancer.bulletin import Bulletin
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure
 from proxy.settings import Timeouts
@@ -103,6 +104,34 @@ async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, ca
             clock.now += 30.1
             await at.ask()
             await at.verdicts()
+            assert told(caplog) == [DEAD, ALIVE]
+
+
+async def test_of_several_workers_one_tells(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    is_news = Bulletin().is_news
+    timeouts = Timeouts(connect_seconds=0.2)
+    async with (
+        desk(clock) as at,
+        engine(*[closes] * 4) as server,
+        Upstream(timeouts, EngineKeys(None), at.names, is_news=is_news, clock=clock) as one,
+        Upstream(timeouts, EngineKeys(None), at.names, is_news=is_news, clock=clock) as other,
+    ):
+        at.server.say([DEAF, GOOD])
+        workers = [Dialing(upstream, at, server.port) for upstream in (one, other)]
+
+        async def ask_all() -> None:
+            for worker in workers:
+                await worker.ask()
+                await worker.verdicts()
+
+        with deaf(DEAF, server.port) as listener:
+            await ask_all()
+            assert told(caplog) == [DEAD]
+            listener.listen(16)
+            clock.now += 30.1
+            at.server.say([DEAF, GOOD])
+            await ask_all()
             assert told(caplog) == [DEAD, ALIVE]
 
 
