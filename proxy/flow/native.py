@@ -125,10 +125,12 @@ class _Parts:
         self._answer = attempt.prefill_answer
         self._parts: sglang.PrefilledParts | None = None
 
-    @classmethod
-    def of(cls, attempt: Attempt, call: Call) -> _Parts | None:
+    @staticmethod
+    def of(attempt: Attempt, call: Call) -> _Parts | _LonePrefiller | None:
         """None when the decoder's answer has all that is asked for."""
-        return cls(attempt) if isinstance(attempt, SglangAttempt) and _needs_prefiller(call) else None
+        if not _needs_prefiller(call):
+            return None
+        return _Parts(attempt) if isinstance(attempt, SglangAttempt) else _LonePrefiller(call)
 
     @property
     def so_far(self) -> sglang.PrefilledParts | None:
@@ -146,6 +148,17 @@ class _Parts:
         return parts
 
 
+class _LonePrefiller:
+    """In place of them where no decoder is: the prefiller's answer is all there is."""
+
+    def __init__(self, call: Call) -> None:
+        params = call.changes.get("sampling_params", call.values.get("sampling_params"))
+        self.so_far = sglang.LoneAnswer(sglang.output_limit(params))
+
+    async def whole(self) -> sglang.LoneAnswer:
+        return self.so_far
+
+
 class _Rewriter:
     """Makes the client's events of one unit out of an engine's: with the index of its answer, and all of its parts.
 
@@ -154,10 +167,10 @@ class _Rewriter:
 
     def __init__(self, index: int | None) -> None:
         self._index = index
-        self._parts: _Parts | None = None
+        self._parts: _Parts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
 
-    def begin(self, parts: _Parts | None) -> None:
+    def begin(self, parts: _Parts | _LonePrefiller | None) -> None:
         """Another attempt begins."""
         self._parts = parts
         self._waiting.clear()
@@ -174,7 +187,7 @@ class _Rewriter:
         """What still waits. Raises UpstreamError."""
         return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
 
-    def _events(self, parts: sglang.PrefilledParts | None) -> bytes:
+    def _events(self, parts: sglang.PrefilledParts | sglang.LoneAnswer | None) -> bytes:
         events = []
         for payload in self._waiting:
             index = {} if self._index is None else {"index": self._index}

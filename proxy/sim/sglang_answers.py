@@ -155,13 +155,15 @@ class GenerateAnswer(Answer):
 
     def _so_far(self, delta: Delta) -> dict[str, Any]:
         index = delta.index
-        self._texts[index] += delta.text
-        self._ids[index] += delta.token_ids
+        if not self.ask.echo_only:
+            self._texts[index] += delta.text
+            self._ids[index] += delta.token_ids
         ids = self._ids[index]
         prompt = self.ask.prompts[index // self.ask.samples]
         meta: dict[str, Any] = {
             "id": f"{self.answer_id}_{index}" if self.ask.is_batch else self.answer_id,
-            "finish_reason": _finish(delta, len(ids)),
+            # A prefiller does not count the token that it gives for its decoder's.
+            "finish_reason": _finish(delta, 0 if self.options.role == "prefill" else len(ids)),
             "prompt_tokens": len(prompt),
             "weight_version": "default",
             "completion_tokens": len(ids),

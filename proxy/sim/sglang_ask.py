@@ -27,6 +27,8 @@ _SAMPLING = {
 
 def read_openai(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
     """A chat or completion. Any model name will do, and headers choose nothing."""
+    if isinstance(body, dict) and body.get("max_tokens") == 0:
+        raise _invalid("1 validation error:\n  Value error, max_tokens must be positive")
     known = {name: body[name] for name in body if name not in _NOT_READ} if isinstance(body, dict) else body
     ask = read_ask(known, is_chat=is_chat, options=options, headers={})
     return _disaggregated(replace(ask, model=body.get("model") or options.model), body, options)
@@ -42,8 +44,9 @@ def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> As
     given = body.get("sampling_params") or {}
     sampling = (given[0] if given else {}) if isinstance(given, list) else given
     completion = {name: sampling[key] for key, name in _SAMPLING.items() if sampling.get(key) is not None}
-    if completion.get("max_tokens") == 0:
-        completion["max_tokens"] = 1  # it prefills, and samples once
+    echo_only = completion.get("max_tokens") == 0
+    if echo_only:
+        completion["max_tokens"] = 1  # it samples all the same
     completion = {"max_tokens": _DEFAULT_TOKENS} | completion | {"prompt": prompt, "stream": body.get("stream")}
     ask = read_ask(completion, is_chat=False, options=options, headers={})
     is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -51,6 +54,7 @@ def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> As
     ask = replace(
         ask,
         is_batch=is_batch or ask.samples > 1,
+        echo_only=echo_only,
         logprobs=(body.get("top_logprobs_num") or 0) if logprobs else None,
         prompt_logprobs_from=body.get("logprob_start_len", -1) if logprobs else -1,
     )
@@ -67,13 +71,13 @@ def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
         return replace(ask, kv_params={})
     rooms = _rooms(body, len(ask.prompts))
     if options.role == "prefill" and all(place["bootstrap_host"] == _NOBODY for place in rooms):
-        return replace(ask, kv_params={}, max_tokens=1, min_tokens=0)
+        return replace(ask, kv_params={}, max_tokens=1, min_tokens=0, echo_only=False)
     if any(place["bootstrap_room"] is None for place in rooms):
         raise _invalid(
             f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={body.get('rid')!r}"
         )
     ask = replace(ask, kv_params={"rooms": rooms, **ranks})
-    return replace(ask, max_tokens=1, min_tokens=0) if options.role == "prefill" else ask
+    return replace(ask, max_tokens=1, min_tokens=0, echo_only=False) if options.role == "prefill" else ask
 
 
 def _check_rank(rank: Any, options: Options) -> None:

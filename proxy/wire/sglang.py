@@ -58,6 +58,7 @@ _PER_PROMPT: Final = (
     *("lora_path", "custom_logit_processor", "extra_key", "cache_salt"),
     *("multi_item_delimiter_indices", "token_indices_to_pool"),
 )
+_OUTPUT_LOGPROBS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
@@ -216,3 +217,28 @@ class PrefilledParts:
             of_prompt = b64decode(first)
             merged["routed_experts"] = b64encode(of_prompt + b64decode(second)[len(of_prompt) :]).decode()
         return {**payload, "meta_info": {**meta, **merged}}
+
+
+class LoneAnswer:
+    """Makes a prefiller's answer, with which nobody goes on, that of an ordinary engine. A prefiller gives one token
+    even if none is wanted, and does not count it in the reason for the end (seen of SGLang 0.5.23).
+    """
+
+    def __init__(self, wanted_tokens: int) -> None:
+        self._wanted_tokens = wanted_tokens
+
+    def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The prefiller's answer, or one event of it, as it was asked for."""
+        meta = payload.get("meta_info")
+        if not isinstance(meta, dict):
+            return payload
+        changes: dict[str, Any] = {}
+        reason = meta.get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "length":
+            changes["finish_reason"] = {**reason, "length": self._wanted_tokens}
+        if self._wanted_tokens:
+            return {**payload, "meta_info": {**meta, **changes}}
+        changes |= {name: [] for name in _OUTPUT_LOGPROBS if meta.get(name)}
+        changes["completion_tokens"] = 0
+        without = {name: type(payload[name])() for name in ("text", "output_ids") if payload.get(name)}
+        return {**payload, **without, "meta_info": {**meta, **changes}}

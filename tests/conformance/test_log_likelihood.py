@@ -62,6 +62,9 @@ async def test_an_echoed_prompt_has_the_log_probabilities_of_one_engine(
     gateway = await deploy(2, 2, connector=connector)
     body = ECHOES[kind] | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
     answer, alone = await gateway.ask(body), await of_one_engine(body, connector)
+    if body["max_tokens"] == 0 and connector == "sglang_bootstrap":
+        assert (answer.status, answer.body) == (alone.status, alone.body) == (400, answer.body)
+        return
     assert (answer.status, answer.is_done) == (200, True)
     assert choices(answer) == choices(alone)
     assert [answer.usage[name] for name in ("prompt_tokens", "completion_tokens")] == [
@@ -93,18 +96,36 @@ async def test_prompt_logprobs_are_those_of_one_engine(deploy: Deploy, connector
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("new_tokens", [0, 1])
-async def test_input_logprobs_of_sglangs_own_api_need_no_decoder(deploy: Deploy, new_tokens: int, stream: bool) -> None:
+@pytest.mark.parametrize("prompt", ["Which river?", ["Which river?", "That one"]], ids=["one", "list"])
+async def test_input_logprobs_of_sglangs_own_api_need_no_decoder(
+    deploy: Deploy, prompt: Any, new_tokens: int, stream: bool
+) -> None:
     gateway = await deploy(2, 2, connector="sglang_bootstrap")
-    body = {"text": ["Which river?", "That one"], "return_logprob": True, "logprob_start_len": 0, "stream": stream}
+    body = {"text": prompt, "return_logprob": True, "logprob_start_len": 0, "stream": stream}
     body["sampling_params"] = {"max_new_tokens": new_tokens}
-    async with gateway.session.post(gateway.url + "/generate", data=orjson.dumps(body)) as response:
+    async with SimulatedEngine(profile_name="sglang") as engine:
+        told = [await told_natively(gateway.session, url, body) for url in (gateway.url, engine.url)]
+    assert told[0] == told[1]
+    assert [len(meta["input_token_logprobs"]) for _, meta in told[0]] == ([12, 8] if isinstance(prompt, list) else [12])
+    assert not any(seen.path == "/generate" for engine in gateway.decoders for seen in engine.requests)
+    assert sum(seen.path == "/generate" for engine in gateway.prefillers for seen in engine.requests) == len(told[0])
+
+
+async def told_natively(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The text, the tokens and what is told of them, for each prompt."""
+    async with session.post(url + "/generate", data=orjson.dumps(body)) as response:
         answer = await read(response)
     assert answer.is_done
-    payloads = answer.events[:-1] if stream else answer.json
-    metas = [payload["meta_info"] for payload in payloads]
-    assert [len(meta["input_token_logprobs"]) for meta in metas] == [12, 8]
-    assert not any(seen.path == "/generate" for engine in gateway.decoders for seen in engine.requests)
-    assert sum(seen.path == "/generate" for engine in gateway.prefillers for seen in engine.requests) == 2
+    payloads = answer.events[:-1] if answer.is_stream else answer.json
+    last = (
+        {payload.get("index", number): payload for number, payload in enumerate(payloads)}
+        if isinstance(payloads, list)
+        else {0: payloads}
+    )
+    return [
+        ((payload["text"], payload["output_ids"]), {n: v for n, v in payload["meta_info"].items() if n != "id"})
+        for _, payload in sorted(last.items())
+    ]
 
 
 @pytest.mark.parametrize("connector", VLLM)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[str], None]
 
+TOLD = ("input_token_logprobs", "output_token_logprobs", "prompt_tokens", "completion_tokens")
 ECHOED: list[dict[str, Any]] = [
     *({"prompt": prompt, "max_tokens": 1, "logprobs": 1} for prompt in PROMPTS),
     {"prompt": PROMPTS[3], "max_tokens": 0, "logprobs": 0},
@@ -25,12 +26,15 @@ ECHOED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.only("nixl", "mooncake", "store", "plain")
+@pytest.mark.only("nixl", "mooncake", "store", "plain", "sglang")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_echoed_prompts(cluster: Cluster, show: Show, stream: bool) -> None:
     before = decoded(cluster)
     tokens = 0
+    is_sglang = cluster.stack.name == "sglang"
     for body in ECHOED:
+        if is_sglang and (body["max_tokens"] == 0 or (stream and isinstance(body["prompt"][0], list))):
+            continue  # it refuses the one, and names each answer of the other by an id of its own
         body = {**body, "echo": True, "stream": stream}
         answer, expected = (ask(program.port, COMPLETIONS, **body) for program in (cluster.gateway, cluster.single))
         assert answer == expected, body
@@ -57,6 +61,25 @@ def test_prompt_logprobs(cluster: Cluster, show: Show, path: str) -> None:
     assert None not in answers[0][1:]
     asked_decoders(cluster, before)
     show(f"{len(answers[0])} log probabilities")
+
+
+@pytest.mark.only("sglang")
+@pytest.mark.parametrize("new_tokens", [0, 1])
+def test_input_logprobs_of_sglangs_own_api(cluster: Cluster, show: Show, new_tokens: int) -> None:
+    before = decoded(cluster)
+    body: dict[str, Any] = {"input_ids": [list(range(20, 120)), list(range(30, 90))], "return_logprob": True}
+    body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0}}
+    answers = []
+    for program in (cluster.gateway, cluster.single):
+        with request(program.port, "/generate", body) as response:
+            answer = json.load(response)
+            assert response.status == 200, answer
+            answers.append(
+                [{name: item["meta_info"][name] for name in TOLD} | {"text": item["text"]} for item in answer]
+            )
+    assert nearly(*answers)
+    asked_decoders(cluster, before)
+    show(f"{sum(len(item['input_token_logprobs']) for item in answers[0])} log probabilities")
 
 
 def decoded(cluster: Cluster) -> float:
