@@ -43,6 +43,10 @@ class Journey:
     stage: Stage | None = None
     prefiller: str = "-"
     decoder: str = "-"
+    prefill_id: str = "-"
+    decode_id: str = "-"
+    """What each leg was sent as X-Request-Id, or as SGLang's `rid`: the engines' logs have it in their names for the
+    request."""
     kv: str = "-"
     """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
     handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
@@ -74,7 +78,7 @@ class Journey:
             return
         self.attempts += 1
         self.stage = None
-        self.prefiller = self.decoder = self.kv = "-"
+        self.prefiller = self.decoder = self.prefill_id = self.decode_id = self.kv = "-"
         if not self.is_resumed:
             self.seconds = {stage: spent for stage, spent in self.seconds.items() if stage is Stage.QUEUE}
 
@@ -182,6 +186,8 @@ class Record:
             "term": term,
             "p": first.prefiller,
             "d": first.decoder,
+            "p_id": first.prefill_id,
+            "d_id": first.decode_id,
             "kv": first.kv,
             "units": len(self.journeys),
             "attempts": sum(journey.attempts for journey in self.journeys),

@@ -14,6 +14,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.canned import CannedEngine
+from tests.deployment import generations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -461,3 +462,38 @@ async def test_a_prefiller_that_says_what_it_is_called_is_not_met_where_another_
         assert f"the bootstrap server at port {other.bootstrap_port} is another prefiller's" in line
         assert gateway.decoders[0].state.prompt_tokens == 0
         await gateway.end()
+
+
+# The names that engines have for requests
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}, {"kv": {"prefill_min_tokens": 10_000}}], ids=str)
+async def test_engines_logs_have_the_ids_of_the_access_line(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await deploy(**options)
+    for stream in (True, False):
+        answer = await gateway.ask(request(Api.CHAT, stream=stream))
+        line = list(access_lines(caplog))[-1]
+        is_sglang = options.get("connector") == "sglang_bootstrap"
+        (decode,) = generations(*gateway.decoders)[-1:]
+        assert line["d_id"] == (decode.body["rid"] if is_sglang else decode.headers["x-request-id"])
+        told = (answer.events[0] if stream else answer.json)["id"]
+        assert str(line["d_id"]) in told
+        prefills = generations(*gateway.prefillers)[-1:]
+        ids = [leg.body["rid"] if is_sglang else leg.headers["x-request-id"] for leg in prefills]
+        assert line["p_id"] == (ids[0] if ids else "-")
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise"])
+async def test_an_error_of_a_prefiller_with_status_200_is_one(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str
+) -> None:
+    said = {"object": "error", "message": "out of paper", "type": "InternalServerError", "param": None, "code": 500}
+    gateway = await deploy(connector=connector, retry={"max_attempts": 1})
+    gateway.prefillers[0].faults.add("refuse_status", status=200, body=said)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.json) == (500, said)
+    assert gateway.metrics("pdproxy_missing_kv_total") == {}
+    assert misfits(gateway) == set()
+    gateway.expects_inexact_ledger = True  # it may have pinned something before it failed

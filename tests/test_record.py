@@ -180,6 +180,7 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
     journey = record.journey()
     journey.begin_attempt()
     journey.prefiller, journey.decoder, journey.kv = "p:1", "d:1", "transferred"
+    journey.prefill_id = journey.decode_id = "a1"
     walk(journey, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
     walk(journey, clock, (Stage.STREAM, 8.0), (None, 0.0))
@@ -194,6 +195,8 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
         "term": "--",
         "p": "p:1",
         "d": "d:1",
+        "p_id": "a1",
+        "d_id": "a1",
         "kv": "transferred",
         "units": 1,
         "attempts": 1,

@@ -64,11 +64,11 @@ class Alone:
             journey.kv = self._kv
             if is_prefiller:
                 journey.enter(Stage.PREFILL)
-                journey.prefiller = lease.backend.name
+                journey.prefiller, journey.prefill_id = lease.backend.name, attempt_id
                 answer_seconds = prefill_seconds(self._timeouts, call)
             else:
                 journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
-                journey.decoder = lease.backend.name
+                journey.decoder, journey.decode_id = lease.backend.name, attempt_id
                 answer_seconds = first_byte_seconds(self._timeouts, call)
             steering = rank.header(lease.backend, self._dp_ranks)
             with await self._upstream.open(

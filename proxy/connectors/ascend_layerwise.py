@@ -25,9 +25,8 @@ from proxy.connectors.base import (
     check_status,
     first_byte_seconds,
     new_attempt_id,
-    parse_answer,
+    parse_prefilled,
     prefill_seconds,
-    refusal,
 )
 from proxy.connectors.beside import running
 from proxy.connectors.callbacks import Callbacks
@@ -116,6 +115,7 @@ class AscendLayerwise:
         ):
             journey.begin_attempt()
             journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            journey.prefill_id = journey.decode_id = attempt_id
             journey.enter(Stage.HANDOFF)
             async with running(self._prefill(call, headers, callback, handover, journey)) as leg:
                 # Of a streamed answer the status may come at once, and nothing more before all this has happened.
@@ -192,9 +192,7 @@ class AscendLayerwise:
                 headers | rank.header(prefiller, self._balance.prefill_dp_ranks),
                 answer_seconds=prefill_seconds(self._timeouts, call),
             )
-        if response.status != 200:
-            raise refusal(response, body)
-        return parse_answer(response, body)
+        return parse_prefilled(response, body)
 
 
 class _HandOver:

@@ -188,6 +188,21 @@ def refusal(response: Response, body: bytes) -> UpstreamError:
     return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
 
 
+def parse_prefilled(response: Response, body: bytes) -> Document:
+    """What a prefiller of vLLM answered with. Raises UpstreamError unless it has prefilled: some tell of an error with
+    status 200.
+    """
+    if response.status != 200:
+        raise refusal(response, body)
+    answer = parse_answer(response, body)
+    told = answer.values.get("error")
+    if told or answer.values.get("object") == "error":
+        code = told.get("code") if isinstance(told, dict) else answer.values.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
+    return answer
+
+
 def parse_answer(response: Response, body: bytes) -> Document:
     """The JSON object an engine answered with. Raises UpstreamError for anything else."""
     if is_heavier(body, MAX_ANSWER_ELEMENTS):

@@ -21,9 +21,8 @@ from proxy.connectors.base import (
     check_status,
     first_byte_seconds,
     new_attempt_id,
-    parse_answer,
+    parse_prefilled,
     prefill_seconds,
-    refusal,
 )
 from proxy.connectors.kv_transfer import kv_transfer
 from proxy.connectors.one_engine import OneEngine, is_search
@@ -172,7 +171,7 @@ class InTurn(ABC):
     async def ask_prefiller(self, call: Call, prefiller: Backend, journey: Journey) -> Prefilled:
         """One prefill leg. Raises UpstreamError."""
         attempt_id = new_attempt_id()
-        journey.prefiller = prefiller.name
+        journey.prefiller, journey.prefill_id = prefiller.name, attempt_id
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
@@ -185,9 +184,7 @@ class InTurn(ABC):
                 },
                 answer_seconds=prefill_seconds(self._timeouts, call),
             )
-        if response.status != 200:
-            raise refusal(response, body)
-        answer = parse_answer(response, body)
+        answer = parse_prefilled(response, body)
         journey.saw_prompt_usage(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
@@ -210,7 +207,7 @@ class InTurn(ABC):
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
         journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
-            journey.decoder = lease.backend.name
+            journey.decoder, journey.decode_id = lease.backend.name, prefilled.attempt_id
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
             steering = rank.header(lease.backend, self._balance.decode_dp_ranks)
             try:

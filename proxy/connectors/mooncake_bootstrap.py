@@ -21,9 +21,8 @@ from proxy.connectors.base import (
     check_status,
     first_byte_seconds,
     new_attempt_id,
-    parse_answer,
+    parse_prefilled,
     prefill_seconds,
-    refusal,
 )
 from proxy.connectors.beside import running
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
@@ -114,6 +113,7 @@ class MooncakeBootstrap:
             journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
             journey.enter(Stage.PREFILL)
             meeting = await self._arrange(prefiller.backend, prefill_rank)
+            journey.prefill_id = journey.decode_id = meeting.attempt_id
             custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), avoid)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
             answer_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
@@ -175,9 +175,7 @@ class MooncakeBootstrap:
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
                 answer_seconds=prefill_seconds(self._timeouts, call),
             )
-            if response.status != 200:
-                raise refusal(response, body)
-            answer = parse_answer(response, body)
+            answer = parse_prefilled(response, body)
         except UpstreamError as error:
             if handover.is_settled:  # the decoder is at work, and needs nobody for it
                 return

@@ -113,6 +113,7 @@ class SglangBootstrap:
             journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
             journey.enter(Stage.PREFILL)
             legs = _Legs(call, prefiller, decoder, claim, journey, self._dp_size)
+            journey.prefill_id = journey.decode_id = legs.id
             try:
                 async with running(self._prefill(legs)) as prefill_leg:
                     with await prefill_leg.race(self._decode(legs)) as response:
