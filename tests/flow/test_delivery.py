@@ -222,7 +222,7 @@ def test_nothing_goes_out_before_there_is_something_to_show() -> None:
     ("fields", "shows"),
     [
         ({}, False),
-        ({"logprobs": False}, False),
+        ({"logprobs": False}, True),  # engines take it for 0
         ({"logprobs": None}, False),
         ({"return_token_ids": True}, True),
         ({"logprobs": True}, True),

@@ -376,7 +376,7 @@ def test_what_is_left_of_the_limit_is_the_limit(
         (request(Api.CHAT, max_tokens=None), None),
         (request(Api.CHAT, max_tokens=7, max_completion_tokens=5), 5),
         (request(Api.CHAT, max_tokens=7, max_completion_tokens=None), 7),
-        (request(Api.CHAT, max_tokens="7"), None),
+        (request(Api.CHAT, max_tokens="7"), 7),
         (request(Api.COMPLETIONS, max_tokens=7, max_completion_tokens=5), 7),
         (request(Api.COMPLETIONS, max_tokens=None), 16),
         ({"prompt": "Hi"}, 16),
@@ -427,7 +427,7 @@ def test_an_answer_for_which_there_is_no_room_is_over(
         assert ids == []
 
 
-@pytest.mark.parametrize(("least", "sent"), [(0, 0), (3, 0), (6, 0), (7, 1), (40, 34), (None, None), ("7", "7")])
+@pytest.mark.parametrize(("least", "sent"), [(0, 0), (3, 0), (6, 0), (7, 1), (40, 34), (None, None), ("7", 1)])
 def test_what_is_left_of_the_least_length_is_the_least(least: Any, sent: Any) -> None:
     body = COMPLETION | {"max_tokens": 50, "min_tokens": least}
     assert body_of(decided(situation(body, HELLO))[0])["min_tokens"] == sent
@@ -440,9 +440,8 @@ def test_a_seed_is_another_one_for_each_segment() -> None:
     assert seeds[0] == body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, segment=1))[0])["seed"]
 
 
-@pytest.mark.parametrize("seed", [None, "7"])
-def test_a_seed_that_is_none_stays(seed: Any) -> None:
-    assert body_of(decided(situation(COMPLETION | {"seed": seed}, HELLO))[0])["seed"] == seed
+def test_a_seed_that_is_none_stays() -> None:
+    assert body_of(decided(situation(COMPLETION | {"seed": None}, HELLO))[0])["seed"] is None
 
 
 @pytest.mark.parametrize(
