@@ -10,6 +10,7 @@ Policy      given eligible backends and their loads, choose one; pure
 Lease       one request's claim on one backend; leaving it gives the load back and reports how it went
 Scoreboard  load per backend across workers; each worker writes its own row
 Health      what probes and the outcomes of requests say about a backend
+Misfit      in what a backend that is well does not fit the others or this gateway; noticed, told once, never judged
 Call        one parsed client request; immutable, knows its cost
 Connector   one KV-transfer protocol: which payloads, in which order, both in one file
 Attempt     one try at a call: the decoder's open response and the leases behind it

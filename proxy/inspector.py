@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 import aiohttp
@@ -83,7 +83,7 @@ class _Decoder:
     """The hand-overs before the last reading; None: there was none."""
     due: float = 0.0
     """Loop time before which it is not read again."""
-    is_being_read: bool = field(default=False)
+    is_being_read: bool = False
 
 
 class Inspector:

@@ -68,7 +68,6 @@ class Watch:
     from_store: bool
     told: PromptTokens | None = None
     sent: Handovers = field(default_factory=Handovers)
-    verdict: Verdict = Verdict.UNKNOWN
 
     def read(self, told: PromptTokens | None, sent: Handovers) -> tuple[Verdict, int] | None:
         """Take a reading, None if the engine tells nothing; `sent` were the hand-overs before it was asked for.
@@ -83,6 +82,4 @@ class Watch:
         if found is None:
             return None
         self.told, self.sent = told, sent
-        if found is not Verdict.UNKNOWN:
-            self.verdict = found
         return found, max(0, count)
