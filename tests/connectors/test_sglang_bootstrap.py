@@ -270,7 +270,7 @@ async def test_a_prefiller_that_cannot_be_reached_ends_the_decode_leg(deploy: De
     pair.prefiller._server.close()
     await asyncio.sleep(0)
     answer = await pair.gateway.ask(request(Api.CHAT))
-    assert answer.error["code"] == "prefill_connect"
+    assert answer.error["code"] == "no_healthy_prefill"  # after a wait, as it might only be restarting
     await until(lambda: pair.decoder.hung_up == len(pair.decoder.received), "the decode leg to end")
     assert pair.prefiller.aborted == []
 
