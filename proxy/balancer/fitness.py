@@ -57,7 +57,8 @@ class Fitness:
         if has_params:
             if self._without_params:
                 self._without_params.pop(prefiller, None)
-            self.report(prefiller, MisfitKind.NO_KV_PARAMS, None)
+            if self.misfits.has(prefiller, MisfitKind.NO_KV_PARAMS):
+                self.report(prefiller, MisfitKind.NO_KV_PARAMS, None)
             return
         count = self._without_params[prefiller] = self._without_params.get(prefiller, 0) + 1
         if count >= _LEAST_WITHOUT_PARAMS:
@@ -74,7 +75,8 @@ class Fitness:
 
     def served(self, backend: Backend) -> None:
         """It has served a request."""
-        self.report(backend, MisfitKind.ENGINE_KEY, None)
+        if self.misfits.has(backend, MisfitKind.ENGINE_KEY):
+            self.report(backend, MisfitKind.ENGINE_KEY, None)
 
     def forget(self, backend: Backend) -> None:
         """It has left."""

@@ -56,9 +56,6 @@ class Misfit:
     since: float
 
 
-_Key = tuple[str, str]  # role and name of a backend
-
-
 class Misfits:
     """Reading costs a look at the version, as long as nothing has changed; changing takes a lock of all workers."""
 
@@ -68,8 +65,8 @@ class Misfits:
         capacity_bytes = _MAX_MISFITS * _BYTES_PER_MISFIT + slots * _BYTES_PER_VERDICT
         self._shared = SharedValue("list of misfits", capacity_bytes)
         self._read_version = -1
-        self._misfits: dict[_Key, dict[MisfitKind, Misfit]] = {}
-        self._verdicts: dict[_Key, Verdict] = {}
+        self._misfits: dict[str, dict[MisfitKind, Misfit]] = {}  # by names of backends, which have one role each
+        self._verdicts: dict[str, Verdict] = {}
         with self._shared.exclusive():
             self._write()
 
@@ -78,17 +75,17 @@ class Misfits:
     def of(self, backend: Backend) -> Sequence[Misfit]:
         """In what it does not fit, if in anything."""
         self._read()
-        return tuple(self._misfits.get(_key(backend), {}).values())
+        return tuple(self._misfits.get(backend.name, {}).values())
 
     def has(self, backend: Backend, kind: MisfitKind) -> bool:
         """Whether it is known not to fit in this."""
         self._read()
-        return bool(self._misfits) and kind in self._misfits.get(_key(backend), ())
+        return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
     def verdict(self, decoder: Backend) -> Verdict:
         """What it makes of KV that is handed over to it."""
         self._read()
-        return self._verdicts.get(_key(decoder), Verdict.UNKNOWN)
+        return self._verdicts.get(decoder.name, Verdict.UNKNOWN)
 
     # What changes it
 
@@ -98,7 +95,7 @@ class Misfits:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._misfits.setdefault(_key(backend), {})
+            known = self._misfits.setdefault(backend.name, {})
             if kind in known:
                 return False
             known[kind] = Misfit(kind, hint[:_MAX_HINT], self._clock())
@@ -114,11 +111,11 @@ class Misfits:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._misfits.get(_key(backend), {})
+            known = self._misfits.get(backend.name, {})
             if known.pop(kind, None) is None:
                 return False
             if not known:
-                del self._misfits[_key(backend)]
+                del self._misfits[backend.name]
             self._write()
             return True
 
@@ -129,20 +126,20 @@ class Misfits:
         with self._shared.exclusive():
             self._read()
             if verdict is Verdict.UNKNOWN:
-                self._verdicts.pop(_key(decoder), None)
+                self._verdicts.pop(decoder.name, None)
             else:
-                self._verdicts[_key(decoder)] = verdict
+                self._verdicts[decoder.name] = verdict
             self._write()
 
     def forget(self, backend: Backend) -> None:
         """It has left."""
         self._read()
-        if _key(backend) not in self._misfits and _key(backend) not in self._verdicts:
+        if backend.name not in self._misfits and backend.name not in self._verdicts:
             return
         with self._shared.exclusive():
             self._read()
-            self._misfits.pop(_key(backend), None)
-            self._verdicts.pop(_key(backend), None)
+            self._misfits.pop(backend.name, None)
+            self._verdicts.pop(backend.name, None)
             self._write()
 
     # How
@@ -151,18 +148,14 @@ class Misfits:
         if self._shared.version == self._read_version:
             return
         self._read_version, (misfits, verdicts) = self._shared.read()
-        self._misfits, self._verdicts = {}, {(role, name): Verdict(verdict) for role, name, verdict in verdicts}
-        for role, name, kind, hint, since in misfits:
-            self._misfits.setdefault((role, name), {})[MisfitKind(kind)] = Misfit(MisfitKind(kind), hint, since)
+        self._misfits, self._verdicts = {}, {name: Verdict(verdict) for name, verdict in verdicts}
+        for name, kind, hint, since in misfits:
+            self._misfits.setdefault(name, {})[MisfitKind(kind)] = Misfit(MisfitKind(kind), hint, since)
 
     def _write(self) -> None:
         misfits: list[Any] = [
-            (*key, misfit.kind, misfit.hint, misfit.since)
-            for key, known in self._misfits.items()
+            (name, misfit.kind, misfit.hint, misfit.since)
+            for name, known in self._misfits.items()
             for misfit in known.values()
         ]
-        self._shared.write((misfits, [(*key, verdict) for key, verdict in self._verdicts.items()]))
-
-
-def _key(backend: Backend) -> _Key:
-    return backend.role.value, backend.name
+        self._shared.write((misfits, list(self._verdicts.items())))
