@@ -59,10 +59,13 @@ class Misfit:
 class Misfits:
     """Reading costs a look at the version, as long as nothing has changed; changing takes a lock of all workers."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, slots: int = 1024) -> None:
-        """`slots`: how many backends there can be."""
+    def __init__(
+        self, clock: Callable[[], float] = time.time, slots: int = 1024, max_misfits: int = _MAX_MISFITS
+    ) -> None:
+        """`slots`: how many backends there can be. `max_misfits`: how many misfits of theirs are kept at a time."""
         self._clock = clock
-        capacity_bytes = _MAX_MISFITS * _BYTES_PER_MISFIT + slots * _BYTES_PER_VERDICT
+        self._max_misfits = max_misfits
+        capacity_bytes = max_misfits * _BYTES_PER_MISFIT + slots * _BYTES_PER_VERDICT
         self._shared = SharedValue("list of misfits", capacity_bytes)
         self._read_version = -1
         self._misfits: dict[str, dict[MisfitKind, Misfit]] = {}  # by names of backends, which have one role each
@@ -99,7 +102,7 @@ class Misfits:
             if kind in known:
                 return False
             known[kind] = Misfit(kind, hint[:_MAX_HINT], self._clock())
-            if sum(map(len, self._misfits.values())) > _MAX_MISFITS:
+            if sum(map(len, self._misfits.values())) > self._max_misfits:
                 del known[kind]  # told as often as it is found then, and not listed
                 return True
             self._write()

@@ -58,8 +58,10 @@ def test_an_instance_that_has_left_leaves_nothing(misfits: Misfits) -> None:
     assert (misfits.of(D), misfits.verdict(D)) == ((), Verdict.UNKNOWN)
 
 
-def test_there_is_room_for_all_of_them(misfits: Misfits) -> None:
-    for port in range(1, 1025):
+def test_there_is_room_for_all_of_them() -> None:
+    slots = 64  # what is kept is written anew with each change, so that thousands of them would take long
+    misfits = Misfits(slots=slots, max_misfits=slots // 2)
+    for port in range(1, slots + 1):
         backend = Backend(Role.DECODE, "h" * 253, port)
         assert misfits.add(backend, KIND, "\u00fc" * 1000)
         misfits.judge(backend, Verdict.TRANSFERRED)
