@@ -17,6 +17,7 @@ Attempt     one try at a call: the decoder's open response and the leases behind
 Segment     what one decoder's stream has told so far
 Transcript  the client's answer so far, over all segments: its text and token ids
 Delivery    what the client has of one answer; the only one who gives it more
+Suspicion   what is known of one client request under which engines went down, for all of its units
 Seam        how the stream of another decoder is joined to what the client has
 """
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from proxy.balancer.backend import Backend, Role
 
@@ -139,12 +139,22 @@ class UpstreamError(GatewayError):
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}
+        self.blame: Callable[[], None] | None = None
+        """Holds a breakdown against the backend, once it is known that it was not the request's; None: nothing is left
+        to say. See `balancer.blame`."""
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
         if failure is Failure.BOOTSTRAP:
             self.retry_after_seconds = 1.0
         told = self.headers.get("retry-after", "")
         if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
             self.retry_after_seconds = float(told[:9])
+
+    @property
+    def is_breakdown(self) -> bool:
+        """The engine broke down, or says that it did: be it sick, or be it the request."""
+        if self.failure is Failure.STATUS:
+            return (self.engine_status or 500) >= 500 and not self.is_backpressure
+        return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER)
 
     @property
     def is_backpressure(self) -> bool:

@@ -59,6 +59,7 @@ REJECTIONS: Final = (
     *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "no_healthy_encode", "draining"),
     *("queue_full", "queue_timeout", "buffers_full", "memory", "connections"),
     *("unauthorized", "key_concurrency", "key_rate"),
+    "suspect_request",
     *("malformed_http", "slow_header", "slow_body", "content_encoding"),
 )
 EJECTIONS: Final = ("failures", "connect", "timeouts", "stall")
@@ -181,6 +182,9 @@ class Metrics:
         )
         self.resume_failures_total = Counter(
             "resume_failures_total", "Answers that had begun and could not be taken up again.", ("cause",), **new
+        )
+        self.suspect_requests_total = Counter(
+            "suspect_requests_total", "Requests that were stopped because engines went down over them.", **new
         )
         self.tokens_total = Counter("tokens_total", "Tokens as reported in the engines' usage.", ("kind",), **new)
         self.rejected_total = Counter(

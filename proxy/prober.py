@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # Answers once the model is loaded, so it also tells when an instance may join, as in vLLM-Ascend's example proxy.
 _MODELS_PATH: Final = "/v1/models"
 _JOINING_TIMEOUT_SECONDS = 5.0
+# Somebody's answer waits for it.
+_GONE_TIMEOUT_SECONDS: Final = 0.5
 
 # Of SGLang and, with VLLM_SERVER_DEV_MODE=1, of vLLM, which otherwise puts its configuration into one text. vLLM looks
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
@@ -111,6 +113,7 @@ class Prober:
         self._tasks: set[asyncio.Task[None]] = set()
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._joining: dict[Backend, asyncio.Task[None]] = {}
+        self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
     async def __aenter__(self) -> Self:
         self._start(self._keep_probing())
@@ -119,9 +122,10 @@ class Prober:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._last_looks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def configure(self, checks: HealthChecks, joining: Joining) -> None:
         """Take changed settings for the probes from now on."""
@@ -218,6 +222,40 @@ class Prober:
             if not problem:
                 break
         return problem
+
+    # Asking out of turn
+
+    async def is_gone(self, backend: Backend, within_seconds: float) -> bool:
+        """Whether a backend that has just broken off accepts no connections, or says that it is not well, now or within
+        so many seconds. Asked once for all who want to know. One that says nothing is busy for all we know.
+        """
+        task = self._last_looks.get(backend)
+        if task is None:
+            task = self._last_looks[backend] = asyncio.get_running_loop().create_task(
+                self._look_again(backend, within_seconds)
+            )
+            task.add_done_callback(lambda _: self._last_looks.pop(backend, None))
+        return await asyncio.shield(task)
+
+    async def _look_again(self, backend: Backend, within_seconds: float) -> bool:
+        if await self._has_ended(backend):
+            return True
+        if not within_seconds:
+            return False
+        await asyncio.sleep(within_seconds)
+        return await self._has_ended(backend)
+
+    async def _has_ended(self, backend: Backend) -> bool:
+        timeout = aiohttp.ClientTimeout(total=_GONE_TIMEOUT_SECONDS)
+        headers = {**self._engine_headers(backend), "Connection": "close"}  # on a connection of its own
+        url = backend.url + self._checks.path
+        try:
+            async with self._session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+                return answer.status != 200
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, ValueError):
+            return True
 
     # Probing
 

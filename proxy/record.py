@@ -136,6 +136,8 @@ class Record:
     journeys: list[Journey] = field(default_factory=list)
     error: BaseException | None = None
     """What ended the request before its answer was complete."""
+    lost_engines: int = 0
+    """Engines that went down under it, or under the same request before, and perhaps because of it."""
     committed: bool = False
     """A streamed answer's status and headers went out."""
 
@@ -202,6 +204,7 @@ class Record:
             "tokens_in": prompt,
             "tokens_cached": cached,
             "tokens_out": completion,
+            **({"lost_engines": self.lost_engines} if self.lost_engines else {}),
             "error": getattr(self.error, "message", None),
         }
 

@@ -22,6 +22,7 @@ from proxy.api import replies
 from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
+from proxy.balancer.blame import Blame
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.logs import access_line
@@ -176,12 +177,17 @@ class PassthroughApi:
         """On one backend after the other, as long as that can help."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
         failed: list[Backend] = []
-        with self._budget.request() as turn, self._pool.lease(load, is_proof=path in _RUN_THE_MODEL) as lease:
+        with (
+            Blame() as blame,
+            self._budget.request() as turn,
+            self._pool.lease(load, is_proof=path in _RUN_THE_MODEL) as lease,
+        ):
             while True:
                 try:
                     return await self._exchange(path, request, body, lease.backend, record)
                 except UpstreamError as error:
                     failed.append(error.backend)
+                    blame.failed(error)
                     await self._await_retry(error, len(failed), turn, record)
                     try:
                         lease.move(failed, because=error)

@@ -126,6 +126,8 @@ def new_request_id() -> str:
 
 def rejection(error: GatewayError) -> str | None:
     """The `reason` under which a refused request is counted; None for errors that are no refusals."""
+    if isinstance(error, UpstreamError):
+        return None
     if isinstance(error, Unauthorized):
         return "unauthorized"
     if isinstance(error, BadRequest):

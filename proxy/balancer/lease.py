@@ -134,4 +134,7 @@ class Lease:
         if error is not self._reported:
             self._reported = error
             trial, self._trial = self._trial, 0
-            self._pool.report(backend, error, trial, self._is_proof)
+            if error.is_breakdown and not trial:
+                error.blame = self._pool.accuse(backend, error, self._is_proof)
+            else:
+                self._pool.report(backend, error, trial, self._is_proof)

@@ -181,6 +181,19 @@ class Pool:
         if self._on_end is not None:
             self._on_end(backend, "ok" if error is None else error.failure.value)
 
+    def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
+        """A request on a backend broke down. Whether it is held against the backend is up to whoever learns how the
+        request fares elsewhere: what is returned does it.
+        """
+        if self._on_end is not None:
+            self._on_end(backend, error.failure.value)
+
+        def blame() -> None:
+            self._refresh()
+            self._tell(self._health.on_outcome(backend, error, self._enabled, is_proof=is_proof))
+
+        return blame
+
     def report_stall(self, backend: Backend) -> bool:
         """A backend sends nothing on any of its streams while others do; whether it is out now, for this or for another
         reason, so that nothing more is to be expected of it.

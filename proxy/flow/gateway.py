@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Attempt, Connector, Pools
     from proxy.flow.client import ClientStream
     from proxy.flow.fanout import Unit
+    from proxy.flow.suspects import Suspects
+    from proxy.flow.suspicion import Suspicion
     from proxy.flow.vocabulary import Vocabulary
     from proxy.metrics import Metrics
     from proxy.record import Record
@@ -44,11 +46,18 @@ class Gateway:
     """Serves calls through one connector."""
 
     def __init__(
-        self, connector: Connector, pools: Pools, vocabulary: Vocabulary, settings: Settings, metrics: Metrics
+        self,
+        connector: Connector,
+        pools: Pools,
+        vocabulary: Vocabulary,
+        suspects: Suspects,
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
         self.connector = connector
         self.pools = pools
         self.vocabulary = vocabulary
+        self.suspects = suspects
         self.settings = settings
         self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
@@ -66,18 +75,20 @@ class Gateway:
     async def complete(self, call: Call, record: Record) -> bytes:
         """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
         units = self._units(call)
-        if len(units) == 1 and not self._observes(units[0].call):
-            return await self._read_whole(units[0].call, record)
-        parts = await self._together([partial(self._assemble, unit.call, record) for unit in units])
+        with self.suspects.watch(call, len(units)) as suspicion:
+            if len(units) == 1 and not self._observes(units[0].call):
+                return await self._read_whole(units[0].call, record, suspicion)
+            parts = await self._together([partial(self._assemble, unit.call, record, suspicion) for unit in units])
         return orjson.dumps(parts[0]) if len(units) == 1 else fanout.merge_answers(units, parts)
 
     async def stream(self, call: Call, client: ClientStream, record: Record) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
         units = self._units(call)
-        if len(units) == 1:
-            await self._relay(units[0], client, record, None)
-        else:
-            await self._stream_merged(units, call, client, record)
+        with self.suspects.watch(call, len(units)) as suspicion:
+            if len(units) == 1:
+                await self._relay(units[0], client, record, suspicion, None)
+            else:
+                await self._stream_merged(units, call, client, record, suspicion)
         await client.finish(DONE_EVENT)
 
     def engine_version(self) -> EngineVersion:
@@ -101,7 +112,7 @@ class Gateway:
         pools = [self.pools.of(role) for role in self.connector.roles]
         return [(pool, backend) for pool in pools for backend in pool.eligible()]
 
-    async def _read_whole(self, call: Call, record: Record) -> bytes:
+    async def _read_whole(self, call: Call, record: Record, suspicion: Suspicion) -> bytes:
         """An answer that is passed on as the engine wrote it, in one piece."""
         body = b""
 
@@ -111,10 +122,10 @@ class Gateway:
             attempt.saw_usage(answer.values.get("usage"))
             body = answers.client_body(attempt, answer)
 
-        await Work(self, call, record, Delivery(call, is_observed=False), None).run(read)
+        await Work(self, call, record, Delivery(call, is_observed=False), None, suspicion).run(read)
         return body
 
-    async def _assemble(self, call: Call, record: Record) -> dict[str, Any]:
+    async def _assemble(self, call: Call, record: Record, suspicion: Suspicion) -> dict[str, Any]:
         """An answer as parsed JSON: streamed by the engine if it is observed, so that it can be continued."""
         values: dict[str, Any] = {}
         whole = WholeAnswer()
@@ -129,17 +140,26 @@ class Gateway:
                 attempt.saw_usage(answer.values.get("usage"))
                 values = answers.client_values(attempt, answer)
 
-        await Work(self, call, record, delivery, None).run(read)
+        await Work(self, call, record, delivery, None, suspicion).run(read)
         return whole.values(delivery) if delivery.is_observed else values
 
-    async def _stream_merged(self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record) -> None:
+    async def _stream_merged(
+        self, units: Sequence[Unit], call: Call, client: ClientStream, record: Record, suspicion: Suspicion
+    ) -> None:
         merger = fanout.StreamMerger(units)
-        deliveries = await self._together([partial(self._relay, unit, client, record, merger) for unit in units])
+        deliveries = await self._together(
+            [partial(self._relay, unit, client, record, suspicion, merger) for unit in units]
+        )
         if call.include_usage:
             client.write(merger.usage_event(deliveries[-1].last_payload, [delivery.usage for delivery in deliveries]))
 
     async def _relay(
-        self, unit: Unit, client: ClientStream, record: Record, merger: fanout.StreamMerger | None
+        self,
+        unit: Unit,
+        client: ClientStream,
+        record: Record,
+        suspicion: Suspicion,
+        merger: fanout.StreamMerger | None,
     ) -> Delivery:
         call = unit.call
         delivery = Delivery(
@@ -152,7 +172,7 @@ class Gateway:
             if merger is not None:
                 await client.attend()  # the other units may take long
 
-        await Work(self, call, record, delivery, client).run(copy)
+        await Work(self, call, record, delivery, client, suspicion).run(copy)
         return delivery
 
     async def _copy(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Attempt
     from proxy.flow.client import ClientStream
+    from proxy.flow.suspicion import Suspicion
     from proxy.record import Record
     from proxy.settings import Settings
     from proxy.wire.sse import Event
@@ -44,6 +45,7 @@ class NativeGateway(Gateway):
         self.connector = gateway.connector
         self.pools = gateway.pools
         self.vocabulary = gateway.vocabulary
+        self.suspects = gateway.suspects
         self.settings = gateway.settings
         self.metrics = gateway.metrics
         self.budget = gateway.budget
@@ -56,14 +58,18 @@ class NativeGateway(Gateway):
     async def complete(self, call: Call, record: Record) -> bytes:
         """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
         units = self._units(call)
-        bodies = await self._together([partial(self._read_whole, unit.call, record) for unit in units])
+        with self.suspects.watch(call, len(units)) as suspicion:
+            bodies = await self._together([partial(self._read_whole, unit.call, record, suspicion) for unit in units])
         return b"[%b]" % b",".join(bodies) if sglang.is_batch(call.values) else bodies[0]
 
     async def stream(self, call: Call, client: ClientStream, record: Record) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
         is_batch = sglang.is_batch(call.values)
         units = self._units(call)
-        await self._together([partial(self._copy_unit, unit, is_batch, client, record) for unit in units])
+        with self.suspects.watch(call, len(units)) as suspicion:
+            await self._together(
+                [partial(self._copy_unit, unit, is_batch, client, record, suspicion) for unit in units]
+            )
         await client.finish(DONE_EVENT)
 
     def _units(self, call: Call) -> list[Unit]:
@@ -75,7 +81,7 @@ class NativeGateway(Gateway):
             for index, item in enumerate(items)
         ]
 
-    async def _read_whole(self, call: Call, record: Record) -> bytes:
+    async def _read_whole(self, call: Call, record: Record, suspicion: Suspicion) -> bytes:
         body = b""
 
         async def read(attempt: Attempt, on_begin: Callable[[], None]) -> None:
@@ -92,10 +98,12 @@ class NativeGateway(Gateway):
             if (parts := _Parts.of(attempt, call)) is not None:
                 body = orjson.dumps((await parts.whole()).complete(answer))
 
-        await Work(self, call, record, Delivery(call, is_observed=False), None).run(read)
+        await Work(self, call, record, Delivery(call, is_observed=False), None, suspicion).run(read)
         return body
 
-    async def _copy_unit(self, unit: Unit, is_batch: bool, client: ClientStream, record: Record) -> None:
+    async def _copy_unit(
+        self, unit: Unit, is_batch: bool, client: ClientStream, record: Record, suspicion: Suspicion
+    ) -> None:
         call = unit.call
         rewriter = _Rewriter(unit.index if is_batch else None)
         must_rewrite = is_batch or _needs_prefiller(call)
@@ -115,7 +123,7 @@ class NativeGateway(Gateway):
                 await client.attend()  # the other units may take long
             attempt.saw_usage(relay.segment.usage)
 
-        await Work(self, call, record, delivery, client).run(copy)
+        await Work(self, call, record, delivery, client, suspicion).run(copy)
 
 
 class _Parts:

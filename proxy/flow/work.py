@@ -7,14 +7,16 @@ import logging
 import math
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.blame import Blame
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.flow.delivery import observed
 from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, plan
 from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.flow.suspects import SuspectRequest
 from proxy.record import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineVersion
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
     from proxy.flow.delivery import Delivery
     from proxy.flow.gateway import Gateway
+    from proxy.flow.suspicion import Suspicion
     from proxy.record import Record
 
 logger = logging.getLogger(__name__)
@@ -47,8 +50,15 @@ class Work:
     """
 
     def __init__(
-        self, gateway: Gateway, call: Call, record: Record, delivery: Delivery, client: ClientStream | None
+        self,
+        gateway: Gateway,
+        call: Call,
+        record: Record,
+        delivery: Delivery,
+        client: ClientStream | None,
+        suspicion: Suspicion,
     ) -> None:
+        """`suspicion`: that of the client request which this is a unit of."""
         self._gateway = gateway
         self._settings = gateway.settings
         self._metrics = gateway.metrics
@@ -58,6 +68,11 @@ class Work:
         self._journey = record.journey()
         self._delivery = delivery
         self._client = client
+        self._record = record
+        self._suspicion = suspicion
+        self._trail = suspicion.trail()
+        self._blame = Blame(suspicion.ways)
+        self._settling: asyncio.TimerHandle | None = None
         # Of the next attempt.
         self._call = self._whole_call
         self._avoid: set[Backend] = set()
@@ -98,9 +113,10 @@ class Work:
         async with admission.admit(self._caller, patient=not self._is_first, on_wait=self._enter_queue):
             self._journey.leave()
             # No await before the first lease: the room that was seen is still there.
-            with self._gateway.budget.request() as turn:
+            with self._blame, self._gateway.budget.request() as turn:
                 while not await self._try(use, turn):
                     pass
+        self._suspicion.was_served(self._trail)
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
@@ -119,24 +135,79 @@ class Work:
     async def _try(self, use: Callable[[Attempt, Callable[[], None]], Awaitable[None]], turn: Repeat) -> bool:
         """One attempt: whether the answer is complete, or else what to do next is decided."""
         try:
-            async with self._gateway.connector.open(self._call, self._avoid, self._journey, self._prefer) as attempt:
+            # An attempt that nothing bears upon begins without an await.
+            avoid = await self._place(turn) if self._suspicion.bears_on_choice else self._avoid
+            return await self._attempt(use, turn, avoid)
+        finally:
+            self._journey.leave()
+            self._end_attempt()
+
+    async def _place(self, turn: Repeat) -> Collection[Backend]:
+        """The backends to avoid. Who waits for a place of its own does not keep others from being repeated."""
+        is_repeating = turn.is_repeating
+        avoid = await self._gateway.suspects.confine(self._suspicion, self._trail, self._avoid, turn.end)
+        if is_repeating and not await turn.begin(self._settings.resume.deadline_seconds):
+            assert self._last is not None
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise self._given_up(self._last, "too many others are being taken up")
+        return avoid
+
+    async def _attempt(
+        self,
+        use: Callable[[Attempt, Callable[[], None]], Awaitable[None]],
+        turn: Repeat,
+        avoid: Collection[Backend],
+    ) -> bool:
+        suspects = self._gateway.suspects
+
+        def begin() -> None:
+            turn.end()
+            self._begin()
+
+        try:
+            async with self._gateway.connector.open(self._call, avoid, self._journey, self._prefer) as attempt:
                 self._prefer = attempt.prefiller
-                await use(attempt, turn.end)
+                await use(attempt, begin)
                 return True
         except NoBackendAvailable as nobody:
-            await self._look_again(nobody)
+            if left := suspects.leave(self._suspicion, self._trail, nobody.role):
+                self._avoid |= left
+            else:
+                await self._look_again(nobody)
         except UpstreamError as error:
             self._last = error
             self._has_reached_engines |= error.failure is not Failure.CONNECT
             self._avoid.add(error.backend)
+            self._blame.failed(error)
+            if error.is_breakdown and await suspects.broke_down(
+                self._suspicion, self._trail, error, self._journey, self._record
+            ):
+                raise self._stopped(error) from None
             if not self._delivery.is_touched:
                 self._prefer = None  # the KV may never have arrived, and who knows on whose account
             if self._is_incident(error):
                 return await self._resume(error, turn)
             await self._repeat(error, turn)
-        finally:
-            self._journey.leave()
         return False
+
+    def _begin(self) -> None:
+        """The decoder has begun to answer. If it goes on for a while, it can do what others could not."""
+        suspects, trail = self._gateway.suspects, self._trail
+        if trail.began_at is None:
+            trail.began_at = suspects.now()
+            if trail.wards or self._blame.is_open:
+                self._settling = asyncio.get_running_loop().call_later(trail.apart_seconds, self._settle)
+
+    def _settle(self) -> None:
+        self._gateway.suspects.let_go(self._trail)
+        self._blame.settle()
+
+    def _end_attempt(self) -> None:
+        self._gateway.suspects.let_go(self._trail)
+        self._trail.began_at = None
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
 
     async def _look_again(self, nobody: NoBackendAvailable) -> None:
         """There was no backend: decide whether there may be one soon, or raise."""
@@ -150,6 +221,8 @@ class Work:
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         # What the last engine said is more to the point, except that it could not be reached.
         elif last is None or (last.failure is Failure.CONNECT and self._action is None):
+            if self._suspicion.is_confined and self._suspicion.has_broken_down:
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)  # another unit of the request is about to tell why
             raise nobody
         else:
             raise self._given_up(last, "no instance could go on") if self._action else last from None
@@ -303,6 +376,15 @@ class Work:
                 }
             },
         )
+
+    def _stopped(self, error: UpstreamError) -> UpstreamError:
+        """The error of a request that must not come to another engine."""
+        if self._delivery.is_touched or self._delivery.goes_on:
+            self._metrics.resume_failures_total.labels(error.failure.value).inc()
+        error.body = error.retry_after_seconds = None
+        error.status, error.code = SuspectRequest.status, SuspectRequest.code
+        error.message = f"{error.message}; another one had gone down over this request, which is stopped"
+        return error
 
     def _given_up(self, error: UpstreamError, reason: str) -> UpstreamError:
         """The error of an answer that had begun and cannot be completed."""

@@ -46,13 +46,14 @@ class UnknownAction(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One way of going wrong. The conditions are combined: path and request id contain the given text, every n-th
-    match, with this probability, at most so many times.
+    """One way of going wrong. The conditions are combined: path and request id contain the given text, the request's
+    member `user` is this one, every n-th match, with this probability, at most so many times.
     """
 
     action: str
     path: str = "/v1/"
     request_id: str = ""
+    user: str = ""
     every: int = 1
     skip: int = 0
     probability: float = 1.0
@@ -114,13 +115,13 @@ class Faults:
         self._matched.clear()
         self._fired.clear()
 
-    def plan(self, path: str, request_id: str) -> Plan:
+    def plan(self, path: str, request_id: str, user: object = None) -> Plan:
         """Which rules apply to this request; counts it for `every`, `skip` and `times`."""
         if not self._rules:
             return _NO_FAULTS
         rules: dict[str, Rule] = {}
         for index, rule in enumerate(self._rules):
-            if rule.action not in rules and self._fires(index, rule, path, request_id):
+            if rule.action not in rules and self._fires(index, rule, path, request_id, user):
                 rules[rule.action] = rule
         return Plan(rules)
 
@@ -130,8 +131,8 @@ class Faults:
             for rule, matched, fired in zip(self._rules, self._matched, self._fired, strict=True)
         ]
 
-    def _fires(self, index: int, rule: Rule, path: str, request_id: str) -> bool:
-        if rule.path not in path or rule.request_id not in request_id:
+    def _fires(self, index: int, rule: Rule, path: str, request_id: str, user: object) -> bool:
+        if rule.path not in path or rule.request_id not in request_id or (rule.user and rule.user != user):
             return False
         self._matched[index] += 1
         count = self._matched[index] - rule.skip

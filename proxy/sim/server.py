@@ -94,7 +94,7 @@ class GenerationRoutes:
     ) -> web.StreamResponse:
         core = self._core
         request_id = core.new_request_id(headers, body)
-        plan = core.faults.plan(request.path, request_id)
+        plan = core.faults.plan(request.path, request_id, body.get("user") if isinstance(body, dict) else None)
         core.state.struck(len(plan))
         if plan and (refused := await self._fail_early(request, plan)):
             return refused

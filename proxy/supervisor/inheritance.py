@@ -14,6 +14,7 @@ from proxy.balancer.bulletin import Bulletin
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.suspect_memory import SuspectMemory
 from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
 from proxy.settings import SettingsError
@@ -66,6 +67,7 @@ class Shared:
     bulletin: Bulletin = field(default_factory=Bulletin)
     misfits: Misfits = field(default_factory=Misfits)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
+    suspects: SuspectMemory = field(default_factory=SuspectMemory)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""

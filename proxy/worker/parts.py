@@ -42,6 +42,7 @@ from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import Releaser
 from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
+from proxy.flow.suspects import Suspects
 from proxy.flow.vocabulary import Vocabulary
 from proxy.inspector import Inspector, log_misfit
 from proxy.metrics import Metrics
@@ -204,7 +205,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
                 reads=index == 0,
             )
         )
-        gateway = Gateway(connector, pools, Vocabulary(pools, upstream), settings, metrics)
+        suspects = Suspects(shared.suspects, pools, tuple(everybody), prober.is_gone, metrics)
+        gateway = Gateway(connector, pools, Vocabulary(pools, upstream), suspects, settings, metrics)
         evacuation = Evacuation(shared.roster, everybody, upstream, gateway.budget)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)

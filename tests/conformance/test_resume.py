@@ -280,7 +280,7 @@ TWICE = rows(
     ("in a name, in arguments", behind(CALL_BEGIN, 9), "raw_tokens+suffix / roll_back+suffix", "recompute", {}, 25),
     ("in arguments, soon", behind(ARGUMENT_BEGIN, 5), "suffix+suffix", "recompute", {}, 2),
     ("in arguments, in the next name", behind(ARGUMENT_BEGIN, 5), "suffix+suffix", "recompute", {}, 20),
-    ("in reasoning, in content", after(10), GO_ON_TWICE, "kill", {}, 45),
+    ("in reasoning, in content", after(10), GO_ON_TWICE, "reset_after_tokens", {}, 45),
     profiles=("v0.23", "v0.30", "v0.33"),
 ) + rows(
     *("completion", completion(**WITH_USAGE, return_token_ids=True)),

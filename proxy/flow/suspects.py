@@ -1,0 +1,281 @@
+"""Which requests may have broken engines: one worker's requests under suspicion, and what is done about them.
+
+Whoever was on an engine when it went down goes on elsewhere, each on an engine where nobody else is suspicious if there
+is one or soon will be. So the next engine that goes down tells whose doing it was. That request is stopped, and refused
+when it is sent again; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import Failure, GatewayError, NoBackendAvailable
+from proxy.flow.suspicion import MOST_ENGINES, Casualty, Suspicion, is_charged, is_poison, rank_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+
+    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.suspect_memory import SuspectMemory
+    from proxy.call import Call
+    from proxy.connectors.base import Pools
+    from proxy.errors import UpstreamError
+    from proxy.flow.suspicion import Trail
+    from proxy.metrics import Metrics
+    from proxy.record import Journey, Record
+
+logger = logging.getLogger(__name__)
+
+CODE: Final = "suspect_request"
+# An engine that dies closes its connections a little before its port, or the other way round.
+_CLOSING_SECONDS: Final = 0.05
+# So long a suspect waits for an engine where it is alone; and so many of them for each engine, one after the other.
+_WAIT_SECONDS: Final = 5.0
+_IN_TURN: Final = 4
+# By then everybody has told of an engine's end.
+_TOLD_SECONDS: Final = 10.0
+
+
+class SuspectRequest(GatewayError):
+    """The same request has broken engines a short while ago."""
+
+    status = 502
+    code = CODE
+
+    def __init__(self) -> None:
+        super().__init__("this request has broken down two instances, and is not sent to another one for a while")
+
+
+class Suspects:
+    """One worker's; `memory` is that of all."""
+
+    def __init__(
+        self,
+        memory: SuspectMemory,
+        pools: Pools,
+        roles: Sequence[Role],
+        is_gone: Callable[[Backend, float], Awaitable[bool]],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`is_gone` says whether an engine that broke off is down, now or within so many seconds."""
+        self._memory = memory
+        self._pools = pools
+        self._roles = roles
+        self._is_gone = is_gone
+        self._metrics = metrics
+        self._clock = clock
+        self._casualties: dict[Backend, list[Casualty]] = {}
+        self._held: Counter[Backend] = Counter()  # by suspects that want to be alone there
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    @contextmanager
+    def watch(self, call: Call, units: int) -> Iterator[Suspicion]:
+        """One client request, of so many units. Raises SuspectRequest if it is known already."""
+        earlier = 0 if self._memory.is_empty else self._memory.engines(call.body({}))
+        if earlier >= MOST_ENGINES:
+            raise SuspectRequest
+        suspicion = Suspicion(earlier, is_split=units > 1)
+        try:
+            try:
+                yield suspicion
+            finally:
+                self._release(suspicion.wards)
+        except BaseException:
+            if engines := suspicion.engines(self._clock()):
+                least_poison = MOST_ENGINES if suspicion.is_convicted else 0
+                self._memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
+            raise
+        if not self._memory.is_empty:
+            self._memory.forget(call.body({}))
+
+    @property
+    def remembers_nothing(self) -> bool:
+        """Whether no request is remembered."""
+        return self._memory.is_empty
+
+    def now(self) -> float:
+        """Clock seconds."""
+        return self._clock()
+
+    # Where a unit may go
+
+    async def confine(
+        self, suspicion: Suspicion, trail: Trail, avoid: Collection[Backend], on_wait: Callable[[], None]
+    ) -> Collection[Backend]:
+        """The backends that the next attempt has to avoid, `avoid` among them.
+
+        Returns without waiting unless the request is suspicious; `on_wait` is called before it waits.
+        """
+        if suspicion.is_confined:
+            avoid = {*avoid, *(backend for role in self._roles for backend in self._outside(suspicion, role, avoid))}
+        lost = suspicion.lost(self._clock())
+        if lost or suspicion.earlier:
+            roles = {backend.role for backend in lost} if lost else self._roles
+            for role in roles:
+                avoid = await self._set_apart(trail, self._pools.of(role), avoid, on_wait)
+        return avoid
+
+    def leave(self, suspicion: Suspicion, trail: Trail, role: Role) -> set[Backend]:
+        """No backend of a role took an attempt that was confined: those that need not be asked again, as others may be.
+        Empty when it was not confined, or must not come to others.
+        """
+        if wards := {ward for ward in trail.wards if ward.role is role}:
+            return wards
+        if suspicion.is_confined and not suspicion.has_broken_down:
+            return suspicion.leave_house(role)
+        return set()
+
+    def _outside(self, suspicion: Suspicion, role: Role, avoid: Collection[Backend]) -> list[Backend]:
+        """The backends of a role on which no unit of the request may be."""
+        pool = self._pools.of(role)
+        house = suspicion.house(role, pool.eligible())
+        with suppress(NoBackendAvailable):
+            while len(house) < MOST_ENGINES - suspicion.earlier:
+                house.append(pool.pick({*house, *avoid}))
+        return [backend for backend in pool.backends() if backend not in house]
+
+    async def _set_apart(
+        self, trail: Trail, pool: Pool, avoid: Collection[Backend], on_wait: Callable[[], None]
+    ) -> Collection[Backend]:
+        """Choose an engine without other suspects, wait for one, or else share one."""
+        until = self._clock() + _WAIT_SECONDS
+        while True:
+            try:
+                ward = pool.pick({*avoid, *(backend for backend, held in self._held.items() if held)})
+                break
+            except NoBackendAvailable:
+                left_seconds = until - self._clock()
+                if left_seconds > 0 and any(backend not in avoid for backend in pool.eligible()):
+                    on_wait()
+                    await self._wait(left_seconds)
+                    continue
+            try:
+                ward = pool.pick(avoid)
+                break
+            except NoBackendAvailable:
+                return avoid  # whoever opens the attempt will find out
+        self._hold(trail.wards, ward)
+        return {*avoid, *(backend for backend in pool.backends() if backend != ward)}
+
+    async def _wait(self, seconds: float) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = None
+        try:
+            await asyncio.wait((turn,), timeout=seconds)
+        finally:
+            self._waiting.pop(turn, None)
+
+    def let_go(self, trail: Trail) -> None:
+        """A unit needs not be alone any more: it has ended, or its engine stands it. May be called again."""
+        self._release(trail.wards)
+
+    def _hold(self, wards: list[Backend], backend: Backend) -> None:
+        self._held[backend] += 1
+        wards.append(backend)
+
+    def _release(self, wards: list[Backend]) -> None:
+        if not wards:
+            return
+        for ward in wards:
+            self._held[ward] -= 1
+            if not self._held[ward]:
+                del self._held[ward]
+        wards.clear()
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    # What becomes of it
+
+    async def broke_down(
+        self, suspicion: Suspicion, trail: Trail, error: UpstreamError, journey: Journey, record: Record
+    ) -> bool:
+        """An attempt of a unit broke down: whether the request is poison, and must not be sent to another engine.
+
+        Takes as long as the engine needs to say that it is well.
+        """
+        now = self._clock()
+        if trail.is_cleared(now):
+            trail.lost.clear()
+        seconds = trail.seconds_of_output(now)
+        involved = [error.backend]
+        if trail.began_at is None:
+            involved += self._others(journey, error.backend)
+        casualties = {
+            backend: Casualty(suspicion, rank_of(suspicion, trail, backend, now), seconds) for backend in involved
+        }
+        told = {backend: self._told(backend, casualty) for backend, casualty in casualties.items()}
+        self.let_go(trail)
+        if suspicion.is_confined and not suspicion.wards:  # at once: others are about to look for a place
+            for neighbour in suspicion.neighbours(error.backend):
+                self._hold(suspicion.wards, neighbour)
+        trail.began_at = None
+        trail.doubtful[error.backend] = seconds
+        asked = [*trail.doubtful, *(backend for backend in involved if backend not in trail.doubtful)]
+        gone = dict(
+            zip(asked, await asyncio.gather(*(self._is_down(backend, error) for backend in asked)), strict=True)
+        )
+        for backend, seconds_there in list(trail.doubtful.items()):
+            if gone[backend]:
+                del trail.doubtful[backend]
+                if backend not in involved:
+                    trail.lost[backend] = seconds_there
+        for backend, casualty in casualties.items():
+            if gone[backend]:
+                self._charge(trail, backend, casualty, told[backend], record)
+            else:
+                told[backend].remove(casualty)
+        if not suspicion.lost(now):
+            self._release(suspicion.wards)
+        return suspicion.is_convicted
+
+    async def _is_down(self, backend: Backend, error: UpstreamError) -> bool:
+        """Whether an engine is down after an attempt failed so. One that still says what is wrong knows how it is."""
+        broke_off = backend == error.backend and error.failure is not Failure.STATUS
+        return await self._is_gone(backend, _CLOSING_SECONDS if broke_off else 0.0)
+
+    def _charge(
+        self, trail: Trail, backend: Backend, casualty: Casualty, casualties: Sequence[Casualty], record: Record
+    ) -> None:
+        """An engine is down on which a unit was."""
+        suspicion = casualty.suspicion
+        most = _IN_TURN * max(1, len(self._pools.of(backend.role).eligible()))
+        if not is_charged(casualty, casualties, most):
+            return
+        trail.lost[backend] = casualty.seconds_of_output
+        now = self._clock()
+        record.lost_engines = suspicion.engines(now)
+        if not suspicion.is_convicted and is_poison(casualty, casualties, now):
+            suspicion.is_convicted = True
+            self._metrics.suspect_requests_total.inc()
+            names = sorted(lost.name for lost in suspicion.lost(now))
+            logger.warning(
+                "instances went down while they worked on this request: it is stopped, and refused if it comes again",
+                extra={"fields": {"instances": ", ".join(names), "role": backend.role.value}},
+            )
+
+    def _told(self, backend: Backend, casualty: Casualty) -> list[Casualty]:
+        """Note one that was on an engine that broke down; all of them, as far as they have been heard."""
+        casualties = self._casualties.get(backend)
+        if casualties is None:
+            casualties = self._casualties[backend] = []
+            asyncio.get_running_loop().call_later(_TOLD_SECONDS, self._casualties.pop, backend, None)
+        casualties.append(casualty)
+        return casualties
+
+    def _others(self, journey: Journey, failed: Backend) -> list[Backend]:
+        """The other engine of an attempt without output: it may have gone down, and taken this one with it."""
+        names = {journey.prefiller, journey.decoder}
+        return [
+            backend
+            for role in self._roles
+            for backend in self._pools.of(role).backends()
+            if backend.name in names and backend != failed
+        ]

@@ -1,0 +1,181 @@
+"""Is a request poison? What is known of one client request under which engines went down. Pure.
+
+An engine may go down because of a request, and whoever repeats or resumes that request elsewhere loses one engine after
+the other. So each client request has one Suspicion, for all of its units, and it may cost two engines and no more.
+
+Most requests that are on an engine when it goes down are innocent. What tells them apart: those that the next engine
+keeps serving for longer than the lost one did are cleared; and suspects are kept on engines of their own (see
+`suspects`), so when the next one goes down, it is known under whom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from proxy.balancer.backend import Backend, Role
+    from proxy.balancer.blame import Ways
+
+MOST_ENGINES: Final = 2
+"""So many engines a client request may cost."""
+
+# A suspect is cleared when the next engine has served it for this many times as long as the lost one had, and a bit.
+# An answer that goes on begins where it broke off, so what breaks it there breaks it soon: nobody has to wait longer
+# than the last.
+_TIMES_AS_LONG: Final = 2.0
+_CLEARED_AFTER_SECONDS: Final = 1.0
+_CLEARED_AFTER_AT_MOST_SECONDS: Final = 30.0
+# For shorter than that it is alone on its engine, as others wait for the place.
+_APART_SECONDS: Final = 0.25
+_APART_AT_MOST_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class Trail:
+    """One unit's way from engine to engine. Times are clock seconds."""
+
+    began_at: float | None = None
+    """When the attempt under way had its first output; None: it had none yet."""
+    lost: dict[Backend, float] = field(default_factory=dict)
+    """The engines that went down under it: how many seconds of output it had had there."""
+    wards: list[Backend] = field(default_factory=list)
+    """The engines on which it is the only suspect."""
+    doubtful: dict[Backend, float] = field(default_factory=dict)
+    """Likewise engines that broke off and yet were well a moment later."""
+
+    def seconds_of_output(self, now: float) -> float:
+        """Of the attempt under way."""
+        return 0.0 if self.began_at is None else now - self.began_at
+
+    def is_cleared(self, now: float) -> bool:
+        """Whether it has been served for so long that the engines it was on did not go down because of it."""
+        if self.began_at is None:
+            return False
+        longest = max(self.lost.values(), default=0.0)
+        needed = min(_TIMES_AS_LONG * longest + _CLEARED_AFTER_SECONDS, _CLEARED_AFTER_AT_MOST_SECONDS)
+        return now - self.began_at > needed
+
+    @property
+    def apart_seconds(self) -> float:
+        """From its first output on, how long nobody suspicious shall join it; and then its last engine is to blame."""
+        longest = max((*self.lost.values(), *self.doubtful.values()), default=0.0)
+        return min(_TIMES_AS_LONG * longest + _APART_SECONDS, _APART_AT_MOST_SECONDS) if longest else 0.0
+
+
+class Suspicion:
+    """That of one client request; each unit has a Trail.
+
+    `earlier`: engines that the same request has cost when it was sent before. `is_split`: there are several units.
+    """
+
+    __slots__ = ("earlier", "is_convicted", "trails", "ways", "wards", "_houses", "_is_split")
+
+    def __init__(self, earlier: int = 0, *, is_split: bool = False) -> None:
+        self.earlier = earlier
+        self.is_convicted = False
+        self.trails: list[Trail] = []
+        self.ways: Ways = {}
+        self.wards: list[Backend] = []
+        """The other engines of its units, once one has broken down: nobody else suspicious is to join them there."""
+        self._is_split = is_split
+        self._houses: dict[Role, list[Backend]] = {}
+
+    def trail(self) -> Trail:
+        """That of one more unit."""
+        trail = Trail()
+        self.trails.append(trail)
+        return trail
+
+    def lost(self, now: float) -> set[Backend]:
+        """The engines that may have gone down because of it."""
+        return {backend for trail in self.trails if not trail.is_cleared(now) for backend in trail.lost}
+
+    def engines(self, now: float) -> int:
+        """How many it may have cost."""
+        return self.earlier + len(self.lost(now))
+
+    @property
+    def has_broken_down(self) -> bool:
+        """Whether any unit was on an engine that did."""
+        return any(trail.lost or trail.doubtful for trail in self.trails)
+
+    def was_served(self, trail: Trail) -> None:
+        """A unit has its whole answer. So the request breaks no engine that it comes to, and may spread; whether
+        another unit does is not known.
+        """
+        trail.lost.clear()
+        trail.doubtful.clear()
+        self._is_split = False
+        self._houses.clear()
+
+    @property
+    def bears_on_choice(self) -> bool:
+        """Whether it matters on which engines its units come to be."""
+        return self._is_split or self.earlier > 0 or any(trail.lost for trail in self.trails)
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether its units stay on few engines. They run side by side, so without that one request could break as many
+        engines as it has units before the first failure is known.
+        """
+        return self._is_split
+
+    def house(self, role: Role, eligible: Collection[Backend]) -> list[Backend]:
+        """The engines of one role on which its units may be, as far as they have been chosen: the caller adds to it.
+        One that broke down keeps its place, so that none is put at risk for it.
+        """
+        broken = {backend for trail in self.trails for backend in (*trail.lost, *trail.doubtful)}
+        house = [backend for backend in self._houses.get(role, ()) if backend in eligible or backend in broken]
+        self._houses[role] = house
+        return house
+
+    def neighbours(self, backend: Backend) -> list[Backend]:
+        """The other engines of the house that one belongs to."""
+        return [other for other in self._houses.get(backend.role, ()) if other != backend]
+
+    def leave_house(self, role: Role) -> set[Backend]:
+        """Choose others from now on; those it was."""
+        return set(self._houses.pop(role, ()))
+
+
+@dataclass(slots=True, eq=False)
+class Casualty:
+    """One unit that was on an engine when this broke down."""
+
+    suspicion: Suspicion
+    rank: int
+    """How suspicious it was before: 2 on an engine where nobody else was suspicious, 1 suspicious, 0 not at all."""
+    seconds_of_output: float
+
+
+def rank_of(suspicion: Suspicion, trail: Trail, backend: Backend, now: float) -> int:
+    """See Casualty."""
+    if not suspicion.engines(now):
+        return 0
+    return 2 if backend in trail.wards or backend in suspicion.wards else 1
+
+
+def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) -> bool:
+    """Whether an engine that went down counts against this one of those that were on it: only against the most
+    suspicious ones, and of many only against the `most` that had come last, for what an engine has been serving for
+    long has seldom broken it.
+    """
+    alike = [other for other in casualties if other.rank >= casualty.rank]
+    if any(other.rank > casualty.rank for other in alike):
+        return False
+    fresher = sum(other.seconds_of_output < casualty.seconds_of_output for other in alike)
+    return fresher < most
+
+
+def is_poison(casualty: Casualty, casualties: Iterable[Casualty], now: float) -> bool:
+    """Whether a request that was charged with an engine is the one that breaks engines: it has cost as many as it may,
+    and no other request that was on the last one is as suspicious.
+    """
+    suspicion = casualty.suspicion
+    if suspicion.engines(now) < MOST_ENGINES:
+        return False
+    rivals = (other for other in casualties if other.suspicion is not suspicion and other.rank >= casualty.rank)
+    return not any(other.rank or other.suspicion.engines(now) >= MOST_ENGINES for other in rivals)

@@ -1,0 +1,218 @@
+"""Poison: requests that break every engine they come to, beside others that must not notice much of it.
+
+However a request is repeated, resumed, split or sent again, it costs two engines; and requests that every engine
+answers with 500 cost none. `-rP` prints what each case has cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.connectors import CONNECTORS
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.sim.engine import SimulatedEngine
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+POISON = "poison"
+"""The member `user` of a poison request, which is part of every leg of it."""
+BYSTANDERS = 40
+PACE: dict[str, Any] = {"eos_after": 1000, "default_max_tokens": 1000, "decode_step_ms": 10.0}
+PATIENT: dict[str, Any] = {"deadline_seconds": 15.0}
+ROLE_OF = {"prefill": "prefill", "decode": "decode", "middle": "decode"}
+"""Where a request breaks engines: when it comes to a prefiller, to a decoder, or in the middle of its answer."""
+
+
+def poison(**fields: Any) -> dict[str, Any]:
+    return request(Api.CHAT, "Tell me", **{"max_tokens": 200, "user": POISON, **fields})
+
+
+def laced(gateway: Deployment, place: str) -> Sequence[SimulatedEngine]:
+    """Make all engines of a role die of poison; those engines. What they had pinned goes with them."""
+    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 1000, True
+    engines = gateway.prefillers if ROLE_OF[place] == "prefill" else gateway.decoders
+    for engine in engines:
+        engine.faults.add("kill", user=POISON, tokens=5 if place == "middle" else 0)
+    return engines
+
+
+async def insisting(gateway: Deployment, body: dict[str, Any], times: int = 3) -> list[Answer]:
+    """As clients do that send again what failed, whatever they are told."""
+    return [await gateway.ask(body) for _ in range(times)]
+
+
+async def is_served(gateway: Deployment, number: int) -> bool:
+    """A bystander, streamed or not."""
+    answer = await gateway.ask(request(Api.CHAT, f"Hello {number}", max_tokens=60, stream=number % 2 == 0))
+    if not (answer.status == 200 and answer.is_done):
+        print(f"bystander {number} was told {answer.error}")
+    return answer.status == 200 and answer.is_done
+
+
+async def costs(gateway: Deployment, place: str, body: dict[str, Any]) -> tuple[int, int, list[Answer]]:
+    """Engines lost and bystanders whole, when a client insists on a poison request, and what the client got."""
+    engines = laced(gateway, place)
+    bystanders = [asyncio.create_task(is_served(gateway, number)) for number in range(BYSTANDERS)]
+    await until(lambda: all(engine.state.live for engine in gateway.decoders), "the bystanders")
+    answers = await insisting(gateway, body)
+    whole = sum(await asyncio.gather(*bystanders))
+    lost = sum(not engine.is_running for engine in engines)
+    told = [answer.error["code"] if answer.error else answer.status for answer in answers]
+    print(f"{len(engines)=} {place=} stream={body.get('stream')} n={body.get('n')} {lost=} {whole=} {told=}")
+    return lost, whole, answers
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("place", ROLE_OF)
+@pytest.mark.parametrize("engines", [6, 12])
+async def test_a_poison_request_costs_two_engines_and_no_bystander(
+    deploy: Deploy, engines: int, place: str, stream: bool, n: int
+) -> None:
+    counts = (engines, 3) if place == "prefill" else (3, engines)
+    gateway = await deploy(*counts, engine=PACE, resume=PATIENT)
+    lost, whole, answers = await costs(gateway, place, poison(stream=stream, n=n))
+    assert (lost, whole) == (2, BYSTANDERS)
+    first, *others = answers
+    assert first.error["code"] == "suspect_request"
+    assert not first.is_done or first.status == 502
+    for answer in others:
+        assert (answer.status, answer.error["code"]) == (502, "suspect_request")
+        assert answer.headers["x-should-retry"] == "false"
+    assert gateway.metrics("pdproxy_suspect_requests_total") == {(): 1.0}
+    assert gateway.metrics("pdproxy_rejected_total") == {("suspect_request",): 2.0}
+
+
+@pytest.mark.fault(55)
+@pytest.mark.parametrize("mode", ["exact", "restart-only"])
+@pytest.mark.parametrize("place", ROLE_OF)
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_so_it_does_with_every_connector(deploy: Deploy, connector: str, place: str, mode: str) -> None:
+    if connector == "plain" and place == "prefill":
+        pytest.skip("there are no prefillers")
+    gateway = await deploy(4, 6, engine=PACE, connector=connector, resume={"mode": mode, **PATIENT})
+    lost, whole, _ = await costs(gateway, place, poison(stream=True))
+    assert lost <= 2
+    if mode == "exact" and CONNECTORS[connector].continues_answers:
+        assert whole == BYSTANDERS
+
+
+@pytest.mark.fault(55)
+async def test_who_stops_it_says_so_once_with_the_engines(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(1, 4, engine=PACE)
+    engines = laced(gateway, "decode")
+    await insisting(gateway, poison())
+    [line] = [record for record in caplog.records if record.name == "proxy.flow.suspects"]
+    gone = sorted(f"{engine.host}:{engine.port}" for engine in engines if not engine.is_running)
+    assert line.levelname == "WARNING"
+    assert line.fields["instances"] == ", ".join(gone)  # type: ignore[attr-defined]
+
+
+@pytest.mark.fault(55)
+async def test_engines_that_say_they_are_dead_before_they_die_count_too(deploy: Deploy) -> None:
+    """As vLLM's do: while its EngineCore is gone the API server answers 500 to all, and 503 to health checks."""
+    gateway = await deploy(1, 6, engine=PACE)
+    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 100
+    for engine in gateway.decoders:
+        engine.faults.add("error_event", tokens=3, user=POISON)
+        engine.faults.add("refuse_status", path="/health", status=503)
+    await insisting(gateway, poison(stream=True))
+    assert sum(bool(generations(engine)) for engine in gateway.decoders) == 2
+
+
+# Who is innocent
+
+
+@pytest.mark.fault(56)
+async def test_an_answer_outlives_one_engine_after_the_other(deploy: Deploy) -> None:
+    gateway = await deploy(1, 5, engine=PACE)
+    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 10
+    body = request(Api.CHAT, "Go on", max_tokens=600, stream=True)
+    asking = asyncio.create_task(gateway.ask(body))
+    for tokens in (5, 150):  # the next engine serves it for longer than it takes to be cleared
+        [engine] = await only_one_at_work(gateway)
+        reached = engine.state.tokens_generated + tokens
+        await engine.wait_until(lambda state, reached=reached: state.tokens_generated >= reached, 10.0)
+        await engine.kill()
+    answer = await asking
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert not gateway.metrics("pdproxy_suspect_requests_total")
+
+
+async def only_one_at_work(gateway: Deployment) -> list[SimulatedEngine]:
+    def at_work() -> list[SimulatedEngine]:
+        return [engine for engine in gateway.decoders if engine.is_running and engine.state.live]
+
+    await until(lambda: len(at_work()) == 1, "a decoder")
+    return at_work()
+
+
+@pytest.mark.fault(56)
+async def test_engines_that_were_not_shared_make_nobody_a_suspect(deploy: Deploy) -> None:
+    gateway = await deploy(2, 6, engine=PACE)
+    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 100
+    bystanders = [asyncio.create_task(is_served(gateway, number)) for number in range(BYSTANDERS)]
+    await until(lambda: all(engine.state.live for engine in gateway.decoders), "the bystanders")
+    await asyncio.gather(gateway.decoders[0].kill(), gateway.decoders[1].kill())
+    assert all(await asyncio.gather(*bystanders))
+    assert not gateway.metrics("pdproxy_suspect_requests_total")
+
+
+@pytest.mark.fault(56)
+async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, engine=PACE)
+    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 10
+    first, second = gateway.decoders
+    first.faults.add("kill", user=POISON)
+    second.faults.add("refuse_status", user=POISON, status=503, times=1)
+    refused = await gateway.ask(poison())
+    assert (refused.status, gateway.metrics("pdproxy_suspect_requests_total")) == (503, {})
+    assert (await gateway.ask(poison())).status == 200
+    assert gateway.worker.gateway.suspects.remembers_nothing
+
+
+# Requests that fail everywhere and break nothing
+
+
+@pytest.mark.fault(57)
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+async def test_requests_that_are_500_everywhere_eject_nobody(deploy: Deploy, place: str) -> None:
+    gateway = await deploy(4, 4, kv={"release": "never"})
+    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 10_000, True
+    for engine in gateway.prefillers if place == "prefill" else gateway.decoders:
+        engine.faults.add("refuse_status", status=500, user=POISON)
+
+    async def insist() -> set[int]:
+        return {(await gateway.ask(poison(n=n))).status for n in (1, 1, 1, 4) for _ in range(5)}
+
+    async def serve() -> set[int]:
+        return {(await gateway.ask(request(Api.CHAT, f"Hello {number}"))).status for number in range(40)}
+
+    *insisted, served = await asyncio.gather(*(insist() for _ in range(12)), serve())
+    assert (set().union(*insisted), served) == ({500}, {200})
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+    assert not gateway.metrics("pdproxy_suspect_requests_total")
+
+
+@pytest.mark.fault(57)
+async def test_two_sick_engines_are_ejected_all_the_same(deploy: Deploy) -> None:
+    gateway = await deploy(4, 1)
+    sick = gateway.prefillers[:2]
+    for engine in sick:
+        engine.faults.add("refuse_status", status=500)
+    while sum(gateway.metrics("pdproxy_instance_ejected_total").values()) < 2:
+        await asyncio.gather(*(gateway.ask(request(Api.CHAT)) for _ in range(4)))
+    ejected = {name for name, *_ in gateway.metrics("pdproxy_instance_ejected_total")}
+    assert ejected == {f"{engine.host}:{engine.port}" for engine in sick}

@@ -1,0 +1,140 @@
+"""Suspicion: which of those that were on an engine when it went down are charged with it, cleared, or stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.balancer.backend import Backend, Role
+from proxy.flow.suspicion import Casualty, Suspicion, is_charged, is_poison, rank_of
+
+E1, E2, E3 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3))
+NOW = 1000.0
+
+
+def suspicion(*lost: Backend, earlier: int = 0) -> Suspicion:
+    """A request of one unit that has lost these engines without having had a token there."""
+    made = Suspicion(earlier)
+    made.trail().lost.update(dict.fromkeys(lost, 0.0))
+    return made
+
+
+def casualties(*ranks_and_seconds: tuple[int, float]) -> list[Casualty]:
+    return [Casualty(suspicion(), rank, seconds) for rank, seconds in ranks_and_seconds]
+
+
+@pytest.mark.parametrize(
+    ("lost_after", "served_for", "is_cleared"),
+    [
+        (0.0, None, False),  # no token yet
+        (0.0, 0.9, False),
+        (0.0, 1.1, True),
+        (3.0, 6.9, False),  # twice as long and a second
+        (3.0, 7.1, True),
+        (600.0, 29.9, False),  # but no longer than half a minute
+        (600.0, 30.1, True),
+    ],
+)
+def test_who_is_served_for_longer_than_before_is_cleared(
+    lost_after: float, served_for: float | None, is_cleared: bool
+) -> None:
+    case = Suspicion()
+    trail = case.trail()
+    trail.lost[E1] = lost_after
+    trail.began_at = None if served_for is None else NOW - served_for
+    assert trail.is_cleared(NOW) is is_cleared
+    assert case.engines(NOW) == (0 if is_cleared else 1)
+
+
+def test_the_units_of_a_request_and_its_repeats_count_together() -> None:
+    case = Suspicion(earlier=1)
+    for backend in (E1, E2, E2):
+        case.trail().lost[backend] = 0.0
+    assert case.lost(NOW) == {E1, E2}
+    assert case.engines(NOW) == 3
+
+
+def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_others() -> None:
+    case = Suspicion(is_split=True)
+    one, other = case.trail(), case.trail()
+    one.lost[E1] = other.lost[E2] = 0.0
+    case.was_served(one)
+    assert case.lost(NOW) == {E2}
+    assert not case.is_confined
+
+
+@pytest.mark.parametrize(
+    ("lost", "wards", "rank"), [((), (), 0), ((E1,), (), 1), ((E1,), (E2,), 2), ((E1,), (E3,), 1), ((), (E2,), 0)]
+)
+def test_who_is_alone_with_an_engine_is_the_most_suspicious(
+    lost: tuple[Backend, ...], wards: tuple[Backend, ...], rank: int
+) -> None:
+    case = suspicion(*lost)
+    case.trails[0].wards.extend(wards)
+    assert rank_of(case, case.trails[0], E2, NOW) == rank
+
+
+@pytest.mark.parametrize(
+    ("told", "charged"),
+    [
+        ([(0, 5.0)], [True]),
+        ([(0, 5.0), (0, 0.0), (0, 60.0)], [True, True, False]),  # the two that came last
+        ([(0, 1.0), (0, 1.0), (0, 1.0)], [True, True, True]),  # nobody can tell them apart
+        ([(0, 0.0), (1, 60.0), (0, 0.0)], [False, True, False]),  # there is one who was suspicious before
+        ([(2, 1.0), (1, 0.0)], [True, False]),
+    ],
+)
+def test_an_engine_is_charged_to_the_most_suspicious_and_of_many_to_the_latest(
+    told: list[tuple[int, float]], charged: list[bool]
+) -> None:
+    all_of_them = casualties(*told)
+    assert [is_charged(casualty, all_of_them, most=2) for casualty in all_of_them] == charged
+
+
+@pytest.mark.parametrize(
+    ("lost", "earlier", "rank", "others", "expected"),
+    [
+        # One engine is an accident.
+        ((E1,), 0, 0, (), False),
+        ((E1,), 0, 2, (), False),
+        # The only one that was on both.
+        ((E1, E2), 0, 2, (), True),
+        ((E1, E2), 0, 1, (0, 0, 0), True),
+        ((E1, E2), 0, 2, (1, 1, 0), True),
+        # Several were on both: it may be any of them, or none.
+        ((E1, E2), 0, 1, (1, 0), False),
+        ((E1, E2), 0, 1, (2,), False),
+        # It has cost one when it was sent before.
+        ((E1,), 1, 2, (), True),
+        ((E1,), 1, 1, (1,), False),
+        # Several units on two engines that went down at the same moment.
+        ((E1, E2), 0, 0, (0, 0), True),
+    ],
+)
+def test_poison_is_who_alone_was_on_as_many_engines_as_a_request_may_cost(
+    lost: tuple[Backend, ...], earlier: int, rank: int, others: tuple[int, ...], expected: bool
+) -> None:
+    mine = Casualty(suspicion(*lost, earlier=earlier), rank, 0.0)
+    told = [mine, Casualty(mine.suspicion, rank, 0.0), *casualties(*((other, 0.0) for other in others))]
+    assert is_poison(mine, told, NOW) is expected
+
+
+def test_a_house_keeps_its_engines_while_they_serve_and_those_that_broke_down() -> None:
+    case = Suspicion(is_split=True)
+    trail = case.trail()
+    case.house(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
+    assert case.house(Role.DECODE, [E1, E2, E3]) == [E1, E2]
+    trail.doubtful[E1] = 0.0
+    assert case.house(Role.DECODE, [E2, E3]) == [E1, E2]
+    trail.doubtful.clear()
+    assert case.house(Role.DECODE, [E2, E3]) == [E2]
+
+
+def test_a_suspect_is_apart_for_about_as_long_as_the_last_engine_stood_it() -> None:
+    trail = Suspicion().trail()
+    assert trail.apart_seconds == 0.0
+    trail.lost[E1] = 0.0
+    assert trail.apart_seconds == 0.0  # it never had a token there: its first one clears the place
+    trail.lost[E1] = 0.1
+    assert trail.apart_seconds == pytest.approx(0.45)
+    trail.lost[E1] = 60.0
+    assert trail.apart_seconds == 1.0
