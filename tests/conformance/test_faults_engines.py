@@ -14,6 +14,7 @@ from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, data, event_stream, http, json_answer
 from tests.deployment import generations
+from tests.test_inspector import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -278,3 +279,21 @@ async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deplo
     )
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (504, "decode_timeout")
+
+
+@pytest.mark.fault(95)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_bootstrap_server_that_sglangs_decoders_do_not_reach_costs_an_attempt(
+    deploy: Deploy, stream: bool
+) -> None:
+    """They look for it for 14 s, and fail then; the prefiller waits for them even longer, unless it is told."""
+    async with SimulatedEngine(role="prefill", profile_name="sglang") as lost:
+        stand_in = StandIn("prefill", port=lost.port, bootstrap_port=1)
+        met = SimulatedEngine(role="prefill", profile_name="sglang")
+        engine = {"profile_name": "sglang", "handshake_seconds": 0.05}
+        gateway = await deploy([stand_in, met], 2, connector="sglang_bootstrap", engine=engine)
+        for _ in range(4):
+            answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
+            assert (answer.status, answer.is_done, answer.error) == (200, True, None)
+        await lost.wait_until(lambda state: state.live == state.waiting_rooms == 0)
+        assert lost.requests

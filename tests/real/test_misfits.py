@@ -1,0 +1,186 @@
+"""Engines that do not fit each other or the gateway's connector, which it notices and says once.
+
+What clients get of that is not always an error: engines without a connector, or with another one, serve as if all were
+well, and compute every prompt twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import count
+from threading import Thread
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+from tests.real.answers import COMPLETIONS, request
+from tests.real.cluster import wait_until
+from tests.real.programs import HOST, endpoints, start_gateway, stop
+from tests.real.stacks import SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.real.cluster import Cluster
+    from tests.real.programs import Program
+    from tests.real.stacks import Kind
+
+    Show = Callable[[str], None]
+
+# A prompt of more tokens than any engine has to compute before it counts as one that was not fetched.
+PROMPT = "over the lazy dog, once more, " * 90
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    name: str
+    stack: str
+    connector: str
+    """What the gateway was told."""
+    kind: str
+    """What it finds."""
+    at: Literal["prefill", "decode"]
+    """On which of the two."""
+    prefill: Kind = "prefill"
+    """Which engine it was given as the prefiller."""
+    decode: Kind = "decode"
+    bootstrap: Literal["own", "nobody's", "another's"] = "own"
+    """The prefiller's bootstrap port. That of another is one of the same gateway."""
+    statuses: tuple[int, ...] = (200,)
+    """What clients get."""
+
+
+MISFITS = [
+    Misfit("a decoder without connector", "nixl", "vllm_pull", "kv_not_fetched", "decode", decode="single"),
+    Misfit("a prefiller without connector", "nixl", "vllm_pull", "no_kv_params", "prefill", prefill="single"),
+    Misfit("sglang_bootstrap before vLLM", "nixl", "sglang_bootstrap", "connector", "prefill"),
+    Misfit(
+        "a decoder without connector", "mooncake", "mooncake_bootstrap", "kv_not_fetched", "decode", decode="single"
+    ),
+    Misfit(
+        *("a prefiller without connector", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        prefill="single",
+        bootstrap="nobody's",
+        statuses=(503,),
+    ),
+    Misfit(
+        *("swapped roles", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        prefill="decode",
+        decode="prefill",
+        bootstrap="nobody's",
+        statuses=(503,),
+    ),
+    Misfit(
+        *("nobody's bootstrap port", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        bootstrap="nobody's",
+        statuses=(503,),
+    ),
+    Misfit(
+        *("another's bootstrap port", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        bootstrap="another's",
+        statuses=(200, 500, 502, 503),
+    ),
+    Misfit("vllm_pull before Mooncake", "mooncake", "vllm_pull", "no_kv_params", "prefill"),
+    Misfit("vllm_store before Mooncake", "mooncake", "vllm_store", "kv_not_fetched", "decode"),
+    Misfit("a decoder without store", "store", "vllm_store", "kv_not_fetched", "decode", decode="single"),
+    Misfit(
+        *("nobody's bootstrap port", "sglang", "sglang_bootstrap", "bootstrap", "prefill"),
+        bootstrap="nobody's",
+        statuses=(500, 502, 503),
+    ),
+    Misfit(
+        *("another's bootstrap port", "sglang", "sglang_bootstrap", "bootstrap", "prefill"),
+        bootstrap="another's",
+        statuses=(200, 500, 502, 503, 504),
+    ),
+    Misfit(
+        *("swapped roles", "sglang", "sglang_bootstrap", "role", "prefill"),
+        prefill="decode",
+        decode="prefill",
+        statuses=(500, 502, 503),
+    ),
+    Misfit("vllm_pull before SGLang", "sglang", "vllm_pull", "connector", "prefill", statuses=(400,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "misfit"),
+    [
+        pytest.param(
+            next(size for size in SIZES if size.stack.name == misfit.stack), misfit, id=f"{misfit.stack}: {misfit.name}"
+        )
+        for misfit in MISFITS
+    ],
+    indirect=["cluster"],
+    scope="session",
+)
+def test_what_does_not_fit_is_said(cluster: Cluster, misfit: Misfit, show: Show) -> None:
+    prefiller, decoder = chosen(cluster, misfit.prefill), chosen(cluster, misfit.decode)
+    words: list[object] = ["--connector", misfit.connector, "--prefill", f"http://{HOST}:{prefiller.port}"]
+    if misfit.bootstrap == "another's":
+        cluster.engines.need(2, 1)
+        other = cluster.engines.prefillers[1]
+        words += [other.bootstrap_port, *endpoints([other], [])]
+    elif misfit.connector.endswith("bootstrap"):
+        own = prefiller.bootstrap_port if misfit.bootstrap == "own" else None
+        words.append(own or next(cluster.engines.ports))
+    log = cluster.engines.directory / f"gateway-{misfit.name.replace(' ', '-')}.log"
+    words += endpoints([], [decoder])
+    variables = {"PROXY_HEALTH__TRANSFER_INTERVAL_SECONDS": "1"}
+    gateway = start_gateway(next(cluster.engines.ports), log, *words, ready_path="/livez", **variables)
+    at = prefiller if misfit.at == "prefill" else decoder
+    client = Client(gateway)
+    try:
+        wait_until(lambda: misfit.kind in hints(gateway, at), f"{misfit.kind} at {at.name} is found")
+        warning = f"{misfit.at} instance {HOST}:{at.port} {hints(gateway, at)[misfit.kind]}"
+    finally:
+        stop([gateway])
+        client.join()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    warnings = [line["message"] for line in lines if line["level"] == "WARNING"]
+    assert warnings.count(warning) == 1, warnings
+    assert set(client.statuses) <= set(misfit.statuses)
+    answers = ", ".join(f"{count} times {status}" for status, count in client.statuses.items())
+    show(f"{answers or 'no answer'}; {warning}")
+
+
+@pytest.mark.only("nixl", "mooncake", "store", "sglang")
+def test_nothing_is_left_of_what_did_not_fit(cluster: Cluster) -> None:
+    cluster.nothing_is_left()
+
+
+def chosen(cluster: Cluster, kind: Kind) -> Program:
+    return {"single": cluster.single, "prefill": cluster.prefillers[0], "decode": cluster.decoders[0]}[kind]
+
+
+class Client(Thread):
+    """Asks the gateway for one answer after the other, as long as it runs: engines that do not fit may never answer."""
+
+    def __init__(self, gateway: Program) -> None:
+        super().__init__()
+        self.statuses: Counter[int] = Counter()
+        self._gateway = gateway
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError, HTTPException):
+            for number in count():
+                body = {"prompt": f"{self._gateway.port} {number} {PROMPT}", "max_tokens": 2}
+                with request(self._gateway.port, COMPLETIONS, body) as response:
+                    response.read()
+                    self.statuses[response.status] += 1
+                if response.status != 200:
+                    time.sleep(0.5)  # nobody asks again at once, and there is nothing to be seen of it
+
+
+def hints(gateway: Program, engine: Program) -> dict[str, str]:
+    """In what an engine does not fit, and what to look at, as this gateway lists it."""
+    with request(gateway.port, "/instances") as response:
+        instances = json.load(response)["instances"]
+    (found,) = (instance for instance in instances if instance["address"] == f"{HOST}:{engine.port}")
+    return {misfit["kind"]: misfit["hint"] for misfit in found["misfits"]}
