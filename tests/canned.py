@@ -114,6 +114,8 @@ class CannedEngine:
         self.received.append(received)
         try:
             for piece in self.answer(received) if callable(self.answer) else self.answer:
+                if writer.is_closing():  # uvloop's transports raise something else then
+                    raise ConnectionResetError
                 writer.write(piece)
                 await writer.drain()
                 self.sent_bytes += len(piece)
