@@ -560,7 +560,9 @@ async def test_an_answer_survives_its_decoder(deploy: Deploy, api: Api, fault: s
 
 async def test_prefillers_that_are_restarted_are_met_under_their_new_names(deploy: Deploy) -> None:
     """A hand-over that fails tells that they are others, and the next one goes well."""
-    gateway = await deploy(2, 1, connector="mooncake_bootstrap", health={"quarantine_after": 2})
+    # A decoder waits so long for engines that it knows and that are no longer there.
+    engine = {"waiting_seconds": 0.2}
+    gateway = await deploy(2, 1, connector="mooncake_bootstrap", engine=engine, health={"quarantine_after": 2})
     for _ in range(2):
         assert (await gateway.ask(request(Api.CHAT))).is_done
     for prefiller in gateway.prefillers:
