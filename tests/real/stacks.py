@@ -144,6 +144,26 @@ SGLANG: Final = Family(
 )
 
 
+def _whole(prompt_tokens: int) -> int:
+    return prompt_tokens
+
+
+def _none(prompt_tokens: int) -> int:
+    return 0
+
+
+def _blocks(prompt_tokens: int) -> int:
+    """Full blocks, but not the last token: there must be something to compute."""
+    return (prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _example_blocks(prompt_tokens: int) -> int:
+    """It looks for one token less than it stores (`align_to_block_size` in vLLM's example_connector.py), and so finds
+    nothing of a prompt that is one token longer than its blocks.
+    """
+    return _blocks(prompt_tokens) if (prompt_tokens - 1) % BLOCK_SIZE else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Engines that can hand KV cache over to each other, and the gateway's connector for them."""
@@ -164,16 +184,8 @@ class Stack:
     """What its engines share: a command of their virtual environment, which tells at its port how it is."""
     has_bootstrap: bool = False
     """Whether a prefiller has a server where decoders ask for it."""
-    resumes: bool = True
-    """Whether an answer that broke off goes on at another decoder."""
-    unit: int = 1
-    """The transferred part of a prompt is a multiple of so many tokens; 0: nothing is transferred."""
-    rest: int = 0
-    """At least so many tokens of a prompt are not transferred: the decoder computes them."""
-
-    def transferred(self, prompt_tokens: int) -> int:
-        """How many tokens of a prompt a decoder gets from elsewhere."""
-        return max(0, (prompt_tokens - self.rest) // self.unit * self.unit) if self.unit else 0
+    transferred: Callable[[int], int] = _whole
+    """Of a prompt of so many tokens, how many a decoder gets from elsewhere."""
 
 
 def _role(place: Place) -> str:
@@ -266,11 +278,10 @@ STACKS: Final = (
     NIXL,
     THINKING,
     Stack("mooncake", "mooncake_bootstrap", VLLM, _mooncake, has_bootstrap=True),
-    # Two of its functions leave one token each (`align_to_block_size` in vLLM's example_connector.py).
-    Stack("store", "vllm_store", VLLM, _example_store, unit=BLOCK_SIZE, rest=2),
-    Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, unit=BLOCK_SIZE, rest=1),
-    Stack("plain", "plain", VLLM, _nothing, sizes=((0, 2),), unit=0),
-    Stack("sglang", "sglang_bootstrap", SGLANG, _sglang, has_bootstrap=True, resumes=False),
+    Stack("store", "vllm_store", VLLM, _example_store, transferred=_example_blocks),
+    Stack("mooncake-store", "vllm_store", VLLM, _mooncake_store, service=_mooncake_master, transferred=_blocks),
+    Stack("plain", "plain", VLLM, _nothing, sizes=((0, 2),), transferred=_none),
+    Stack("sglang", "sglang_bootstrap", SGLANG, _sglang, has_bootstrap=True),
 )
 
 

@@ -91,7 +91,7 @@ def test_the_gateway_has_logged_no_error(cluster: Cluster, show: Show) -> None:
 def new_prompts(cluster: Cluster) -> tuple[list[int], list[int]]:
     """Two of them, the same ones for a gateway, whose beginnings no decoder has in its prefix cache from other tests.
 
-    Three blocks of 32 tokens and one token more: a decoder must compute something, and the blocks are full.
+    Three blocks of 32 tokens and two tokens more: a decoder must compute something, and the blocks are full.
     """
-    tokens = [20 + cluster.gateway.port % 100 + 2 * i for i in range(97)]
+    tokens = [20 + cluster.gateway.port % 100 + 2 * i for i in range(98)]
     return tokens, tokens[::-1]
