@@ -111,7 +111,7 @@ class InstancesApi:
             },
             "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
             "misfits": [
-                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(time.time() - misfit.since, 3)}
+                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
                 for misfit in self._misfits.of(backend)
             ],
             "engine": {

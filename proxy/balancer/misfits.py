@@ -49,7 +49,7 @@ class MisfitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """`since` is a time of day, in seconds since 1970; `hint` says what is wrong and what to look at."""
+    """`since` is on the monotonic clock, which all workers share; `hint` says what is wrong and what to look at."""
 
     kind: MisfitKind
     hint: str
@@ -60,7 +60,7 @@ class Misfits:
     """Reading costs a look at the version, as long as nothing has changed; changing takes a lock of all workers."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.time, slots: int = 1024, max_misfits: int = _MAX_MISFITS
+        self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_misfits: int = _MAX_MISFITS
     ) -> None:
         """`slots`: how many backends there can be. `max_misfits`: how many misfits of theirs are kept at a time."""
         self._clock = clock

@@ -82,6 +82,8 @@ class Work:
         # Of the attempts so far.
         self._failures: dict[Role, int] = {}
         self._has_reached_engines = False
+        self._has_asked_all = False
+        """Since the last failure those that had failed were asked once more, as there was nobody else."""
         self._soonest = math.inf
         self._last: UpstreamError | None = None
         self._resumes = 0
@@ -176,6 +178,7 @@ class Work:
                 await self._look_again(nobody)
         except UpstreamError as error:
             self._last = error
+            self._has_asked_all = False
             self._has_reached_engines |= error.failure is not Failure.CONNECT
             self._avoid.add(error.backend)
             self._blame.failed(error)
@@ -213,11 +216,13 @@ class Work:
         """There was no backend: decide whether there may be one soon, or raise."""
         last = self._last
         is_innocent = last is not None and (last.is_stale or last.failure is Failure.RECOMPUTED)
-        if self._avoid and last is not None and (self._is_resuming or is_innocent):
+        if self._avoid and last is not None and (self._is_resuming or is_innocent) and not self._has_asked_all:
             # A decoder that is short of memory is not sick, one that closed an idle connection may never have been
             # asked, and others may be well again: where there is no other, the same one is asked again.
             self._avoid.clear()
+            self._has_asked_all = True
         elif self._is_resuming:
+            self._avoid.clear()  # a suspect avoids those that refused it, too
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         # What the last engine said is more to the point, except that it could not be reached.
         elif last is None or (last.failure is Failure.CONNECT and self._action is None):

@@ -216,3 +216,14 @@ async def test_two_sick_engines_are_ejected_all_the_same(deploy: Deploy) -> None
         await asyncio.gather(*(gateway.ask(request(Api.CHAT)) for _ in range(4)))
     ejected = {name for name, *_ in gateway.metrics("pdproxy_instance_ejected_total")}
     assert ejected == {f"{engine.host}:{engine.port}" for engine in sick}
+
+
+@pytest.mark.fault(55)
+async def test_an_answer_that_looks_for_a_decoder_does_not_prefill_all_the_time(deploy: Deploy) -> None:
+    """The only decoder is gone for good. It is looked for every so often, as it might come back."""
+    gateway = await deploy(1, 1, resume={"deadline_seconds": 1.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 1000, True
+    gateway.decoders[0].faults.add("kill", tokens=70)
+    answer = await gateway.ask(request(Api.CHAT, stream=True, max_tokens=100))
+    assert not answer.is_done
+    assert 1 < len(generations(*gateway.prefillers)) <= 10
