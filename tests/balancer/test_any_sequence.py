@@ -66,6 +66,9 @@ class Open:
     load: Load
     is_trial: bool
     is_running: bool = True
+    """Until its work is done."""
+    is_counted: bool = True
+    """Until its KV has been fetched behind its work: the backend may leave then."""
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -180,6 +183,7 @@ class AnySequence(RuleBasedStateMachine):
         lease, opened = self.some_lease(number)
         lease.free_kv()
         opened.load = Load(compute=opened.load.compute, kv=0)
+        opened.is_counted &= opened.is_running
 
     @precondition(lambda self: self.open)
     @rule(number=which)
@@ -193,6 +197,8 @@ class AnySequence(RuleBasedStateMachine):
     def move(self, number: int, avoid: set[tuple[Role, int]], failure: Failure) -> None:
         lease, opened = self.some_lease(number)
         old = lease.backend
+        if not opened.is_counted:
+            return  # it has nothing to do with the request any more
         backends = {self.backend(*each) for each in avoid}
         self.look()
         try:
@@ -316,7 +322,7 @@ class AnySequence(RuleBasedStateMachine):
     @rule()
     def finalize(self) -> None:
         draining = {member.backend for role in Role for member in self.roster.members(role) if member.draining}
-        busy = {lease.backend for lease in self.open}
+        busy = {lease.backend for lease, each in self.open.items() if each.is_counted}
         gone = set(self.roster.finalize())
         assert gone == draining - busy
         self.look()
@@ -332,7 +338,7 @@ class AnySequence(RuleBasedStateMachine):
         kv: Counter[int] = Counter()
         for lease, opened in self.open.items():
             slot = lease.backend.slot
-            requests[slot] += 1
+            requests[slot] += opened.is_counted
             compute[slot] += opened.load.compute
             kv[slot] += opened.load.kv
             running[slot] += opened.is_running
