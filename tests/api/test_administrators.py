@@ -25,7 +25,7 @@ CHANGES = [
 ROUTES = [("GET", "/instances"), *(("POST", path) for path in CHANGES)]
 
 
-@pytest.mark.fault(60)
+@pytest.mark.fault(58)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.internal"])
 async def test_on_a_listener_that_others_reach_administration_takes_a_key(
@@ -52,7 +52,7 @@ async def test_on_a_listener_of_this_host_alone_it_takes_none(gateway: Gateway, 
         assert answer.status == 200
 
 
-@pytest.mark.fault(60)
+@pytest.mark.fault(58)
 @pytest.mark.parametrize(("method", "path"), ROUTES[:2])
 @pytest.mark.parametrize(
     "name",
@@ -74,7 +74,7 @@ async def test_a_request_made_for_somebody_else_is_not_local(
     assert f"the header {name} tells".lower() in error["message"].lower()
 
 
-@pytest.mark.fault(60)
+@pytest.mark.fault(58)
 @pytest.mark.parametrize(
     ("host", "status"),
     [

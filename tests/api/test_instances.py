@@ -169,7 +169,7 @@ async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway
         assert told["current_prefill_instances"] == [other.name]
 
 
-@pytest.mark.fault(62)
+@pytest.mark.fault(60)
 async def test_who_removes_what_is_not_there_is_told(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     here, stays = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     prefiller = await gateway.engine(Role.PREFILL)
@@ -184,7 +184,7 @@ async def test_who_removes_what_is_not_there_is_told(gateway: Gateway, caplog: p
     assert [record.levelname for record in caplog.records if "There are no" in record.getMessage()] == ["WARNING"] * 2
 
 
-@pytest.mark.fault(62)
+@pytest.mark.fault(60)
 async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     one, last = await gateway.engine(Role.PREFILL), await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
@@ -209,7 +209,7 @@ async def test_who_removes_what_is_configured_is_told_that_it_returns(gateway: G
     ]
 
 
-@pytest.mark.fault(63)
+@pytest.mark.fault(61)
 async def test_localhost_and_its_address_are_one_instance(gateway: Gateway, names: Names) -> None:
     engine, other = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway, names=names)

@@ -317,7 +317,7 @@ async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) 
     assert others.asked == []
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_an_answer_that_drips_has_the_time_of_any_other(gateway: Gateway) -> None:
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

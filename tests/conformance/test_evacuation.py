@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
-pytestmark = pytest.mark.fault(64)
+pytestmark = pytest.mark.fault(62)
 
 LONG: dict[str, Any] = {"max_tokens": 120}
 

@@ -236,7 +236,7 @@ def for_ever(piece: bytes, *first: bytes) -> Callable[[Received], Iterator[bytes
     return pieces
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 @pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
 async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> None:
     engine = CannedEngine("both", for_ever(sign), pause_seconds=0.005)
@@ -247,7 +247,7 @@ async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> 
     assert answer.error["code"] == "decode_timeout"
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
 async def test_signs_of_life_are_no_next_token(deploy: Deploy, sign: bytes, stream: bool) -> None:
@@ -263,7 +263,7 @@ def drip(_: Received) -> Iterator[bytes]:
         yield b"x"
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_a_prefillers_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
     engine = CannedEngine("prefill", drip, pause_seconds=0.005)
     gateway = await deploy([engine], 1, timeouts={"prefill_seconds": 0.1, "prefill_seconds_per_1k_tokens": 0.0})
@@ -271,7 +271,7 @@ async def test_a_prefillers_answer_that_drips_has_the_time_of_any_other(deploy: 
     assert (answer.status, answer.error["code"]) == (504, "prefill_timeout")
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
     engine = CannedEngine("both", drip, pause_seconds=0.005)
     gateway = await deploy(
@@ -281,7 +281,7 @@ async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deplo
     assert (answer.status, answer.error["code"]) == (504, "decode_timeout")
 
 
-@pytest.mark.fault(95)
+@pytest.mark.fault(89)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_bootstrap_server_that_sglangs_decoders_do_not_reach_costs_an_attempt(
     deploy: Deploy, stream: bool

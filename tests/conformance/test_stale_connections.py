@@ -29,7 +29,7 @@ async def closing_reused(deploy: Deploy, engines: int, connector: str) -> Deploy
     return gateway
 
 
-@pytest.mark.fault(72)
+@pytest.mark.fault(70)
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -47,7 +47,7 @@ async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
     assert gateway.metrics("pdproxy_instance_ejected_total") == {}
 
 
-@pytest.mark.fault(72)
+@pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: Deploy, role: str) -> None:
     """It looks the same on a connection that had served before."""
@@ -64,7 +64,7 @@ async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: De
     gateway.expects_inexact_ledger = True
 
 
-@pytest.mark.fault(72)
+@pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_the_same_engine_is_asked_once_more_and_no_more(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1)

@@ -46,7 +46,7 @@ async def everywhere(program: Program, path: str, **expected: Any) -> None:
                 return
 
 
-@pytest.mark.fault(62)
+@pytest.mark.fault(60)
 async def test_any_worker_may_be_told_to_stop_waiting_for_an_instance(
     program: Program, session: aiohttp.ClientSession
 ) -> None:
@@ -70,7 +70,7 @@ async def test_any_worker_may_be_told_to_stop_waiting_for_an_instance(
     await everywhere(program, "/healthcheck", decode_instances=1)
 
 
-@pytest.mark.fault(64)
+@pytest.mark.fault(62)
 async def test_every_worker_hands_over_what_a_removed_instance_works_on(session: aiohttp.ClientSession) -> None:
     body = request(Api.CHAT, stream=True, max_tokens=150)
     async with AsyncExitStack() as stack:
@@ -186,7 +186,7 @@ async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Progr
     assert len(set(program.children()) - set(workers)) == 2
 
 
-@pytest.mark.fault(74)
+@pytest.mark.fault(72)
 async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
     prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:

@@ -75,7 +75,7 @@ DEAD = (
 ALIVE = ("INFO", f"the address {DEAF} of the name engine takes connections again")
 
 
-@pytest.mark.fault(70)
+@pytest.mark.fault(68)
 @pytest.mark.parametrize("addresses", [(DEAF, GOOD), (GOOD, DEAF), (DEAF, REFUSED, GOOD)])
 async def test_a_name_with_a_dead_address_is_not_dead(clock: Clock, addresses: tuple[str, ...]) -> None:
     async with dialing(clock, *addresses, requests=3) as at:
@@ -84,7 +84,7 @@ async def test_a_name_with_a_dead_address_is_not_dead(clock: Clock, addresses: t
                 await at.ask()
 
 
-@pytest.mark.fault(70)
+@pytest.mark.fault(68)
 async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     async with dialing(clock, DEAF, GOOD, requests=5) as at:

@@ -263,7 +263,7 @@ async def test_upstream_tries_one_address_after_the_other(clock: Clock) -> None:
         assert await fetch(upstream, Backend(Role.DECODE, "engine", server.port)) == b"ok"
 
 
-@pytest.mark.fault(73)
+@pytest.mark.fault(71)
 async def test_upstream_leaves_an_address_that_has_left_the_name(clock: Clock) -> None:
     """However steady the traffic is: an idle connection is asked whether it still leads where the name does."""
 
@@ -292,7 +292,7 @@ async def test_upstream_leaves_an_address_that_has_left_the_name(clock: Clock) -
         assert idle.address == new.host
 
 
-@pytest.mark.fault(73)
+@pytest.mark.fault(71)
 async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up(clock: Clock) -> None:
     async def serves_thrice(link: Link) -> None:
         for _ in range(3):

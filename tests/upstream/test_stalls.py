@@ -116,7 +116,7 @@ async def test_the_streams_of_a_stalled_backend_fail_while_others_go_on(clock: C
         assert b.error is None
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_a_heartbeat_is_no_sign_that_a_backend_works(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         await watch.passes(2, a, b)

@@ -363,13 +363,13 @@ async def test_a_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> No
         assert not sink.finished.done()
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_an_answer_that_drips_has_the_time_of_any_other(upstream: Upstream) -> None:
     async with engine(drips) as backend:
         assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
 
 
-@pytest.mark.fault(71)
+@pytest.mark.fault(69)
 async def test_a_stream_of_signs_of_life_times_out(upstream: Upstream) -> None:
     async with engine(drips) as backend, exchange(upstream, backend, answer_seconds=LONG) as response:
         response.limit_silence(SHORT)
