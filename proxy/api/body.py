@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import hdrs, web
 
 from proxy.errors import GatewayError
-from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, weigh, weigh_closely
+from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, weigh, weigh_closely
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,11 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
     if len(raw) <= SLIGHT_BYTES:
         return raw
     most = listen.max_body_elements
+    if len(raw) <= LONG_BYTES:
+        elements, memory_bytes = bounds(raw)
+        if elements <= most:
+            grow(len(raw) + memory_bytes)
+            return raw
     weight = weigh(raw)
     if weight.elements > most:
         await asyncio.sleep(0)

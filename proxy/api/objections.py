@@ -73,8 +73,9 @@ def objection(request: web.BaseRequest) -> GatewayError | None:
         return malformed("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
     if not _is_host(headers.get(hdrs.HOST, "")):
         return malformed("the Host header is not valid")
-    if any(len(headers.getall(name, ())) > 1 for name in _CREDENTIALS):
-        return malformed("it has two credentials of a kind")
+    for name in _CREDENTIALS:
+        if len(headers.getall(name, ())) > 1:
+            return malformed("it has two credentials of a kind")
     if request.method == hdrs.METH_CONNECT:
         return GatewayError("this gateway is no tunnel", code="method_not_allowed", status=405)
     # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.

@@ -82,12 +82,14 @@ class Misfits:
 
     def has(self, backend: Backend, kind: MisfitKind) -> bool:
         """Whether it is known not to fit in this."""
-        self._read()
+        if self._shared.version != self._read_version:
+            self._read()
         return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
     def verdict(self, decoder: Backend) -> Verdict:
         """What it makes of KV that is handed over to it."""
-        self._read()
+        if self._shared.version != self._read_version:
+            self._read()
         return self._verdicts.get(decoder.name, Verdict.UNKNOWN)
 
     # What changes it

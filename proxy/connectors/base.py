@@ -10,7 +10,7 @@ from proxy.errors import Failure
 from proxy.record import Journey, Stage
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
-from proxy.wire.weight import MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -205,7 +205,7 @@ def parse_prefilled(response: Response, body: bytes) -> Document:
 
 def parse_answer(response: Response, body: bytes) -> Document:
     """The JSON object an engine answered with. Raises UpstreamError for anything else."""
-    if is_heavier(body, MAX_ANSWER_ELEMENTS):
+    if len(body) > LONG_BYTES and is_heavier(body, MAX_ANSWER_ELEMENTS):
         raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine's")
     try:
         answer = Document(body)

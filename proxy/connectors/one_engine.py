@@ -7,7 +7,7 @@ search among several sequences (beam search, `best_of`) needs them all on one en
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend import Role
 from proxy.connectors.alone import Alone
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from proxy.connectors.ranks import Ranks
     from proxy.record import Journey
     from proxy.settings import Settings
+
+# Without these members there is nothing to look at, as in nearly all requests.
+_RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
 
 
 class OneEngine:
@@ -54,6 +57,8 @@ class OneEngine:
 
     def _role(self, call: Call) -> Role | None:
         """Who serves a call alone; None: it can be handed over. Raises BadRequest."""
+        if _RARE.isdisjoint(call.values):
+            return None
         problem = _problem(call)
         if problem is None:
             return None

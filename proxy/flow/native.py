@@ -24,7 +24,7 @@ from proxy.flow.work import Work
 from proxy.wire import sglang
 from proxy.wire.openai import DONE, DONE_EVENT, data_event
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
-from proxy.wire.weight import MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,7 +233,7 @@ class _NativeSegment(Segment):
         if event.data == DONE:
             self.done = True
             return Meaning.DONE
-        if is_heavier(event.data, MAX_ANSWER_ELEMENTS):
+        if len(event.data) > LONG_BYTES and is_heavier(event.data, MAX_ANSWER_ELEMENTS):
             return Meaning.MALFORMED
         try:
             self.payload = payload = orjson.loads(event.data)

@@ -19,7 +19,7 @@ import orjson
 
 from proxy.wire import kimi
 from proxy.wire.openai import DONE
-from proxy.wire.weight import MAX_ANSWER_ELEMENTS, is_heavier
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from proxy.wire.sse import Event
@@ -88,7 +88,7 @@ class Segment:
             if end:
                 self.prompt_ids = data[begin:end]
                 self.data = data = b"%bnull%b" % (data[:begin], data[end:])
-        if is_heavier(data, MAX_ANSWER_ELEMENTS):
+        if len(data) > LONG_BYTES and is_heavier(data, MAX_ANSWER_ELEMENTS):
             return Meaning.MALFORMED
         try:
             self.payload = payload = orjson.loads(data)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.wire.weight import load, without_escapes
+from proxy.wire.weight import LONG_BYTES, load, without_escapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +36,10 @@ _MAX_ELEMENTS = 10_000
 # Where a copy of it all without its escapes costs less than looking at more of them before quotes.
 _MAX_ESCAPES = 1_000
 
-# A longer object is not tried to be serialised.
+# A longer object is tried to be serialised only if it has so many escapes in its first bytes: prose has, and finding
+# slices of that takes longer. A picture has none.
 _SHORT_BYTES = 8 * 1024
+_MANY_ESCAPES = 64
 
 # Numbers and space are looked at byte by byte up to so many, and behind that, in arrays, in steps of a window.
 _NEAR_BYTES = 64
@@ -143,7 +145,7 @@ def trimmed(serialised: bytes) -> bytes:
 
 def _is_plainly_spelled(raw: bytes, values: dict[str, Any]) -> bool:
     """Whether serialising gives these very bytes, as far as it is worth trying. If so, no name stands twice."""
-    if len(raw) > _SHORT_BYTES:
+    if len(raw) > _SHORT_BYTES and (len(raw) > LONG_BYTES or raw.count(b"\\", 0, _SHORT_BYTES) < _MANY_ESCAPES):
         return False
     try:
         return orjson.dumps(values) == raw
