@@ -74,7 +74,11 @@ def bounds(raw: bytes) -> tuple[int, int]:
     Quotes and escapes are not counted, of which prose has many: each byte might be a quote, and in front of each comma
     are two strings at most.
     """
-    commas, brackets = raw.count(b","), raw.count(b"[") + raw.count(b"{")
+    commas = raw.count(b",")
+    brackets = 0
+    for start in range(0, len(raw), _STEP_BYTES):
+        end = start + _STEP_BYTES
+        brackets += _count(raw, b"[", start, end) + _count(raw, b"{", start, end)
     return commas + 16 * brackets + 4 * len(raw), 100 * commas + 120 * brackets
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.weight import LONG_BYTES, is_heavier, load, weigh, weigh_closely, wide_bytes, without_escapes
+from proxy.wire.weight import LONG_BYTES, bounds, is_heavier, load, weigh, weigh_closely, wide_bytes, without_escapes
 
 VALUES = st.recursive(
     st.none() | st.integers(-9, 9) | st.text('a,[{"\\]:é', max_size=9),
@@ -153,3 +153,13 @@ def test_the_collector_does_not_look_while_a_text_is_read_and_does_afterwards() 
     with pytest.raises(orjson.JSONDecodeError):
         load(raw[:-1])
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "unit", [b"[],", b"{},", b"1,", b'"",', b'{"a":1},', b'"a, [b] {c}",', b'"\\"",', b"[[1,2],[3]],"]
+)
+def test_bounds_are_no_less_than_what_a_text_weighs(unit: bytes) -> None:
+    raw = filled(unit, 200_000)
+    elements, memory_bytes = bounds(raw)
+    assert elements >= weigh(raw).elements
+    assert memory_bytes + 140 >= weigh_closely(raw, 10**9).memory_bytes
