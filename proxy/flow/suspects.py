@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Pools
     from proxy.errors import UpstreamError
-    from proxy.flow.suspicion import Trail
+    from proxy.flow.suspicion import UnitHistory
     from proxy.metrics import Metrics
     from proxy.record import Journey, Record
 
@@ -72,7 +72,7 @@ class Suspects:
         self._metrics = metrics
         self._clock = clock
         self._casualties: dict[Backend, list[Casualty]] = {}
-        self._held: Counter[Backend] = Counter()  # by suspects that want to be alone there
+        self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     @contextmanager
@@ -86,7 +86,7 @@ class Suspects:
             try:
                 yield suspicion
             finally:
-                self._release(suspicion.wards)
+                self._release(suspicion.reserved)
         except BaseException:
             if engines := suspicion.engines(self._clock()):
                 least_poison = MOST_ENGINES if suspicion.is_convicted else 0
@@ -107,7 +107,7 @@ class Suspects:
     # Where a unit may go
 
     async def confine(
-        self, suspicion: Suspicion, trail: Trail, avoid: Collection[Backend], on_wait: Callable[[], None]
+        self, suspicion: Suspicion, history: UnitHistory, avoid: Collection[Backend], on_wait: Callable[[], None]
     ) -> Collection[Backend]:
         """The backends that the next attempt has to avoid, `avoid` among them.
 
@@ -119,36 +119,36 @@ class Suspects:
         if lost or suspicion.earlier:
             roles = {backend.role for backend in lost} if lost else self._roles
             for role in roles:
-                avoid = await self._set_apart(trail, self._pools.of(role), avoid, on_wait)
+                avoid = await self._set_apart(history, self._pools.of(role), avoid, on_wait)
         return avoid
 
-    def leave(self, suspicion: Suspicion, trail: Trail, role: Role) -> set[Backend]:
+    def leave(self, suspicion: Suspicion, history: UnitHistory, role: Role) -> set[Backend]:
         """No backend of a role took an attempt that was confined: those that need not be asked again, as others may be.
         Empty when it was not confined, or must not come to others.
         """
-        if wards := {ward for ward in trail.wards if ward.role is role}:
-            return wards
+        if reserved := {backend for backend in history.reserved if backend.role is role}:
+            return reserved
         if suspicion.is_confined and not suspicion.has_broken_down:
-            return suspicion.leave_house(role)
+            return suspicion.drop_subset(role)
         return set()
 
     def _outside(self, suspicion: Suspicion, role: Role, avoid: Collection[Backend]) -> list[Backend]:
         """The backends of a role on which no unit of the request may be."""
         pool = self._pools.of(role)
-        house = suspicion.house(role, pool.eligible())
+        subset = suspicion.subset(role, pool.eligible())
         with suppress(NoBackendAvailable):
-            while len(house) < MOST_ENGINES - suspicion.earlier:
-                house.append(pool.pick({*house, *avoid}))
-        return [backend for backend in pool.backends() if backend not in house]
+            while len(subset) < MOST_ENGINES - suspicion.earlier:
+                subset.append(pool.pick({*subset, *avoid}))
+        return [backend for backend in pool.backends() if backend not in subset]
 
     async def _set_apart(
-        self, trail: Trail, pool: Pool, avoid: Collection[Backend], on_wait: Callable[[], None]
+        self, history: UnitHistory, pool: Pool, avoid: Collection[Backend], on_wait: Callable[[], None]
     ) -> Collection[Backend]:
         """Choose an engine without other suspects, wait for one, or else share one."""
         until = self._clock() + _WAIT_SECONDS
         while True:
             try:
-                ward = pool.pick({*avoid, *(backend for backend, held in self._held.items() if held)})
+                chosen = pool.pick({*avoid, *self._reservations})
                 break
             except NoBackendAvailable:
                 left_seconds = until - self._clock()
@@ -157,12 +157,12 @@ class Suspects:
                     await self._wait(left_seconds)
                     continue
             try:
-                ward = pool.pick(avoid)
+                chosen = pool.pick(avoid)
                 break
             except NoBackendAvailable:
                 return avoid  # whoever opens the attempt will find out
-        self._hold(trail.wards, ward)
-        return {*avoid, *(backend for backend in pool.backends() if backend != ward)}
+        self._reserve(history.reserved, chosen)
+        return {*avoid, *(backend for backend in pool.backends() if backend != chosen)}
 
     async def _wait(self, seconds: float) -> None:
         turn = asyncio.get_running_loop().create_future()
@@ -172,22 +172,23 @@ class Suspects:
         finally:
             self._waiting.pop(turn, None)
 
-    def let_go(self, trail: Trail) -> None:
+    def let_go(self, history: UnitHistory) -> None:
         """A unit needs not be alone any more: it has ended, or its engine stands it. May be called again."""
-        self._release(trail.wards)
+        self._release(history.reserved)
 
-    def _hold(self, wards: list[Backend], backend: Backend) -> None:
-        self._held[backend] += 1
-        wards.append(backend)
+    def _reserve(self, reserved: list[Backend], backend: Backend) -> None:
+        """Keep a backend for the owner of `reserved`, which lists all that are."""
+        self._reservations[backend] += 1
+        reserved.append(backend)
 
-    def _release(self, wards: list[Backend]) -> None:
-        if not wards:
+    def _release(self, reserved: list[Backend]) -> None:
+        if not reserved:
             return
-        for ward in wards:
-            self._held[ward] -= 1
-            if not self._held[ward]:
-                del self._held[ward]
-        wards.clear()
+        for backend in reserved:
+            self._reservations[backend] -= 1
+            if not self._reservations[backend]:
+                del self._reservations[backend]
+        reserved.clear()
         for turn in self._waiting:
             if not turn.done():
                 turn.set_result(None)
@@ -195,45 +196,45 @@ class Suspects:
     # What becomes of it
 
     async def broke_down(
-        self, suspicion: Suspicion, trail: Trail, error: UpstreamError, journey: Journey, record: Record
+        self, suspicion: Suspicion, history: UnitHistory, error: UpstreamError, journey: Journey, record: Record
     ) -> bool:
         """An attempt of a unit broke down: whether the request is poison, and must not be sent to another engine.
 
         Takes as long as the engine needs to say that it is well.
         """
         now = self._clock()
-        if trail.is_cleared(now):
-            trail.lost.clear()
-        seconds = trail.seconds_of_output(now)
+        if history.is_cleared(now):
+            history.lost.clear()
+        seconds = history.seconds_of_output(now)
         involved = [error.backend]
-        if trail.began_at is None:
+        if history.began_at is None:
             involved += self._others(journey, error.backend)
         casualties = {
-            backend: Casualty(suspicion, rank_of(suspicion, trail, backend, now), seconds) for backend in involved
+            backend: Casualty(suspicion, rank_of(suspicion, history, backend, now), seconds) for backend in involved
         }
         told = {backend: self._told(backend, casualty) for backend, casualty in casualties.items()}
-        self.let_go(trail)
-        if suspicion.is_confined and not suspicion.wards:  # at once: others are about to look for a place
-            for neighbour in suspicion.neighbours(error.backend):
-                self._hold(suspicion.wards, neighbour)
-        trail.began_at = None
-        trail.doubtful[error.backend] = seconds
-        asked = [*trail.doubtful, *(backend for backend in involved if backend not in trail.doubtful)]
+        self.let_go(history)
+        if suspicion.is_confined and not suspicion.reserved:  # at once: others are about to look for a place
+            for other in suspicion.rest_of_subset(error.backend):
+                self._reserve(suspicion.reserved, other)
+        history.began_at = None
+        history.doubtful[error.backend] = seconds
+        asked = [*history.doubtful, *(backend for backend in involved if backend not in history.doubtful)]
         gone = dict(
             zip(asked, await asyncio.gather(*(self._is_down(backend, error) for backend in asked)), strict=True)
         )
-        for backend, seconds_there in list(trail.doubtful.items()):
+        for backend, seconds_there in list(history.doubtful.items()):
             if gone[backend]:
-                del trail.doubtful[backend]
+                del history.doubtful[backend]
                 if backend not in involved:
-                    trail.lost[backend] = seconds_there
+                    history.lost[backend] = seconds_there
         for backend, casualty in casualties.items():
             if gone[backend]:
-                self._charge(trail, backend, casualty, told[backend], record)
+                self._charge(history, backend, casualty, told[backend], record)
             else:
                 told[backend].remove(casualty)
         if not suspicion.lost(now):
-            self._release(suspicion.wards)
+            self._release(suspicion.reserved)
         return suspicion.is_convicted
 
     async def _is_down(self, backend: Backend, error: UpstreamError) -> bool:
@@ -242,14 +243,14 @@ class Suspects:
         return await self._is_gone(backend, _CLOSING_SECONDS if broke_off else 0.0)
 
     def _charge(
-        self, trail: Trail, backend: Backend, casualty: Casualty, casualties: Sequence[Casualty], record: Record
+        self, history: UnitHistory, backend: Backend, casualty: Casualty, casualties: Sequence[Casualty], record: Record
     ) -> None:
         """An engine is down on which a unit was."""
         suspicion = casualty.suspicion
         most = _IN_TURN * max(1, len(self._pools.of(backend.role).eligible()))
         if not is_charged(casualty, casualties, most):
             return
-        trail.lost[backend] = casualty.seconds_of_output
+        history.lost[backend] = casualty.seconds_of_output
         now = self._clock()
         record.lost_engines = suspicion.engines(now)
         if not suspicion.is_convicted and is_poison(casualty, casualties, now):

@@ -34,17 +34,17 @@ _APART_AT_MOST_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
-class Trail:
-    """One unit's way from engine to engine. Times are clock seconds."""
+class UnitHistory:
+    """What became of one unit's attempts. Times are clock seconds."""
 
     began_at: float | None = None
     """When the attempt under way had its first output; None: it had none yet."""
     lost: dict[Backend, float] = field(default_factory=dict)
     """The engines that went down under it: how many seconds of output it had had there."""
-    wards: list[Backend] = field(default_factory=list)
-    """The engines on which it is the only suspect."""
     doubtful: dict[Backend, float] = field(default_factory=dict)
     """Likewise engines that broke off and yet were well a moment later."""
+    reserved: list[Backend] = field(default_factory=list)
+    """The engines that are reserved for it, so that it is the only suspect there."""
 
     def seconds_of_output(self, now: float) -> float:
         """Of the attempt under way."""
@@ -66,32 +66,32 @@ class Trail:
 
 
 class Suspicion:
-    """That of one client request; each unit has a Trail.
+    """That of one client request; each of its `units` has a history.
 
     `earlier`: engines that the same request has cost when it was sent before. `is_split`: there are several units.
     """
 
-    __slots__ = ("earlier", "is_convicted", "trails", "ways", "wards", "_houses", "_is_split")
+    __slots__ = ("earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "_is_split")
 
     def __init__(self, earlier: int = 0, *, is_split: bool = False) -> None:
         self.earlier = earlier
         self.is_convicted = False
-        self.trails: list[Trail] = []
+        self.units: list[UnitHistory] = []
         self.ways: Ways = {}
-        self.wards: list[Backend] = []
-        """The other engines of its units, once one has broken down: nobody else suspicious is to join them there."""
+        self.reserved: list[Backend] = []
+        """The other engines of its subset, once one has broken down: no other suspect is to join its units there."""
         self._is_split = is_split
-        self._houses: dict[Role, list[Backend]] = {}
+        self._subsets: dict[Role, list[Backend]] = {}
 
-    def trail(self) -> Trail:
-        """That of one more unit."""
-        trail = Trail()
-        self.trails.append(trail)
-        return trail
+    def add_unit(self) -> UnitHistory:
+        """The history of one more unit."""
+        history = UnitHistory()
+        self.units.append(history)
+        return history
 
     def lost(self, now: float) -> set[Backend]:
         """The engines that may have gone down because of it."""
-        return {backend for trail in self.trails if not trail.is_cleared(now) for backend in trail.lost}
+        return {backend for history in self.units if not history.is_cleared(now) for backend in history.lost}
 
     def engines(self, now: float) -> int:
         """How many it may have cost."""
@@ -100,21 +100,21 @@ class Suspicion:
     @property
     def has_broken_down(self) -> bool:
         """Whether any unit was on an engine that did."""
-        return any(trail.lost or trail.doubtful for trail in self.trails)
+        return any(history.lost or history.doubtful for history in self.units)
 
-    def was_served(self, trail: Trail) -> None:
+    def was_served(self, history: UnitHistory) -> None:
         """A unit has its whole answer. So the request breaks no engine that it comes to, and may spread; whether
         another unit does is not known.
         """
-        trail.lost.clear()
-        trail.doubtful.clear()
+        history.lost.clear()
+        history.doubtful.clear()
         self._is_split = False
-        self._houses.clear()
+        self._subsets.clear()
 
     @property
     def bears_on_choice(self) -> bool:
         """Whether it matters on which engines its units come to be."""
-        return self._is_split or self.earlier > 0 or any(trail.lost for trail in self.trails)
+        return self._is_split or self.earlier > 0 or any(history.lost for history in self.units)
 
     @property
     def is_confined(self) -> bool:
@@ -123,22 +123,22 @@ class Suspicion:
         """
         return self._is_split
 
-    def house(self, role: Role, eligible: Collection[Backend]) -> list[Backend]:
+    def subset(self, role: Role, eligible: Collection[Backend]) -> list[Backend]:
         """The engines of one role on which its units may be, as far as they have been chosen: the caller adds to it.
         One that broke down keeps its place, so that none is put at risk for it.
         """
-        broken = {backend for trail in self.trails for backend in (*trail.lost, *trail.doubtful)}
-        house = [backend for backend in self._houses.get(role, ()) if backend in eligible or backend in broken]
-        self._houses[role] = house
-        return house
+        broken = {backend for history in self.units for backend in (*history.lost, *history.doubtful)}
+        subset = [backend for backend in self._subsets.get(role, ()) if backend in eligible or backend in broken]
+        self._subsets[role] = subset
+        return subset
 
-    def neighbours(self, backend: Backend) -> list[Backend]:
-        """The other engines of the house that one belongs to."""
-        return [other for other in self._houses.get(backend.role, ()) if other != backend]
+    def rest_of_subset(self, backend: Backend) -> list[Backend]:
+        """The other engines of the subset that one belongs to."""
+        return [other for other in self._subsets.get(backend.role, ()) if other != backend]
 
-    def leave_house(self, role: Role) -> set[Backend]:
+    def drop_subset(self, role: Role) -> set[Backend]:
         """Choose others from now on; those it was."""
-        return set(self._houses.pop(role, ()))
+        return set(self._subsets.pop(role, ()))
 
 
 @dataclass(slots=True, eq=False)
@@ -151,11 +151,11 @@ class Casualty:
     seconds_of_output: float
 
 
-def rank_of(suspicion: Suspicion, trail: Trail, backend: Backend, now: float) -> int:
+def rank_of(suspicion: Suspicion, history: UnitHistory, backend: Backend, now: float) -> int:
     """See Casualty."""
     if not suspicion.engines(now):
         return 0
-    return 2 if backend in trail.wards or backend in suspicion.wards else 1
+    return 2 if backend in history.reserved or backend in suspicion.reserved else 1
 
 
 def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) -> bool:

@@ -70,7 +70,7 @@ class Work:
         self._client = client
         self._record = record
         self._suspicion = suspicion
-        self._trail = suspicion.trail()
+        self._history = suspicion.add_unit()
         self._blame = Blame(suspicion.ways)
         self._settling: asyncio.TimerHandle | None = None
         # Of the next attempt.
@@ -118,7 +118,7 @@ class Work:
             with self._blame, self._gateway.budget.request() as turn:
                 while not await self._try(use, turn):
                     pass
-        self._suspicion.was_served(self._trail)
+        self._suspicion.was_served(self._history)
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
@@ -147,7 +147,7 @@ class Work:
     async def _place(self, turn: Repeat) -> Collection[Backend]:
         """The backends to avoid. Who waits for a place of its own does not keep others from being repeated."""
         is_repeating = turn.is_repeating
-        avoid = await self._gateway.suspects.confine(self._suspicion, self._trail, self._avoid, turn.end)
+        avoid = await self._gateway.suspects.confine(self._suspicion, self._history, self._avoid, turn.end)
         if is_repeating and not await turn.begin(self._settings.resume.deadline_seconds):
             assert self._last is not None
             self._metrics.retry_budget_exhausted_total.inc()
@@ -172,7 +172,7 @@ class Work:
                 await use(attempt, begin)
                 return True
         except NoBackendAvailable as nobody:
-            if left := suspects.leave(self._suspicion, self._trail, nobody.role):
+            if left := suspects.leave(self._suspicion, self._history, nobody.role):
                 self._avoid |= left
             else:
                 await self._look_again(nobody)
@@ -183,7 +183,7 @@ class Work:
             self._avoid.add(error.backend)
             self._blame.failed(error)
             if error.is_breakdown and await suspects.broke_down(
-                self._suspicion, self._trail, error, self._journey, self._record
+                self._suspicion, self._history, error, self._journey, self._record
             ):
                 raise self._stopped(error) from None
             if not self._delivery.is_touched:
@@ -195,19 +195,19 @@ class Work:
 
     def _begin(self) -> None:
         """The decoder has begun to answer. If it goes on for a while, it can do what others could not."""
-        suspects, trail = self._gateway.suspects, self._trail
-        if trail.began_at is None:
-            trail.began_at = suspects.now()
-            if trail.wards or self._blame.is_open:
-                self._settling = asyncio.get_running_loop().call_later(trail.apart_seconds, self._settle)
+        suspects, history = self._gateway.suspects, self._history
+        if history.began_at is None:
+            history.began_at = suspects.now()
+            if history.reserved or self._blame.is_open:
+                self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
     def _settle(self) -> None:
-        self._gateway.suspects.let_go(self._trail)
+        self._gateway.suspects.let_go(self._history)
         self._blame.settle()
 
     def _end_attempt(self) -> None:
-        self._gateway.suspects.let_go(self._trail)
-        self._trail.began_at = None
+        self._gateway.suspects.let_go(self._history)
+        self._history.began_at = None
         if self._settling is not None:
             self._settling.cancel()
             self._settling = None

@@ -14,7 +14,7 @@ NOW = 1000.0
 def suspicion(*lost: Backend, earlier: int = 0) -> Suspicion:
     """A request of one unit that has lost these engines without having had a token there."""
     made = Suspicion(earlier)
-    made.trail().lost.update(dict.fromkeys(lost, 0.0))
+    made.add_unit().lost.update(dict.fromkeys(lost, 0.0))
     return made
 
 
@@ -38,24 +38,24 @@ def test_who_is_served_for_longer_than_before_is_cleared(
     lost_after: float, served_for: float | None, is_cleared: bool
 ) -> None:
     case = Suspicion()
-    trail = case.trail()
-    trail.lost[E1] = lost_after
-    trail.began_at = None if served_for is None else NOW - served_for
-    assert trail.is_cleared(NOW) is is_cleared
+    history = case.add_unit()
+    history.lost[E1] = lost_after
+    history.began_at = None if served_for is None else NOW - served_for
+    assert history.is_cleared(NOW) is is_cleared
     assert case.engines(NOW) == (0 if is_cleared else 1)
 
 
 def test_the_units_of_a_request_and_its_repeats_count_together() -> None:
     case = Suspicion(earlier=1)
     for backend in (E1, E2, E2):
-        case.trail().lost[backend] = 0.0
+        case.add_unit().lost[backend] = 0.0
     assert case.lost(NOW) == {E1, E2}
     assert case.engines(NOW) == 3
 
 
 def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_others() -> None:
     case = Suspicion(is_split=True)
-    one, other = case.trail(), case.trail()
+    one, other = case.add_unit(), case.add_unit()
     one.lost[E1] = other.lost[E2] = 0.0
     case.was_served(one)
     assert case.lost(NOW) == {E2}
@@ -63,14 +63,14 @@ def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_other
 
 
 @pytest.mark.parametrize(
-    ("lost", "wards", "rank"), [((), (), 0), ((E1,), (), 1), ((E1,), (E2,), 2), ((E1,), (E3,), 1), ((), (E2,), 0)]
+    ("lost", "reserved", "rank"), [((), (), 0), ((E1,), (), 1), ((E1,), (E2,), 2), ((E1,), (E3,), 1), ((), (E2,), 0)]
 )
 def test_who_is_alone_with_an_engine_is_the_most_suspicious(
-    lost: tuple[Backend, ...], wards: tuple[Backend, ...], rank: int
+    lost: tuple[Backend, ...], reserved: tuple[Backend, ...], rank: int
 ) -> None:
     case = suspicion(*lost)
-    case.trails[0].wards.extend(wards)
-    assert rank_of(case, case.trails[0], E2, NOW) == rank
+    case.units[0].reserved.extend(reserved)
+    assert rank_of(case, case.units[0], E2, NOW) == rank
 
 
 @pytest.mark.parametrize(
@@ -118,23 +118,23 @@ def test_poison_is_who_alone_was_on_as_many_engines_as_a_request_may_cost(
     assert is_poison(mine, told, NOW) is expected
 
 
-def test_a_house_keeps_its_engines_while_they_serve_and_those_that_broke_down() -> None:
+def test_a_subset_keeps_its_engines_while_they_serve_and_those_that_broke_down() -> None:
     case = Suspicion(is_split=True)
-    trail = case.trail()
-    case.house(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
-    assert case.house(Role.DECODE, [E1, E2, E3]) == [E1, E2]
-    trail.doubtful[E1] = 0.0
-    assert case.house(Role.DECODE, [E2, E3]) == [E1, E2]
-    trail.doubtful.clear()
-    assert case.house(Role.DECODE, [E2, E3]) == [E2]
+    history = case.add_unit()
+    case.subset(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
+    assert case.subset(Role.DECODE, [E1, E2, E3]) == [E1, E2]
+    history.doubtful[E1] = 0.0
+    assert case.subset(Role.DECODE, [E2, E3]) == [E1, E2]
+    history.doubtful.clear()
+    assert case.subset(Role.DECODE, [E2, E3]) == [E2]
 
 
 def test_a_suspect_is_apart_for_about_as_long_as_the_last_engine_stood_it() -> None:
-    trail = Suspicion().trail()
-    assert trail.apart_seconds == 0.0
-    trail.lost[E1] = 0.0
-    assert trail.apart_seconds == 0.0  # it never had a token there: its first one clears the place
-    trail.lost[E1] = 0.1
-    assert trail.apart_seconds == pytest.approx(0.45)
-    trail.lost[E1] = 60.0
-    assert trail.apart_seconds == 1.0
+    history = Suspicion().add_unit()
+    assert history.apart_seconds == 0.0
+    history.lost[E1] = 0.0
+    assert history.apart_seconds == 0.0  # it never had a token there: its first one clears the place
+    history.lost[E1] = 0.1
+    assert history.apart_seconds == pytest.approx(0.45)
+    history.lost[E1] = 60.0
+    assert history.apart_seconds == 1.0
