@@ -1,1 +1,6 @@
-"""Simulated engines: the demo, the tests and the benchmarks all use these."""
+"""Simulated engines: the demo, the tests and the benchmarks all use these.
+
+`engine` is the program and its parts; below it stand `kv`, how KV travels between engines (one file per protocol), and
+`dialects`, what vLLM and SGLang read and write; below those `model`, which makes tokens out of tokens. `Options`,
+`Profile` and `State` are for all of them.
+"""

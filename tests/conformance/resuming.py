@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model import Writer
-from proxy.sim.tokenizer import END, SPACE, decode, encode, render_chat
+from proxy.sim.model.tokenizer import END, SPACE, decode, encode, render_chat
+from proxy.sim.model.writer import Writer
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import deployed

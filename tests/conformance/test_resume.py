@@ -13,7 +13,15 @@ import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, SECTION_BEGIN, SECTION_END, THINK_END, render_chat
+from proxy.sim.model.tokenizer import (
+    ARGUMENT_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    SECTION_BEGIN,
+    SECTION_END,
+    THINK_END,
+    render_chat,
+)
 from tests.asking import ask
 from tests.canned import CannedEngine, data, event_stream
 from tests.conformance.resuming import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from proxy.sim.tokenizer import MARKERS, SECTION_BEGIN
+from proxy.sim.model.tokenizer import MARKERS, SECTION_BEGIN
 from tests.conformance.resuming import (
     NATIVE,
     PROFILES,

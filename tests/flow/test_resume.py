@@ -17,7 +17,7 @@ from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situ
 from proxy.flow.seam import Mismatch
 from proxy.flow.transcript import Meaning, Transcript
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
+from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.wire.kimi import KimiParser
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter

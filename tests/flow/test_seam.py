@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond, chat_logprobs
 from proxy.flow.transcript import Transcript
-from proxy.sim import logprobs as sim_logprobs
-from proxy.sim.logprobs import Speller
+from proxy.sim.model import logprobs as sim_logprobs
+from proxy.sim.model.logprobs import Speller
 from proxy.wire.kimi import KimiParser
 from proxy.wire.openai import Api
 

@@ -23,7 +23,7 @@ from proxy.connectors.base import Pools
 from proxy.flow.vocabulary import Vocabulary
 from proxy.settings import Timeouts
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import MARKERS, THINK, THINK_END
+from proxy.sim.model.tokenizer import MARKERS, THINK, THINK_END
 from proxy.upstream import Upstream
 from tests.asking import until
 from tests.canned import CannedEngine, event_stream, http, json_answer

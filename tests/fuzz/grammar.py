@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from proxy.sim import parser as sim
+from proxy.sim.model import parser as sim
 from proxy.wire.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
 from tests.fuzz.cutting import cut, spelled, words
 from tests.wire.test_kimi import Said, added_up

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.sim.model import Writer
-from proxy.sim.tokenizer import (
+from proxy.sim.model.tokenizer import (
     CALL_BEGIN,
     END,
     MARKERS,
@@ -20,6 +19,7 @@ from proxy.sim.tokenizer import (
     encode,
     render_chat,
 )
+from proxy.sim.model.writer import Writer
 
 ids = st.lists(st.one_of(st.integers(0, 255), st.just(0x20), st.sampled_from(sorted(MARKERS))), min_size=1, max_size=60)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}, "day": {}}}}}

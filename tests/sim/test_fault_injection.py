@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.faults import Faults, UnknownAction
+from proxy.sim.engine.faults import Faults, UnknownAction
 
 if TYPE_CHECKING:
     from conftest import Client

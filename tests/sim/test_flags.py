@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.sim.cli import build_parser, parse_arguments
+from proxy.sim.engine.cli import build_parser, parse_arguments
 from proxy.sim.options import Options
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.sim.parser import KimiParser, Phase, closing, parse_whole, start_phase
-from proxy.sim.tokenizer import ASSISTANT, CALL_BEGIN, SECTION_BEGIN, THINK, THINK_END
+from proxy.sim.model.parser import KimiParser, Phase, closing, parse_whole, start_phase
+from proxy.sim.model.tokenizer import ASSISTANT, CALL_BEGIN, SECTION_BEGIN, THINK, THINK_END
 
 TEXT = (
     "Let me see.</think>I will <b>look</b>. <|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"

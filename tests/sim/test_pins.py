@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.sim.kv import PinTable, PrefixCache
+from proxy.sim.kv.cache import PinTable, PrefixCache
 
 
 def table() -> PinTable:

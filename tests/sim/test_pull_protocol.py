@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import encode
+from proxy.sim.model.tokenizer import encode
 
 if TYPE_CHECKING:
     from conftest import Client

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import CALL_BEGIN, END, SECTION_BEGIN, THINK_END, decode
+from proxy.sim.model.tokenizer import CALL_BEGIN, END, SECTION_BEGIN, THINK_END, decode
 
 if TYPE_CHECKING:
     from conftest import Client

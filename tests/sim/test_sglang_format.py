@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.tokenizer import END
+from proxy.sim.model.tokenizer import END
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

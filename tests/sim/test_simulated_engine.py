@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.sim.engine import SimulatedEngine, main
-from proxy.sim.tokenizer import THINK_END
+from proxy.sim.model.tokenizer import THINK_END
 
 if TYPE_CHECKING:
     from conftest import Client

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model import Writer
-from proxy.sim.tokenizer import encode, render_chat
+from proxy.sim.model.tokenizer import encode, render_chat
+from proxy.sim.model.writer import Writer
 
 if TYPE_CHECKING:
     from conftest import Client

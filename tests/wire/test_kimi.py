@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from proxy.sim import parser as sim
-from proxy.sim import tokenizer
+from proxy.sim.model import parser as sim
+from proxy.sim.model import tokenizer
 from proxy.wire.kimi import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,

@@ -1,0 +1,1 @@
+"""What vLLM and SGLang read and write: requests, answers, errors."""

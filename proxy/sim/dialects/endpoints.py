@@ -1,0 +1,104 @@
+"""What engines call things: the generation endpoints of vLLM and of SGLang, and how each words its errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.sim.dialects.chat import ChatAnswer
+from proxy.sim.dialects.completion import CompletionAnswer
+from proxy.sim.dialects.sglang_answers import GenerateAnswer, SglangChat, SglangCompletion
+from proxy.sim.dialects.sglang_ask import read_generate, read_openai
+from proxy.sim.dialects.vllm_ask import read_ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.sim.dialects.answers import Answer
+    from proxy.sim.errors import EngineError
+    from proxy.sim.model.ask import Ask
+    from proxy.sim.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """How one path reads requests and answers them."""
+
+    read: Callable[..., Ask]
+    """Takes the body, and by name the options and headers. Raises EngineError."""
+    answer: type[Answer]
+    id_prefix: str = ""
+    refusal: Callable[[EngineError], dict[str, Any]]
+    """The body of an error."""
+    lament: Callable[[EngineError, str], dict[str, Any]]
+    """The event of an error in the stream of an answer with this id."""
+    opens_late: bool = False
+    """The status line of a stream waits for its first token (SGLang `_handle_streaming_request`)."""
+
+
+def _of_vllm(error: EngineError) -> dict[str, Any]:
+    return error.body()
+
+
+def flat(error: EngineError) -> dict[str, Any]:
+    """SGLang `entrypoints/openai/protocol.py` ErrorResponse."""
+    kind = "BadRequestError" if error.status == 400 else error.kind
+    return {"object": "error", "message": error.message, "type": kind, "param": error.param, "code": error.status}
+
+
+def _native(error: EngineError) -> dict[str, Any]:
+    if error.status >= 500:
+        return flat(error)
+    told = {"message": error.message, "type": "invalid_request_error", "code": error.status, "retryable": False}
+    return {"error": told}
+
+
+def _aborted(error: EngineError, answer_id: str) -> dict[str, Any]:
+    reason = {"type": "abort", "message": error.message, "status_code": error.status, "err_type": error.kind}
+    return {"text": "", "output_ids": [], "meta_info": {"id": answer_id, "finish_reason": reason}}
+
+
+_VLLM: Final[dict[str, Endpoint]] = {
+    "/v1/chat/completions": Endpoint(
+        read=partial(read_ask, is_chat=True),
+        answer=ChatAnswer,
+        id_prefix="chatcmpl-",
+        refusal=_of_vllm,
+        lament=lambda error, _: error.body(),
+    ),
+    "/v1/completions": Endpoint(
+        read=partial(read_ask, is_chat=False),
+        answer=CompletionAnswer,
+        id_prefix="cmpl-",
+        refusal=_of_vllm,
+        lament=lambda error, _: error.body(),
+    ),
+}
+_SGLANG: Final[dict[str, Endpoint]] = {
+    "/v1/chat/completions": Endpoint(
+        read=partial(read_openai, is_chat=True),
+        answer=SglangChat,
+        refusal=flat,
+        lament=lambda error, _: {"error": flat(error)},
+        opens_late=True,
+    ),
+    "/v1/completions": Endpoint(
+        read=partial(read_openai, is_chat=False),
+        answer=SglangCompletion,
+        refusal=flat,
+        lament=lambda error, _: {"error": flat(error)},
+        opens_late=True,
+    ),
+    "/generate": Endpoint(read=read_generate, answer=GenerateAnswer, refusal=_native, lament=_aborted),
+}
+
+
+def endpoints(profile: Profile) -> Mapping[str, Endpoint]:
+    """Those that generate, by path."""
+    return _SGLANG if profile.is_sglang else _VLLM
+
+
+def error_body(error: EngineError, profile: Profile) -> dict[str, Any]:
+    """What an error looks like everywhere else."""
+    return flat(error) if profile.is_sglang else error.body()

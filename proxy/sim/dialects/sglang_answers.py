@@ -1,0 +1,218 @@
+"""Answers as SGLang writes them: chats, completions and its native `/generate`, whole and in chunks.
+
+From SGLang `entrypoints/openai/protocol.py`, `serving_chat.py` and `sse_utils.py`, and `managers/tokenizer_manager.py`.
+What ends a chat's choices comes behind all that they say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.sim.dialects.answers import DONE, Answer, event
+from proxy.sim.dialects.chat import ChatAnswer
+from proxy.sim.dialects.completion import CompletionAnswer
+from proxy.sim.model.logprobs import native_logprobs
+from proxy.sim.model.tokenizer import END
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from proxy.sim.model.ask import Ask
+    from proxy.sim.model.sequence import Delta, Sequence
+    from proxy.sim.options import Options
+
+_METADATA = {"weight_version": "default"}
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
+
+
+def _matched(delta: Delta) -> int | str | None:
+    """What ended the answer; the token of its end is told, too."""
+    return END if delta.finish_reason == "stop" and delta.stop_reason is None else delta.stop_reason
+
+
+def _says_nothing(delta: Delta) -> bool:
+    return delta.finish_reason == "error" or delta.fault is not None
+
+
+class SglangChat(ChatAnswer):
+    """`/v1/chat/completions`."""
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._begun: set[int] = set()
+        self._ends: list[dict[str, Any]] = []
+
+    def events(self, delta: Delta) -> list[bytes]:
+        if _says_nothing(delta):
+            return []
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        parts: list[dict[str, Any]] = [] if delta.index in self._begun else [{"role": "assistant", "content": ""}]
+        self._begun.add(delta.index)
+        parts += _parts(self._message(delta) or {})
+        chunks = [{"index": delta.index, "delta": part | _reasoning(part), "logprobs": None} for part in parts]
+        if chunks:
+            chunks[-1]["logprobs"] = self._logprobs(delta)
+        if delta.finish_reason is not None:
+            self._ends.append(self._end(delta))
+        return [self._event(chunk | {"finish_reason": None, "matched_stop": None}) for chunk in chunks]
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        called = bool(self._parsers) and self._parsers[delta.index].called_tools
+        reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+        choice = {"index": delta.index, "delta": {"reasoning_content": None}, "logprobs": None}
+        return choice | {"finish_reason": reason, "matched_stop": _matched(delta)}
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
+        if self.ask.continuous_usage:
+            chunk["usage"] = _usage(len(self.ask.prompts[0]), self.sent_tokens[choice["index"]])
+        return event(chunk)
+
+    def closing(self, cached_tokens: int) -> list[bytes]:
+        ends = [self._event(choice) for choice in self._ends]
+        return [*ends, *_last(self, self.chunk_kind)]
+
+    def whole(
+        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        choices = []
+        for delta in texts:
+            choice = self._whole_choice(delta)
+            said = choice["message"]
+            message = {"role": "assistant", "content": said["content"], "reasoning_content": said["reasoning"]}
+            choices.append(
+                {
+                    "index": choice["index"],
+                    "message": message | {"tool_calls": said.get("tool_calls") or None},
+                    "logprobs": choice["logprobs"],
+                    "finish_reason": choice["finish_reason"],
+                    "matched_stop": _matched(delta),
+                }
+            )
+        return _whole(self, choices, sequences)
+
+
+class SglangCompletion(CompletionAnswer):
+    """`/v1/completions`."""
+
+    def events(self, delta: Delta) -> list[bytes]:
+        if _says_nothing(delta):
+            return []
+        choice = self._of_sglang(delta)
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice], "usage": None}
+        if self.ask.continuous_usage:
+            prompt = self.ask.prompts[delta.index // self.ask.samples]
+            chunk["usage"] = _usage(len(prompt), self.sent_tokens[delta.index])
+        return [event(chunk)]
+
+    def _of_sglang(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta)
+        shown = {name: choice[name] for name in ("index", "text", "logprobs", "finish_reason")}
+        return shown | {"matched_stop": _matched(delta)}
+
+    def closing(self, cached_tokens: int) -> list[bytes]:
+        return _last(self, self.chunk_kind)
+
+    def whole(
+        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        return _whole(self, [self._of_sglang(delta) for delta in texts], sequences)
+
+
+class GenerateAnswer(Answer):
+    """`/generate`. Every chunk has the answer so far; only the engine that computed the prompt knows its logprobs."""
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._texts = [""] * len(self.sent_tokens)
+        self._ids: list[list[int]] = [[] for _ in self.sent_tokens]
+
+    def events(self, delta: Delta) -> list[bytes]:
+        if _says_nothing(delta):
+            return []
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        said = self._so_far(delta)
+        return [event(said | {"index": delta.index} if self.ask.is_batch else said)]
+
+    def closing(self, cached_tokens: int) -> list[bytes]:
+        return [DONE]
+
+    def whole(
+        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+    ) -> Any:
+        answers = [self._so_far(delta) for delta in texts]
+        return answers if self.ask.is_batch else answers[0]
+
+    def _so_far(self, delta: Delta) -> dict[str, Any]:
+        index = delta.index
+        if not self.ask.echo_only:
+            self._texts[index] += delta.text
+            self._ids[index] += delta.token_ids
+        ids = self._ids[index]
+        prompt = self.ask.prompts[index // self.ask.samples]
+        meta: dict[str, Any] = {
+            "id": f"{self.answer_id}_{index}" if self.ask.is_batch else self.answer_id,
+            # A prefiller does not count the token that it gives for its decoder's.
+            "finish_reason": _finish(delta, 0 if self.options.role == "prefill" else len(ids)),
+            "prompt_tokens": len(prompt),
+            "weight_version": "default",
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+        }
+        if self.ask.logprobs is not None:
+            first = self.ask.prompt_logprobs_from
+            knows_prompt = self.options.role != "decode" and first >= 0
+            meta["input_token_logprobs"] = native_logprobs(prompt[first:]) if knows_prompt else []
+            meta["output_token_logprobs"] = native_logprobs(ids)
+        return {"text": self._texts[index], "output_ids": list(ids), "meta_info": meta}
+
+
+def _finish(delta: Delta, tokens: int) -> dict[str, Any] | None:
+    match delta.finish_reason:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": tokens}
+        case "abort":
+            return {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
+    return {"type": "stop", "matched": _matched(delta)}
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """One chunk for each kind of thing that a step has said."""
+    parts: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning"):
+        parts.append({"reasoning_content": reasoning})
+    if content := message.get("content"):
+        parts.append({"content": content})
+    if calls := message.get("tool_calls"):
+        parts.append({"tool_calls": calls})
+    return parts
+
+
+def _reasoning(part: dict[str, Any]) -> dict[str, Any]:
+    """The one member of a delta that is there even when null."""
+    return {"reasoning_content": part.get("reasoning_content")}
+
+
+def _last(answer: Answer, kind: str) -> list[bytes]:
+    if not answer.ask.include_usage:
+        return [DONE]
+    counts = _usage(answer.prompt_tokens, sum(answer.sent_tokens))
+    return [event(answer.head(kind) | {"choices": [], "usage": counts}), DONE]
+
+
+def _whole(answer: Answer, choices: list[dict[str, Any]], sequences: Seq[Sequence]) -> dict[str, Any]:
+    tokens = sum(len(sequence.output) for sequence in sequences)
+    counts = _usage(answer.prompt_tokens, tokens)
+    return answer.head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _METADATA}

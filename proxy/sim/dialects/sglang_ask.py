@@ -1,0 +1,107 @@
+"""Request bodies of SGLang: those of the OpenAI API and its native `/generate`, read and refused the way it does.
+
+Where it meets its partner stands in the body (SGLang `managers/io_struct.py`): `bootstrap_host`, `bootstrap_port` and
+`bootstrap_room`, one of each or a list with one per prompt. One room for several prompts means as many in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from proxy.sim.dialects.vllm_ask import read_ask
+from proxy.sim.errors import EngineError
+
+if TYPE_CHECKING:
+    from proxy.sim.model.ask import Ask
+    from proxy.sim.options import Options
+
+_DEFAULT_TOKENS = 128
+_NOBODY = "2.2.2.2"
+"""Where a prefiller sends nothing (`FAKE_BOOTSTRAP_HOST`)."""
+_NOT_READ = ("model", "kv_transfer_params", "return_token_ids")
+_SAMPLING = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    **{name: name for name in ("stop", "stop_token_ids", "ignore_eos", "n", "skip_special_tokens")},
+}
+
+
+def read_openai(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
+    """A chat or completion. Any model name will do, and headers choose nothing."""
+    if isinstance(body, dict) and body.get("max_tokens") == 0:
+        raise _invalid("1 validation error:\n  Value error, max_tokens must be positive")
+    known = {name: body[name] for name in body if name not in _NOT_READ} if isinstance(body, dict) else body
+    ask = read_ask(known, is_chat=is_chat, options=options, headers={})
+    return _disaggregated(replace(ask, model=body.get("model") or options.model), body, options)
+
+
+def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> Ask:
+    """`/generate`: `text` or `input_ids`, one or a list of them; of a list of `sampling_params` the first is taken."""
+    if not isinstance(body, dict):
+        raise _invalid("Input should be a valid dictionary")
+    prompt = body.get("text") if body.get("text") is not None else body.get("input_ids")
+    if not prompt:
+        raise _invalid("Either text, input_ids or input_embeds should be provided.")
+    given = body.get("sampling_params") or {}
+    sampling = (given[0] if given else {}) if isinstance(given, list) else given
+    completion = {name: sampling[key] for key, name in _SAMPLING.items() if sampling.get(key) is not None}
+    echo_only = completion.get("max_tokens") == 0
+    if echo_only:
+        completion["max_tokens"] = 1  # it samples all the same
+    completion = {"max_tokens": _DEFAULT_TOKENS} | completion | {"prompt": prompt, "stream": body.get("stream")}
+    ask = read_ask(completion, is_chat=False, options=options, headers={})
+    is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    logprobs = body.get("return_logprob")
+    ask = replace(
+        ask,
+        is_batch=is_batch or ask.samples > 1,
+        echo_only=echo_only,
+        logprobs=(body.get("top_logprobs_num") or 0) if logprobs else None,
+        prompt_logprobs_from=body.get("logprob_start_len", -1) if logprobs else -1,
+    )
+    return _disaggregated(ask, body, options)
+
+
+def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
+    """With its rendezvous as `kv_params`. A prefiller gives one token, whatever was asked for."""
+    ranks = {name: body.get(name) for name in ("routed_dp_rank", "disagg_prefill_dp_rank")}
+    if ranks["routed_dp_rank"] is None:
+        ranks["routed_dp_rank"] = body.get("data_parallel_rank")
+    _check_rank(ranks["routed_dp_rank"], options)
+    if options.role == "both":
+        return replace(ask, kv_params={})
+    rooms = _rooms(body, len(ask.prompts))
+    if options.role == "prefill" and all(place["bootstrap_host"] == _NOBODY for place in rooms):
+        return replace(ask, kv_params={}, max_tokens=1, min_tokens=0, echo_only=False)
+    if any(place["bootstrap_room"] is None for place in rooms):
+        raise _invalid(
+            f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={body.get('rid')!r}"
+        )
+    ask = replace(ask, kv_params={"rooms": rooms, **ranks})
+    return replace(ask, max_tokens=1, min_tokens=0, echo_only=False) if options.role == "prefill" else ask
+
+
+def _check_rank(rank: Any, options: Options) -> None:
+    if rank is not None and not (isinstance(rank, int) and 0 <= rank < options.dp_size):
+        raise _invalid(f"routed_dp_rank={rank} out of range [0, {options.dp_size})")
+
+
+def _rooms(body: dict[str, Any], prompts: int) -> list[dict[str, Any]]:
+    """One place to meet per prompt."""
+    columns = {}
+    for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
+        given = body.get(name)
+        if isinstance(given, list):
+            if len(given) != prompts:
+                raise _invalid(f"{name} has {len(given)} entries for {prompts} prompts")
+            columns[name] = given
+        elif name == "bootstrap_room" and given is not None:
+            columns[name] = [given + index for index in range(prompts)]
+        else:
+            columns[name] = [given] * prompts
+    return [{name: column[index] for name, column in columns.items()} for index in range(prompts)]
+
+
+def _invalid(message: str) -> EngineError:
+    return EngineError(400, message, "BadRequestError")

@@ -1,0 +1,167 @@
+"""The flags of `pdproxy mock-engine`; each sets one field of `Options`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, get_args
+
+from proxy.sim.engine.faults import ACTIONS
+from proxy.sim.options import LoadFailurePolicy, Options, ProtocolName, SimRole
+from proxy.sim.profile import ALL_PROFILES, ConnectorName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DESCRIPTION = """\
+A simulated engine, of vLLM or SGLang: a deterministic model behind the engine's HTTP interface, with KV hand-over
+between a simulated prefiller and decoder over real sockets. For demonstrations, tests and benchmarks; it computes
+nothing."""
+
+_EPILOG = """\
+control endpoints:
+  POST   /_mock/faults   add a fault rule (a JSON object or a list of them)
+  DELETE /_mock/faults   remove all rules
+  GET    /_mock/state    requests seen, counters, pins
+  GET    /_mock/pins     KV kept for decoders
+
+fault rules: {"action": NAME, conditions, parameters}
+  conditions   path, request_id (contained text), every (n-th), skip (first n), probability, times
+  parameters   status, body, headers, seconds, tokens, merged, size, done
+  actions
+"""
+
+
+def _epilog() -> str:
+    return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in ACTIONS.items())
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError("must be between 0 and 65535")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    default = Options()
+    parser = argparse.ArgumentParser(
+        prog="proxy mock-engine",
+        description=_DESCRIPTION,
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=_port, default=0, help="port to listen on; 0 takes a free one and prints it")
+    add("--role", choices=get_args(SimRole), default=default.role, help="what it is used as (default: %(default)s)")
+    add("--model", default=default.model, help="served model name (default: %(default)s)")
+    add(
+        "--profile",
+        dest="profile_name",
+        choices=sorted(ALL_PROFILES),
+        default=default.profile_name,
+        help="the version whose wire format and defects to show (default: %(default)s)",
+    )
+    add(
+        "--connector",
+        dest="connector_name",
+        choices=get_args(ConnectorName),
+        help="shape and rules of the KV params; default: nixl from v0.33 on, mooncake (vllm-ascend) before",
+    )
+    _add_protocol_flags(add, default)
+    add("--api-key", help="require this key for paths under /v1")
+    add("--max-model-len", type=_positive, default=default.max_model_len, metavar="TOKENS")
+    add(
+        "--default-max-tokens",
+        type=_positive,
+        default=default.default_max_tokens,
+        metavar="TOKENS",
+        help="chat without max",
+    )
+    add("--block-size", type=_positive, default=default.block_size, metavar="TOKENS")
+    add("--num-gpu-blocks", type=_positive, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
+    add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
+    add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
+    add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
+    add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
+    add(
+        "--tokens-per-step",
+        type=_positive,
+        default=default.tokens_per_step,
+        metavar="N",
+        help="as speculative decoding does",
+    )
+    add("--stream-interval", type=_positive, default=default.stream_interval, metavar="N", help="tokens per chunk")
+    add("--eos-after", type=_positive, metavar="TOKENS", help="answers end by themselves after about so many tokens")
+    add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
+    add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
+    add(
+        "--kv-load-failure-policy",
+        choices=get_args(LoadFailurePolicy),
+        default=default.kv_load_failure_policy,
+        help="what a decoder does when KV cannot be fetched (default: %(default)s)",
+    )
+    add("--prompt-tokens-details", action=argparse.BooleanOptionalAction, default=True, help="report cached_tokens")
+    add("--reasoning-parser", choices=("", "kimi_k2"), default=default.reasoning_parser, help="(default: %(default)s)")
+    add("--tool-call-parser", choices=("", "kimi_k2"), default=default.tool_call_parser, help="default: none")
+    add(
+        "--dev-mode", action="store_true", help="tell the configuration at /server_info, as VLLM_SERVER_DEV_MODE=1 does"
+    )
+    add("--private-prompt-ids", action="store_true", help="a chat's prompt may be ids under vllm-ascend's own key")
+    add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
+    add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
+    add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
+    return parser
+
+
+def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
+    add(
+        "--protocol",
+        choices=get_args(ProtocolName),
+        help="how KV travels: vLLM's pull (the default), SGLang's bootstrap (the default of its profile), layerwise of "
+        "vllm-ascend, the transfer ids of vLLM's MooncakeConnector, a store, or not at all",
+    )
+    add(
+        "--bootstrap-port",
+        type=_port,
+        default=default.bootstrap_port,
+        help="a prefiller's second port, with the protocols bootstrap and transfer; 0 takes a free one and prints it",
+    )
+    add("--dp-size", type=_positive, default=default.dp_size, metavar="N", help="data-parallel ranks")
+    add(
+        "--waiting-seconds",
+        type=float,
+        default=default.waiting_seconds,
+        metavar="SECONDS",
+        help="how long a leg waits for its partner (default: %(default)s)",
+    )
+    add(
+        "--handshake-seconds",
+        type=float,
+        default=default.handshake_seconds,
+        metavar="SECONDS",
+        help="SGLang: how long a decoder looks for a bootstrap server it does not know (default: %(default)s)",
+    )
+    add(
+        "--metaserver-delay-seconds",
+        type=float,
+        default=default.metaserver_delay_seconds,
+        metavar="SECONDS",
+        help="layerwise: how long a decoder queues before it calls back",
+    )
+    add("--store", metavar="DIRECTORY", help="store: the directory that stands for it; engines that share it share KV")
+
+
+def parse_arguments(argv: list[str]) -> tuple[str, int, Options]:
+    """Host, port and options; exits with code 2 and one line on a mistake."""
+    values = vars(build_parser().parse_args(argv))
+    host, port = values.pop("host"), values.pop("port")
+    return host, port, Options(**values)

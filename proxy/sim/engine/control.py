@@ -1,0 +1,218 @@
+"""Everything a simulated engine serves besides generating: health, metrics, models, tokenizer, and its remote control.
+
+`/_mock/faults` takes fault rules, `/_mock/state` shows what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from proxy.sim.dialects.endpoints import endpoints, error_body
+from proxy.sim.dialects.vllm_ask import read_ask
+from proxy.sim.engine.faults import UnknownAction
+from proxy.sim.engine.replies import json_response, read_json, refusal
+from proxy.sim.engine.stream import hang
+from proxy.sim.errors import EngineError
+from proxy.sim.model.tokenizer import decode, encode, render_chat
+
+if TYPE_CHECKING:
+    from proxy.sim.engine.core import Core
+
+_CONNECTORS: Final = {
+    "transfer": "MooncakeConnector",
+    "layerwise": "MooncakeLayerwiseConnector",
+    "store": "MooncakeStoreConnector",
+}
+_PULLING: Final = {
+    "nixl": "NixlConnector",
+    "mooncake": "MooncakeConnectorV1",
+    "mooncake-pull": "MooncakeConnectorV2",
+    "mooncake-hybrid": "MooncakeHybridConnector",
+}
+"""What vLLM and vLLM-Ascend call what moves KV as a simulated engine does, by its protocol or its connector."""
+
+
+class ControlRoutes:
+    """Reads the engine's state; the only things it changes are fault rules and the prefix cache."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._started_at = int(time.time())
+        self._generation_paths = endpoints(core.options.profile)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._health),
+            web.get("/ping", self._health),
+            web.post("/ping", self._health),
+            web.get("/v1/models", self._models),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.post("/_mock/faults", self._add_faults),
+            web.delete("/_mock/faults", self._clear_faults),
+            web.get("/_mock/faults", self._show_faults),
+            web.get("/_mock/state", self._show_state),
+        ]
+
+    def routes_of_vllm(self) -> list[web.RouteDef]:
+        """What other engines do not have."""
+        return [
+            web.get("/metrics", self._metrics),
+            web.get("/load", self._load),
+            web.get("/version", self._version),
+            *([web.get("/server_info", self._server_info)] if self._core.options.dev_mode else []),
+            web.post("/v1/chat/completions/render", self._render),
+            web.post("/v1/completions/render", self._render),
+            web.post("/reset_prefix_cache", self._reset_prefix_cache),
+        ]
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """The API key, and the faults of everything that does not generate."""
+        key = self._core.options.api_key
+        path = request.path
+        if key is not None and path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
+            return json_response({"error": "Unauthorized"}, 401)
+        if path.startswith("/_mock") or path in self._generation_paths:
+            return await handler(request)  # type: ignore[no-any-return]
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        body, body_bytes = await read_json(request)
+        self._core.state.saw(request.method, path, headers, body, body_bytes)
+        plan = self._core.faults.plan(path, headers.get("x-request-id", ""))
+        self._core.state.struck(len(plan))
+        if rule := plan.get("slow_headers"):
+            await asyncio.sleep(rule.seconds)
+        if "hang_before_headers" in plan:
+            await hang()
+        if rule := plan.get("refuse_status"):
+            error = EngineError(rule.status, "simulated fault", "InternalServerError")
+            said = error_body(error, self._core.options.profile)
+            return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
+        return await handler(request)  # type: ignore[no-any-return]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        core = self._core
+        options = core.options
+        waiting = core.scheduler.waiting
+        gauges: dict[tuple[str, str], float] = {
+            ("num_requests_running", ""): core.scheduler.running,
+            ("num_requests_waiting", ""): waiting,
+            ("kv_cache_usage_perc", ""): min(1.0, core.protocol.blocks_held() / options.num_gpu_blocks),
+            ("engine_sleep_state", 'sleep_state="awake"'): 1,
+            ("cache_config_info", f'block_size="{options.block_size}",num_gpu_blocks="{options.num_gpu_blocks}"'): 1,
+        }
+        if options.profile.has_waiting_by_reason:
+            gauges["num_requests_waiting_by_reason", 'reason="capacity"'] = waiting
+        counters: dict[str, float] = {
+            "prompt_tokens": core.state.prompt_tokens,
+            "generation_tokens": core.state.tokens_generated,
+            "prefix_cache_queries": core.cache.queries,
+            "prefix_cache_hits": core.cache.hits,
+            "external_prefix_cache_hits": core.metrics.prompt_tokens_by_source["external_kv_transfer"],
+            "num_preemptions": 0,
+        }
+        if options.connector == "nixl":
+            counters["nixl_num_kv_expired_reqs"] = core.protocol.describe().get("expired", 0)
+        text = core.metrics.render(gauges, counters)
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return json_response({"server_load": self._core.state.live})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return json_response({"version": self._core.options.profile.version})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        """Of vLLM's whole configuration (entrypoints/serve/instrumentator/server_info.py) what says how KV travels."""
+        options = self._core.options
+        name = _PULLING[options.connector] if options.kv_protocol == "pull" else _CONNECTORS.get(options.kv_protocol)
+        role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[options.role]
+        engine_id = self._core.protocol.describe().get("engine_id")
+        transfer = None if name is None else {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
+        config = {"kv_transfer_config": transfer, "scheduler_config": {"max_num_seqs": options.max_num_seqs}}
+        return json_response({"vllm_config": config})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        options = self._core.options
+        card = {
+            "id": options.model,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "sglang" if options.profile.is_sglang else "vllm",
+            "root": options.model,
+            "parent": None,
+            "max_model_len": options.max_model_len,
+            "permission": [],
+        }
+        return json_response({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body, _ = await read_json(request)
+        if not isinstance(body, dict) or not ("prompt" in body or "messages" in body):
+            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body"))
+        tokens = render_chat(body) if "messages" in body else encode(str(body["prompt"]))
+        max_model_len = self._core.options.max_model_len
+        return json_response(
+            {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens, "token_strs": None}
+        )
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body, _ = await read_json(request)
+        if not isinstance(body, dict) or not isinstance(body.get("tokens"), list):
+            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.tokens"))
+        return json_response({"prompt": decode(body["tokens"], keep_markers=True)})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        """The request as the engine would run it: one object for a chat, a list for completions."""
+        body, _ = await read_json(request)
+        is_chat = request.path == "/v1/chat/completions/render"
+        try:
+            ask = read_ask(body, is_chat=is_chat, options=self._core.options, headers={})
+        except EngineError as error:
+            return refusal(error)
+        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.headers.get('X-Request-Id') or uuid.uuid4().hex}"
+        rendered = [{"request_id": request_id, "token_ids": prompt, "model": ask.model} for prompt in ask.prompts]
+        return json_response(rendered[0] if is_chat else rendered)
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        self._core.cache.clear()
+        self._core.state.prefix_cache_resets += 1
+        self._core.state.changed()
+        return json_response({"success": True}) if self._core.options.profile.has_json_reset else web.Response()
+
+    async def _add_faults(self, request: web.Request) -> web.Response:
+        body, _ = await read_json(request)
+        try:
+            for rule in body if isinstance(body, list) else [body]:
+                if not isinstance(rule, dict):
+                    raise UnknownAction("a fault rule is a JSON object")
+                fields = dict(rule)
+                self._core.faults.add(fields.pop("action", ""), **fields)
+        except UnknownAction as error:
+            return json_response({"error": str(error)}, 400)
+        return json_response(self._core.faults.describe())
+
+    async def _clear_faults(self, request: web.Request) -> web.Response:
+        self._core.faults.clear()
+        return json_response([])
+
+    async def _show_faults(self, request: web.Request) -> web.Response:
+        return json_response(self._core.faults.describe())
+
+    async def _show_state(self, request: web.Request) -> web.Response:
+        core = self._core
+        return json_response(
+            core.state.counters()
+            | core.protocol.describe()
+            | {"running": core.scheduler.running, "waiting": core.scheduler.waiting}
+            | {"requests": [asdict(seen) for seen in core.state.requests]}
+        )

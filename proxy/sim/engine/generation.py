@@ -1,0 +1,278 @@
+"""The engine's side of one request: its sequences, the KV it fetches and the KV it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from proxy.sim.errors import EngineError, internal_error
+from proxy.sim.kv.protocol import Child, Leg, Loaded
+from proxy.sim.model.grammar import GrammarWriter
+from proxy.sim.model.parser import Phase, start_phase
+from proxy.sim.model.sequence import Delta, GarbageWriter, Sequence, Strike, TokenSource
+from proxy.sim.model.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.faults import Plan
+    from proxy.sim.model.ask import Ask
+
+_STRIKES = (
+    "recompute",
+    "reset_after_tokens",
+    "stall_after_tokens",
+    "end_without_finish",
+    "error_event",
+    "kill",
+)
+
+
+class Generation:
+    """Runs one `Ask`. `run` returns when every sequence has ended; cancelling it aborts them all."""
+
+    def __init__(self, core: Core, ask: Ask, answer_id: str, plan: Plan, on_delta: Callable[[Delta], None]) -> None:
+        self.kv_params: dict[str, Any] | None = None
+        self._core = core
+        self._ask = ask
+        self._answer_id = answer_id
+        self._plan = plan
+        self._on_delta = on_delta
+        loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[EngineError | None] = loop.create_future()
+        self._queued_at = self._first_token_at = loop.time()
+        self._leg = core.protocol.leg(ask.kv_params)
+        self._fetching = False
+        # What a prefiller says that answers only when the decoder has the KV.
+        self._withheld: list[Delta] | None = [] if self._leg is Leg.PREFILL and core.protocol.meets else None
+        self.sequences = [
+            self._sequence(prompt_index * ask.samples + sample, prompt)
+            for prompt_index, prompt in enumerate(ask.prompts)
+            for sample in range(ask.samples)
+        ]
+        self._live = len(self.sequences)
+        self._arriving: list[asyncio.Task[None]] = []
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self._ask.prompts))
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(sequence.output) for sequence in self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.sequences[0].cached_tokens
+
+    async def run(self) -> None:
+        try:
+            error = await (self._run_with_partner() if self._has_partner else self._run_alone())
+            if error is None:
+                await self._leave_kv()
+        except asyncio.CancelledError:
+            await self._abort()
+            raise
+        finally:
+            self._leave()
+        if error is not None:
+            self._drop_all()
+            raise error
+
+    @property
+    def _has_partner(self) -> bool:
+        """Whether there is somebody to wait for before there are tokens."""
+        return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
+
+    async def _run_alone(self) -> EngineError | None:
+        for sequence in self.sequences:
+            self._prefill(sequence)
+        for sequence in self.sequences:
+            self._core.scheduler.submit(sequence)
+        return await self._done
+
+    async def _run_with_partner(self) -> EngineError | None:
+        first_only = not self._core.protocol.serves_each_child
+        async with asyncio.TaskGroup() as arrivals:
+            for sequence in self.sequences:
+                if first_only and sequence.index:
+                    self._prefill(sequence)
+                else:
+                    sequence.on_admitted = partial(self._admitted, sequence, arrivals)
+            for sequence in self.sequences:
+                self._core.scheduler.submit(sequence)
+            try:
+                return await self._done
+            finally:
+                # The request is over for whoever still waits, or would be admitted while others are waited for.
+                if self._live:
+                    self._drop_all()
+                for task in self._arriving:
+                    task.cancel()
+
+    def _admitted(self, sequence: Sequence, arrivals: asyncio.TaskGroup) -> None:
+        arrive = self._fetch if self._leg is Leg.DECODE else self._meet
+        self._arriving.append(arrivals.create_task(arrive(sequence)))
+
+    def abort(self) -> None:
+        """End every sequence where it is, as the engine does when told to by name."""
+        for sequence in self.sequences:
+            if sequence.is_live:
+                sequence.abort()
+                self._core.scheduler.drop(sequence)
+
+    async def _meet(self, sequence: Sequence) -> None:
+        try:
+            await self._core.protocol.meet(self._child(sequence))
+        except EngineError as error:
+            self._end(error)
+            return
+        self._prefill(sequence)
+        self._core.scheduler.begin(sequence)
+
+    def _sequence(self, index: int, prompt: list[int]) -> Sequence:
+        options = self._core.options
+        ask = self._ask
+        limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
+        # One set of params names the KV of one prompt, and its blocks are gone after the first pull.
+        is_garbage = self._leg is Leg.DECODE and index > 0 and not self._core.protocol.serves_each_child
+        writer: TokenSource = Writer(prompt, eos_after=options.eos_after)
+        if ask.grammar is not None:
+            # Reasoning that is not to be shown is none for a grammar (vLLM `resolve_reasoning_ended`).
+            reasons = ask.is_thinking and ask.include_reasoning and start_phase(prompt) is Phase.REASONING
+            writer = GrammarWriter(prompt, ask.grammar, reasons=reasons)
+        return Sequence(
+            index,
+            prompt,
+            ask,
+            GarbageWriter() if is_garbage else writer,
+            self._emitted,
+            max_tokens=min(limit, options.max_model_len - len(prompt)),
+            stream_interval=options.stream_interval,
+            ends_at_once=options.first_token_eos,
+            strike=self._strike() if index == 0 else None,
+        )
+
+    def _strike(self) -> Strike | None:
+        for kind in _STRIKES:
+            rule = self._plan.get(kind)
+            if rule is not None and (kind != "kill" or rule.tokens):
+                return Strike(kind, rule.tokens, rule.merged)
+        return None
+
+    def _prefill(self, sequence: Sequence) -> None:
+        """Account for computing a prompt here, less what the prefix cache has."""
+        sequence.cached_tokens = self._core.cache.add(sequence.prompt)
+        sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
+        self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
+        self._core.state.prompt_tokens += len(sequence.prompt)
+        self._core.state.local_prefills += self._leg is not Leg.PREFILL
+
+    async def _fetch(self, sequence: Sequence) -> None:
+        self._fetching = True
+        if rule := self._plan.get("slow_load"):
+            await asyncio.sleep(rule.seconds)
+        try:
+            loaded = await self._core.protocol.load(self._child(sequence))
+        except EngineError as error:
+            self._end(error)
+            return
+        if "load_failure" in self._plan:
+            loaded = Loaded.FAILED
+        if loaded is Loaded.FAILED and self._core.options.kv_load_failure_policy == "fail":
+            sequence.fail()
+            self._core.scheduler.drop(sequence)
+            return
+        if loaded in (Loaded.FAILED, Loaded.ABSENT):
+            self._prefill(sequence)
+        else:
+            if loaded is Loaded.FOREIGN:
+                sequence.source = GarbageWriter()
+            # A decoder that got the KV calls all but the last token, which it runs again, cached.
+            sequence.cached_tokens = len(sequence.prompt) - 1
+            self._core.cache.add(sequence.prompt)
+            self._core.metrics.count_prompt(transferred=len(sequence.prompt))
+            self._core.state.prompt_tokens += len(sequence.prompt)
+        self._core.scheduler.begin(sequence)
+
+    def _emitted(self, delta: Delta) -> None:
+        if not self._first_token_at > self._queued_at:
+            self._first_token_at = asyncio.get_running_loop().time()
+        self._core.state.recomputed += delta.stop_reason == "recomputed"
+        if self._withheld is None:
+            self._on_delta(delta)
+        else:
+            self._withheld.append(delta)
+        if delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
+            self._end(internal_error())
+        elif delta.finish_reason is not None or delta.fault == "end_without_finish":
+            self._count(delta)
+            self._live -= 1
+            if not self._live:
+                self._end(None)
+
+    def _is_swallowed(self, delta: Delta) -> bool:
+        has_tokens = bool(self.sequences[delta.index].output)
+        return self._ask.stream and self._core.options.profile.swallows_empty_finish and not has_tokens
+
+    def _count(self, delta: Delta) -> None:
+        now = asyncio.get_running_loop().time()
+        tokens = len(self.sequences[delta.index].output)
+        reason = delta.finish_reason or "abort"
+        self._core.metrics.finished(reason, self._queued_at, self._first_token_at, now, tokens)
+
+    def _end(self, error: EngineError | None) -> None:
+        if not self._done.done():
+            self._done.set_result(error)
+
+    def _drop_all(self) -> None:
+        for sequence in self.sequences:
+            self._core.scheduler.drop(sequence)
+
+    async def _abort(self) -> None:
+        self._drop_all()
+        if self._live:
+            self._core.state.aborted += 1
+        # A transfer under way is waited for before the blocks are given back, whatever the version.
+        if self._leg is Leg.DECODE and (self._fetching or self._core.options.releases_unused):
+            await self._core.protocol.release(self._ask.kv_params)
+
+    def _leave(self) -> None:
+        if self._leg is not Leg.ALONE:
+            for sequence in self.sequences:
+                self._core.protocol.leave(self._child(sequence))
+
+    async def _leave_kv(self) -> None:
+        """Leave what a decoder will fetch: every sample of every prompt, though only the first is ever reported."""
+        core = self._core
+        if self._leg is Leg.PREFILL and "missing_kv_params" not in self._plan:
+            for sequence in self.sequences:
+                if self._keeps(sequence):
+                    params = await core.protocol.keep(self._child(sequence))
+                    if sequence.index == 0:
+                        self.kv_params = params
+            if self._ask.names_tool and self._ask.is_thinking and core.options.profile.named_tool_choice_fails:
+                raise internal_error()
+            if "lost_response" not in self._plan and not self._ask.stream and self.kv_params is not None:
+                core.protocol.announce(self.kv_params)
+        withheld, self._withheld = self._withheld, None
+        for delta in withheld or ():
+            self._on_delta(delta)
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        """Only an answer cut off at its one token leaves KV, except with the connectors that do not look."""
+        does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
+        return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
+
+    def _child(self, sequence: Sequence) -> Child:
+        request_id = self._child_id(sequence.index)
+        ask = self._ask
+        prompt_index = sequence.index // ask.samples
+        return Child(request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank)
+
+    def _child_id(self, index: int) -> str:
+        prompt_index, sample = divmod(index, self._ask.samples)
+        request_id = self._answer_id if self._ask.is_chat else f"{self._answer_id}-{prompt_index}"
+        return f"{sample}_{request_id}" if self._ask.samples > 1 else request_id

@@ -1,0 +1,159 @@
+"""Embeddings and what is made of them: scores, classes, rankings. Invented, and the same for the same text everywhere.
+
+Shapes as in vLLM `entrypoints/pooling/`: embed, pooling, classify and scoring.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+import uuid
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
+
+from aiohttp import web
+
+from proxy.sim.dialects.vllm_ask import read_ask
+from proxy.sim.engine.replies import json_response, read_json, refusal
+from proxy.sim.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from proxy.sim.engine.core import Core
+
+_WIDTH: Final = 16
+_LABELS: Final = ("LABEL_0", "LABEL_1", "LABEL_2")
+# What a pair is called: of each name one text, or a list of them.
+_PAIRS: Final = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+_Answer = tuple[str, dict[str, Any], int]
+"""What the id begins with, the members of the answer, and how many tokens were read."""
+
+
+class PoolingRoutes:
+    """What one engine does without generating."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/embeddings", self._answering(self._embed))]
+
+    def routes_of_vllm(self) -> list[web.RouteDef]:
+        """What other engines do not have, or in other shapes."""
+        score, rerank = self._answering(self._score), self._answering(self._rerank)
+        return [
+            web.post("/pooling", self._answering(self._pool)),
+            web.post("/classify", self._answering(self._classify)),
+            *(web.post(path, score) for path in ("/score", "/v1/score")),
+            *(web.post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        ]
+
+    def _answering(
+        self, make: Callable[[Mapping[str, Any]], _Answer]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            body, _ = await read_json(request)
+            try:
+                if not isinstance(body, dict):
+                    raise _invalid("Input should be a valid dictionary", "body")
+                prefix, members, tokens = make(body)
+            except EngineError as error:
+                return refusal(error)
+            request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+            usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens}
+            if "results" not in members:
+                members = {"object": "list", "created": int(time.time()), **members}
+                usage |= {"completion_tokens": 0, "prompt_tokens_details": None}
+            head = {"id": f"{prefix}-{request_id}", "model": self._core.options.model}
+            return json_response(head | members | {"usage": usage})
+
+        return answer
+
+    def _embed(self, body: Mapping[str, Any]) -> _Answer:
+        return self._vectors(body, "embd", "embedding", "embedding")
+
+    def _pool(self, body: Mapping[str, Any]) -> _Answer:
+        return self._vectors(body, "pool", "pooling", "data")
+
+    def _vectors(self, body: Mapping[str, Any], prefix: str, kind: str, member: str) -> _Answer:
+        encoding = body.get("encoding_format", "float")
+        if encoding not in ("float", "base64"):
+            raise _invalid("Input should be 'float' or 'base64'", "body.encoding_format")
+        prompts = self._prompts(body, body.get("input"))
+        data = [
+            {"index": index, "object": kind, member: _encoded(embedding(prompt), encoding)}
+            for index, prompt in enumerate(prompts)
+        ]
+        return prefix, {"data": data}, sum(map(len, prompts))
+
+    def _classify(self, body: Mapping[str, Any]) -> _Answer:
+        prompts = self._prompts(body, body.get("input"))
+        data = []
+        for index, prompt in enumerate(prompts):
+            weights = [1 + _similarity(prompt, list(label.encode())) for label in _LABELS]
+            probs = [weight / sum(weights) for weight in weights]
+            label = _LABELS[probs.index(max(probs))]
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(_LABELS)})
+        return "classify", {"data": data}, sum(map(len, prompts))
+
+    def _score(self, body: Mapping[str, Any]) -> _Answer:
+        names = next((pair for pair in _PAIRS if all(body.get(name) for name in pair)), None)
+        if names is None:
+            raise _invalid("Field required", "body.queries")
+        firsts, seconds = (self._prompts(body, body[name]) for name in names)
+        if len(firsts) not in (1, len(seconds)):
+            raise _invalid("Input lengths must be either 1:1, 1:N or N:N", None)
+        pairs = list(zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False))
+        data = [
+            {"index": index, "object": "score", "score": _similarity(first, second)}
+            for index, (first, second) in enumerate(pairs)
+        ]
+        return "score", {"data": data}, sum(len(first) + len(second) for first, second in pairs)
+
+    def _rerank(self, body: Mapping[str, Any]) -> _Answer:
+        query, given = body.get("query"), body.get("documents")
+        if not isinstance(query, str) or not isinstance(given, list) or not given:
+            raise _invalid("Field required", "body.documents" if isinstance(query, str) else "body.query")
+        texts = [document.get("text") if isinstance(document, dict) else document for document in given]
+        (asked,), documents = self._prompts(body, query), self._prompts(body, texts)
+        results: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "document": {"text": text, "multi_modal": None},
+                "relevance_score": _similarity(asked, document),
+            }
+            for index, (text, document) in enumerate(zip(texts, documents, strict=True))
+        ]
+        results.sort(key=lambda result: -result["relevance_score"])
+        most = body.get("top_n") or len(results)
+        return "rerank", {"results": results[:most]}, sum(len(asked) + len(document) for document in documents)
+
+    def _prompts(self, body: Mapping[str, Any], given: Any) -> list[list[int]]:
+        """Token ids of one text, or of each of a list; the model's name is checked, too. Raises EngineError."""
+        as_completion = {"prompt": given, "model": body.get("model"), "max_tokens": 1}
+        return read_ask(as_completion, is_chat=False, options=self._core.options, headers={}).prompts
+
+
+def embedding(prompt: list[int]) -> list[float]:
+    """The vector of a text."""
+    seed = crc32(bytes(token % 256 for token in prompt))
+    return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_WIDTH)]
+
+
+def _encoded(vector: list[float], encoding: str) -> list[float] | str:
+    """As base64 it is 32-bit floats, the lowest byte first."""
+    return vector if encoding == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _similarity(first: list[int], second: list[int]) -> float:
+    """Between 0 and 1."""
+    product = sum(a * b for a, b in zip(embedding(first), embedding(second), strict=True))
+    return (1 + product / _WIDTH) / 2
+
+
+def _invalid(message: str, param: str | None) -> EngineError:
+    return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)

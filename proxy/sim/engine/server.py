@@ -1,0 +1,275 @@
+"""The generation endpoints of a simulated engine, streamed and whole."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import orjson
+from aiohttp import web
+
+from proxy.sim.dialects.answers import DONE, Collector, event
+from proxy.sim.dialects.endpoints import Endpoint, endpoints, error_body
+from proxy.sim.dialects.vllm_ask import PRIVATE_PROMPT_IDS
+from proxy.sim.engine.generation import Generation
+from proxy.sim.engine.replies import json_response, read_json, refusal
+from proxy.sim.engine.stream import WAS_CUT, EventStream, hang, reset, reset_soon
+from proxy.sim.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.dialects.answers import Answer
+    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.faults import Plan
+    from proxy.sim.model.ask import Ask
+    from proxy.sim.model.sequence import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request that the engine has accepted, and how it is to be answered."""
+
+    request: web.Request
+    endpoint: Endpoint
+    ask: Ask
+    answer: Answer
+    plan: Plan
+    headers: dict[str, str]
+    """Of the answer."""
+
+
+class GenerationRoutes:
+    """`kill` ends the whole engine; it is what the fault of that name does."""
+
+    def __init__(self, core: Core, kill: Callable[[], None]) -> None:
+        self._core = core
+        self._kill = kill
+        self._live_ids: set[str] = set()
+        self._generations: dict[str, Generation] = {}
+        self._heedless: set[asyncio.Task[None]] = set()
+        self._served: WeakSet[asyncio.Transport] = WeakSet()
+        """Connections on which a request has been begun."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post(path, partial(self._counted, endpoint=endpoint))
+            for path, endpoint in endpoints(self._core.options.profile).items()
+        ]
+
+    async def stop(self, app: web.Application) -> None:
+        """End what no client waits for."""
+        for task in self._heedless:
+            task.cancel()
+        await asyncio.gather(*self._heedless, return_exceptions=True)
+
+    def abort(self, beginning: str) -> None:
+        """End the answers whose ids begin like this."""
+        for answer_id, generation in list(self._generations.items()):
+            if answer_id.startswith(beginning):
+                generation.abort()
+
+    async def _counted(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
+        """Every request is live until its answer ended, one way or another."""
+        state = self._core.state
+        body, body_bytes = await read_json(request)
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        state.live += 1
+        state.saw(request.method, request.path, headers, body, body_bytes)
+        try:
+            response = await self._answer(request, headers, body, endpoint)
+            state.finished += 1
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            state.disconnects += WAS_CUT not in request
+            raise
+        finally:
+            state.live -= 1
+            state.changed()
+
+    async def _answer(
+        self, request: web.Request, headers: dict[str, str], body: Any, endpoint: Endpoint
+    ) -> web.StreamResponse:
+        core = self._core
+        request_id = core.new_request_id(headers, body)
+        plan = core.faults.plan(request.path, request_id, body.get("user") if isinstance(body, dict) else None)
+        core.state.struck(len(plan))
+        if plan and (refused := await self._fail_early(request, plan)):
+            return refused
+        if request.transport is not None:
+            self._served.add(request.transport)
+        try:
+            ask = endpoint.read(_overlooking(body, plan), options=core.options, headers=headers)
+        except EngineError as error:
+            await self._release_rejected(error, body)
+            return refusal(error, endpoint)
+        if core.protocol.is_deadly(ask.kv_params):
+            self._kill()
+            await hang()
+        answer_id = endpoint.id_prefix + request_id
+        if answer_id in self._live_ids and not core.options.request_id_randomization:
+            return refusal(EngineError(400, f"Request id {answer_id} already running.", "BadRequestError"), endpoint)
+        extra = {"X-Request-Id": request_id} if core.options.request_id_headers else {}
+        if not ask.stream:
+            extra |= self._load_report(headers)
+        answer = endpoint.answer(ask, core.options, answer_id)
+        exchange = Exchange(request, endpoint, ask, answer, plan, extra)
+        self._live_ids.add(answer_id)
+        try:
+            return await (self._stream(exchange) if ask.stream else self._whole(exchange))
+        finally:
+            self._live_ids.discard(answer_id)
+
+    async def _fail_early(self, request: web.Request, plan: Plan) -> web.Response | None:
+        if rule := plan.get("slow_headers"):
+            await asyncio.sleep(rule.seconds)
+        if "hang_before_headers" in plan:
+            await hang()
+        if "reset_before_headers" in plan:
+            reset(request)
+            await hang()
+        if "close_reused" in plan and (transport := request.transport) is not None and transport in self._served:
+            request[WAS_CUT] = True
+            transport.close()
+            await hang()
+        if (rule := plan.get("kill")) and not rule.tokens:
+            self._kill()
+            await hang()
+        if rule := plan.get("refuse_status"):
+            error = EngineError(rule.status, "simulated fault", "InternalServerError")
+            said = error_body(error, self._core.options.profile)
+            return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
+        return None
+
+    async def _release_rejected(self, error: EngineError, body: Any) -> None:
+        params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+        if error.late and self._core.options.releases_unused and params and params.get("do_remote_prefill"):
+            await self._core.protocol.release(params)
+
+    def _load_report(self, headers: dict[str, str]) -> dict[str, str]:
+        """The ORCA load report, which vLLM adds to whole answers only."""
+        usage = self._core.protocol.blocks_held() / self._core.options.num_gpu_blocks
+        waiting = self._core.scheduler.waiting
+        match headers.get("endpoint-load-metrics-format", "").lower():
+            case "text":
+                named = f"named_metrics.kv_cache_usage_perc={usage}, named_metrics.num_requests_waiting={waiting}"
+                return {"endpoint-load-metrics": f"TEXT {named}"}
+            case "json":
+                report = {"named_metrics": {"kv_cache_usage_perc": usage, "num_requests_waiting": waiting}}
+                return {"endpoint-load-metrics": f"JSON {orjson.dumps(report).decode()}"}
+        return {}
+
+    async def _stream(self, exchange: Exchange) -> web.StreamResponse:
+        request, endpoint, answer, plan = exchange.request, exchange.endpoint, exchange.answer, exchange.plan
+        stream = EventStream(request, answer, plan, exchange.headers)
+        if not endpoint.opens_late or plan.has_any("reset_after_headers", "hang_after_headers"):
+            await stream.open()
+        await self._break_after_headers(request, plan)
+
+        def on_delta(delta: Delta) -> None:
+            stream.on_delta(delta)
+            self._core.state.tokens_sent += len(delta.token_ids)
+            self._strike(request, delta)
+
+        generation = Generation(self._core, exchange.ask, answer.answer_id, plan, on_delta)
+        try:
+            try:
+                await self._run(generation, answer, plan)
+                closing = self._closing(answer, plan, generation.cached_tokens)
+            except EngineError as error:
+                closing = [event(endpoint.lament(error, answer.answer_id)), DONE]
+            await stream.close(closing)
+        finally:
+            stream.stop()
+        return stream.response
+
+    async def _run(self, generation: Generation, answer: Answer, plan: Plan) -> None:
+        """Run it where it may be told to abort."""
+        if "ignore_leaving" in plan:
+            task = asyncio.create_task(self._named(generation, answer))
+            self._heedless.add(task)
+            task.add_done_callback(self._heedless.discard)
+            await asyncio.shield(task)
+        else:
+            await self._named(generation, answer)
+
+    async def _named(self, generation: Generation, answer: Answer) -> None:
+        self._generations[answer.answer_id] = generation
+        try:
+            await generation.run()
+        finally:
+            self._generations.pop(answer.answer_id, None)
+
+    def _closing(self, answer: Answer, plan: Plan, cached_tokens: int) -> list[bytes]:
+        rule = plan.get("end_without_finish")
+        if rule is None:
+            return answer.closing(cached_tokens)
+        return [DONE] if rule.done else []
+
+    async def _whole(self, exchange: Exchange) -> web.StreamResponse:
+        ask, answer, plan = exchange.ask, exchange.answer, exchange.plan
+        collector = Collector(len(ask.prompts) * ask.samples)
+
+        def on_delta(delta: Delta) -> None:
+            collector.on_delta(delta)
+            self._strike(exchange.request, delta)
+
+        generation = Generation(self._core, ask, answer.answer_id, plan, on_delta)
+        try:
+            await self._run(generation, answer, plan)
+        except EngineError as error:
+            return refusal(error, exchange.endpoint)
+        if "lost_response" in plan:
+            reset(exchange.request)
+            await hang()
+        body = orjson.dumps(
+            answer.whole(generation.sequences, collector.deltas, generation.cached_tokens, generation.kv_params)
+        )
+        self._core.state.tokens_sent += generation.completion_tokens
+        return await self._send_whole(exchange, body)
+
+    async def _send_whole(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        request, plan, headers = exchange.request, exchange.plan, exchange.headers
+        if not plan.has_any("truncated_json", "invalid_json", "hang_after_headers", "reset_after_headers"):
+            return web.Response(body=body, headers=headers, content_type="application/json")
+        if "invalid_json" in plan:
+            return web.Response(body=body[: len(body) // 2], headers=headers, content_type="application/json")
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        await response.prepare(request)
+        await self._break_after_headers(request, plan)
+        await response.write(body[: len(body) // 2])
+        request[WAS_CUT] = True
+        if request.transport is not None:
+            request.transport.close()
+        await hang()
+        return response
+
+    async def _break_after_headers(self, request: web.Request, plan: Plan) -> None:
+        if "reset_after_headers" in plan:
+            reset_soon(request)
+            await hang()
+        if "hang_after_headers" in plan:
+            await hang()
+
+    def _strike(self, request: web.Request, delta: Delta) -> None:
+        if delta.fault == "reset_after_tokens":
+            reset_soon(request)
+        elif delta.fault == "kill":
+            self._kill()
+
+
+def _overlooking(body: Any, plan: Plan) -> Any:
+    """The body as an engine sees it that does not know some of its members."""
+    if not isinstance(body, dict):
+        return body
+    if "drop_token_ids" in plan:
+        body = body | {"return_token_ids": False}
+    if "ignore_prompt_ids" in plan and isinstance(params := body.get("kv_transfer_params"), dict):
+        unknown = ("prompt_token_ids", PRIVATE_PROMPT_IDS)
+        body = body | {"kv_transfer_params": {name: params[name] for name in params if name not in unknown}}
+    return body

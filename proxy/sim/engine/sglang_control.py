@@ -1,0 +1,127 @@
+"""What SGLang serves besides generating, where it is not as with vLLM: health, loads, information, and aborts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from proxy.sim.engine.replies import json_response, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.engine.core import Core
+    from proxy.sim.engine.server import GenerationRoutes
+
+_MODES = {"prefill": "prefill", "decode": "decode", "both": "null"}
+
+
+class SglangRoutes:
+    """Routes of SGLang `entrypoints/http_server.py`, the deprecated names among them."""
+
+    def __init__(self, core: Core, generations: GenerationRoutes, bootstrap_port: Callable[[], int]) -> None:
+        self._core = core
+        self._bootstrap_port = bootstrap_port
+        self._generations = generations
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health_generate", self._health),
+            web.get("/ready", self._health),
+            web.get("/model_info", self._model_info),
+            web.get("/get_model_info", self._model_info),
+            web.get("/server_info", self._server_info),
+            web.get("/get_server_info", self._server_info),
+            web.get("/v1/loads", self._loads),
+            web.get("/flush_cache", self._flush_cache),
+            web.post("/flush_cache", self._flush_cache),
+            web.post("/abort_request", self._abort_request),
+            web.get("/metrics", self._metrics),
+        ]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        model = self._core.options.model
+        info = {"model_path": model, "tokenizer_path": model, "is_generation": True, "weight_version": "default"}
+        return json_response(info | {"preferred_sampling_params": None, "model_type": "sim", "architectures": ["Sim"]})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        options = self._core.options
+        return json_response(
+            {
+                "model_path": options.model,
+                "served_model_name": options.model,
+                "disaggregation_mode": _MODES[options.role],
+                "disaggregation_bootstrap_port": self._bootstrap_port(),
+                "dp_size": options.dp_size,
+                "max_running_requests": options.max_num_seqs,
+                "max_total_num_tokens": options.num_gpu_blocks * options.block_size,
+                "version": options.profile.version,
+                "internal_states": [self._load(rank) for rank in range(options.dp_size)],
+            }
+        )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        options = self._core.options
+        rank = request.query.get("dp_rank")
+        ranks = range(options.dp_size) if rank is None else [int(rank)]
+        head = {"timestamp": time.time(), "version": options.profile.version, "accelerator": "sim"}
+        return json_response(head | {"num_accelerators": 1, "loads": [self._load(rank) for rank in ranks]})
+
+    def _load(self, rank: int) -> dict[str, Any]:
+        """All that runs is told of rank 0."""
+        scheduler = self._core.scheduler
+        options = self._core.options
+        return {
+            "dp_rank": rank,
+            "num_running_reqs": 0 if rank else scheduler.running,
+            "num_waiting_reqs": 0 if rank else scheduler.waiting,
+            "num_total_reqs": 0 if rank else scheduler.running + scheduler.waiting,
+            "num_used_tokens": 0,
+            "max_total_num_tokens": options.num_gpu_blocks * options.block_size,
+            "token_usage": 0.0,
+            "max_running_requests": options.max_num_seqs,
+        }
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if self._core.scheduler.running or self._core.scheduler.waiting:
+            return web.Response(status=400, text="Cache not flushed: there are running requests.\n")
+        self._core.cache.clear()
+        self._core.state.prefix_cache_resets += 1
+        self._core.state.changed()
+        return web.Response(text="Cache flushed.\n")
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body, _ = await read_json(request)
+        named = body if isinstance(body, dict) else {}
+        if named.get("abort_all") or named.get("rid"):
+            self._generations.abort("" if named.get("abort_all") else str(named["rid"]))
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        scheduler = self._core.scheduler
+        labels = f'model_name="{self._core.options.model}"'
+        gauges = {"num_running_reqs": scheduler.running, "num_queue_reqs": scheduler.waiting, "token_usage": 0.0}
+        lines = [
+            line
+            for name, value in gauges.items()
+            for line in (f"# TYPE sglang:{name} gauge", f"sglang:{name}{{{labels}}} {value}")
+        ]
+        lines += self._token_lines(labels)
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+
+    def _token_lines(self, labels: str) -> list[str]:
+        """Counters of tokens: of prompts all, and by what the engine did; a decoder did nothing for what came to it."""
+        core = self._core
+        computed, cached, _ = core.metrics.prompt_tokens_by_source.values()
+        modes = {"prefill_compute": computed, "prefill_cache": cached, "decode": core.state.tokens_generated}
+        return [
+            "# TYPE sglang:prompt_tokens_total counter",
+            f"sglang:prompt_tokens_total{{{labels}}} {core.state.prompt_tokens}",
+            "# TYPE sglang:realtime_tokens_total counter",
+            *(f'sglang:realtime_tokens_total{{{labels},mode="{mode}"}} {count}' for mode, count in modes.items()),
+        ]

@@ -1,0 +1,231 @@
+"""A simulated engine, in this process (`SimulatedEngine`) or as a program (`pdproxy mock-engine`).
+
+It speaks the engines' HTTP interface and hands KV to other simulated engines over real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, Self
+
+import uvloop
+from aiohttp import web
+
+from proxy.sim.engine.cli import parse_arguments
+from proxy.sim.engine.control import ControlRoutes
+from proxy.sim.engine.core import Core
+from proxy.sim.engine.faults import Faults
+from proxy.sim.engine.metrics import EngineMetrics
+from proxy.sim.engine.pooling import PoolingRoutes
+from proxy.sim.engine.scheduler import Scheduler
+from proxy.sim.engine.server import GenerationRoutes
+from proxy.sim.engine.sglang_control import SglangRoutes
+from proxy.sim.engine.stream import reset_transport
+from proxy.sim.kv.bare import NoProtocol
+from proxy.sim.kv.bootstrap import DEFAULT_PORT, BootstrapProtocol
+from proxy.sim.kv.cache import Pin, PrefixCache
+from proxy.sim.kv.layerwise import LayerwiseProtocol
+from proxy.sim.kv.pull import PullProtocol
+from proxy.sim.kv.store import StoreProtocol
+from proxy.sim.kv.transfer import TransferProtocol
+from proxy.sim.options import Options, ProtocolName
+from proxy.sim.state import Condition, Seen, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from proxy.sim.kv.protocol import KvProtocol
+
+PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, int]]], KvProtocol]] = {
+    "pull": PullProtocol,
+    "bootstrap": BootstrapProtocol,
+    "layerwise": LayerwiseProtocol,
+    "transfer": TransferProtocol,
+    "store": StoreProtocol,
+    "none": NoProtocol,
+}
+"""How KV travels; a new protocol is one file and one line here."""
+
+_MAX_BODY_BYTES = 256 * 1024 * 1024
+
+
+class SimulatedEngine:
+    """An engine on the current event loop, serving between `__aenter__` and `__aexit__`.
+
+    Options are given by name (see `Options`). `state` counts what happened, `pins` is the KV kept for decoders,
+    `faults` makes requests go wrong. Nothing is left running or open afterwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        options: Options | None = None,
+        on_kill: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.options = dataclasses.replace(options or Options(), **fields)
+        self.bootstrap_port: int | None = None
+        """Where decoders ask this prefiller, once it runs, if they do in its protocol."""
+        self.state = State()
+        self.faults = Faults()
+        self._runner: web.AppRunner | None = None
+        self._core: Core | None = None
+        self._killing: asyncio.Task[None] | None = None
+        self._on_kill = on_kill or self._kill_soon
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def core(self) -> Core:
+        assert self._core is not None, "the engine is not running"
+        return self._core
+
+    @property
+    def pins(self) -> dict[str, Pin]:
+        """The KV pinned right now, by remote request id."""
+        protocol = self._core.protocol if self._core is not None else None
+        return protocol.pins if protocol is not None else {}
+
+    @property
+    def requests(self) -> list[Seen]:
+        return list(self.state.requests)
+
+    @property
+    def is_running(self) -> bool:
+        return self._core is not None
+
+    async def wait_until(self, condition: Condition, timeout_seconds: float = 5.0) -> None:
+        """Wait for a condition on `state`, which is looked at whenever anything changes."""
+        await self.state.wait_until(condition, timeout_seconds)
+
+    async def start(self) -> None:
+        scheduler = Scheduler(self.options, self._on_step)
+        scheduler.start()
+        self._core = Core(
+            options=self.options,
+            state=self.state,
+            faults=self.faults,
+            scheduler=scheduler,
+            cache=PrefixCache(self.options.block_size, self.options.num_gpu_blocks),
+            metrics=EngineMetrics(self.options.model),
+            protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
+        )
+        self._runner = web.AppRunner(
+            self._app(self._core), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
+        await self._runner.setup()
+        self.port = await self._listen(self._runner, self.port)
+        if self._core.protocol.has_bootstrap_port and self.options.role != "decode":
+            self.bootstrap_port = await self._listen(self._runner, self.bootstrap_port or self.options.bootstrap_port)
+
+    def _app(self, core: Core) -> web.Application:
+        control = ControlRoutes(core)
+        generations = GenerationRoutes(core, self._on_kill)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
+        pooling = PoolingRoutes(core)
+        app.add_routes([*control.routes(), *pooling.routes()])
+        if self.options.profile.is_sglang:
+            app.add_routes(SglangRoutes(core, generations, self._told_bootstrap_port).routes())
+        else:
+            app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
+        app.add_routes(core.protocol.routes())
+        app.add_routes(generations.routes())
+        app.on_cleanup.append(generations.stop)
+        return app
+
+    def _told_bootstrap_port(self) -> int:
+        """Every engine has one in its configuration, whether it listens there or not."""
+        return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
+
+    async def _listen(self, runner: web.AppRunner, port: int) -> int:
+        """Serve on a port, and return which it is."""
+        known = len(runner.addresses)
+        await web.TCPSite(runner, self.host, port, backlog=4096, reuse_address=True).start()
+        return int(runner.addresses[known][1])
+
+    async def kill(self) -> None:
+        """End as a crash would: every connection reset, the port closed, all pins gone."""
+        core, runner = self._core, self._runner
+        self._core = self._runner = None
+        if core is None or runner is None:
+            return
+        self.state.kills += 1
+        core.scheduler.stop()
+        self._abort_connections(runner)
+        await core.protocol.stop()
+        await runner.cleanup()
+        # Transports tell their protocols of their end in the next turn.
+        await asyncio.sleep(0)
+        self.state.pinned = 0
+        self.state.changed()
+
+    async def restart(self) -> None:
+        """Start again on the same port as a new engine, which knows nothing of the KV of the old one.
+
+        An engine that a fault has killed is waited for; counters and fault rules are kept.
+        """
+        await self._end()
+        await self.start()
+
+    async def _end(self) -> None:
+        killing, self._killing = self._killing, None
+        if killing is not None:
+            await killing
+        await self.kill()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    def _abort_connections(self, runner: web.AppRunner) -> None:
+        for handler in runner.server.connections if runner.server is not None else ():
+            if handler.transport is not None:
+                reset_transport(handler.transport)
+
+    def _kill_soon(self) -> None:
+        if self._killing is None:
+            self._killing = asyncio.create_task(self.kill())
+
+    def _kv_address(self) -> tuple[str, int]:
+        return self.options.kv_host or self.host, self.port
+
+    def _on_step(self, tokens: int) -> None:
+        self.state.tokens_generated += tokens
+        self.state.changed()
+
+
+async def serve(host: str, port: int, options: Options) -> None:
+    """Run one engine until SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with SimulatedEngine(host=host, port=port, options=options, on_kill=lambda: os._exit(1)) as engine:
+        bootstrap = f" with bootstrap port {engine.bootstrap_port}" if engine.bootstrap_port else ""
+        print(f"simulated {options.role} engine ({options.profile_name}) on {engine.url}{bootstrap}", flush=True)
+        await stopped.wait()
+
+
+def main(argv: list[str]) -> int:
+    host, port, options = parse_arguments(argv)
+    try:
+        uvloop.run(serve(host, port, options))
+    except OSError as error:
+        print(f"cannot listen on {host}:{port}: {error}", file=sys.stderr)
+        return 1
+    return 0

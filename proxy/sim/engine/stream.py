@@ -1,0 +1,179 @@
+"""Writing answers to a socket: server-sent events without a task switch per event, and the ways to break off.
+
+Events go to the transport from the scheduler's step, in one call stack. A reader that is too slow makes deltas merge,
+as they do in the engine's output collector, instead of filling memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+
+    from proxy.sim.dialects.answers import Answer
+    from proxy.sim.engine.faults import Plan
+    from proxy.sim.model.sequence import Delta
+
+_HIGH_WATER_BYTES = 64 * 1024
+_RESET_AFTER_SECONDS = 0.02
+
+WAS_CUT = web.RequestKey("was_cut", bool)
+"""Marks requests whose connection the engine itself broke."""
+
+
+def reset(request: web.Request) -> None:
+    """Cut the connection so that the other side sees a reset, not an end."""
+    request[WAS_CUT] = True
+    if request.transport is not None:
+        reset_transport(request.transport)
+
+
+def reset_soon(request: web.Request) -> None:
+    """Reset once the other side had time to read, for a reset throws away what was sent and not yet read."""
+    asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset, request)
+
+
+def reset_transport(transport: asyncio.Transport) -> None:
+    sock = transport.get_extra_info("socket")
+    if sock is not None and not transport.is_closing():
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+async def hang() -> None:
+    """Wait for the client to give up; the handler is cancelled when it does."""
+    await asyncio.get_running_loop().create_future()
+
+
+class EventStream:
+    """One streamed answer. `on_delta` is called by the generation; `close` sends what is left and the end.
+
+    It opens by itself with the first delta, if it is not opened before.
+    """
+
+    def __init__(self, request: web.Request, answer: Answer, plan: Plan, headers: dict[str, str]) -> None:
+        self.response = web.StreamResponse(headers=headers)
+        self._request = request
+        self._answer = answer
+        self._plan = plan
+        self._writer: AbstractStreamWriter | None = None
+        self._held: dict[int, Delta] = {}
+        self._drained: asyncio.Task[None] | None = None
+        self._batch: list[bytes] = []
+        self._pieces: deque[bytes] = deque()
+        self._opening: asyncio.Task[None] | None = None
+        self._early: list[Delta] = []
+        self._is_left = False
+        self._pumped: asyncio.Future[None] | None = None
+
+    async def open(self) -> None:
+        """Commit the status line: before the first token, as vLLM does."""
+        self.response.content_type = "text/event-stream"
+        self.response.charset = "utf-8"
+        self.response.enable_chunked_encoding()
+        self._writer = await self.response.prepare(self._request)
+
+    def on_delta(self, delta: Delta) -> None:
+        if self._is_left:
+            return
+        if self._writer is None:
+            self._early.append(delta)
+            self._opening = self._opening or asyncio.create_task(self._open_late())
+        elif self._drained is None:
+            self._send(self._answer.events(delta))
+        elif delta.index in self._held:
+            self._held[delta.index].merge(delta)
+        else:
+            self._held[delta.index] = delta
+
+    async def _open_late(self) -> None:
+        await self.open()
+        early, self._early = self._early, []
+        for delta in early:
+            self.on_delta(delta)
+
+    async def close(self, closing: list[bytes]) -> None:
+        if self._opening is not None:
+            await self._opening
+        elif self._writer is None:
+            await self.open()
+        while self._drained is not None:
+            await self._drained
+        self._send(closing)
+        self._write_batch()
+        if self._pumped is not None:
+            await self._pumped
+        await self.response.write_eof()
+
+    def stop(self) -> None:
+        """The handler is leaving: end what runs beside it."""
+        self._is_left = True
+        for task in (self._opening, self._drained):
+            if task is not None:
+                task.cancel()
+        self._pieces.clear()
+
+    def _send(self, events: list[bytes]) -> None:
+        if not self._plan:
+            self._write(events)
+            return
+        for event in events:
+            if "comments" in self._plan:
+                event = b": keep-alive\n\n" + event
+            if "crlf" in self._plan:
+                event = event.replace(b"\n", b"\r\n")
+            self._batch.append(event)
+            rule = self._plan.get("coalesce")
+            if rule is None or len(self._batch) >= rule.size:
+                self._write_batch()
+
+    def _write_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        if len(batch) > 1:
+            batch = [b"".join(batch)]
+        self._write(batch)
+
+    def _write(self, events: list[bytes]) -> None:
+        transport = self._request.transport
+        if not events or transport is None or transport.is_closing():
+            return
+        data = b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events])
+        if rule := self._plan.get("split_bytes"):
+            self._pieces.extend([data[at : at + rule.size] for at in range(0, len(data), rule.size)])
+            self._pump()
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > _HIGH_WATER_BYTES and self._drained is None:
+            self._drained = asyncio.create_task(self._drain())
+
+    def _pump(self) -> None:
+        """One piece per turn of the event loop, so that they leave as separate segments."""
+        if self._pumped is None:
+            self._pumped = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(self._write_piece)
+
+    def _write_piece(self) -> None:
+        assert self._pumped is not None
+        transport = self._request.transport
+        if self._pieces and transport is not None and not transport.is_closing():
+            transport.write(self._pieces.popleft())
+            asyncio.get_running_loop().call_soon(self._write_piece)
+        else:
+            if not self._pumped.done():  # whoever waited for the last piece may be gone
+                self._pumped.set_result(None)
+            self._pumped = None
+
+    async def _drain(self) -> None:
+        assert self._writer is not None
+        await self._writer.drain()
+        self._drained = None
+        held, self._held = self._held, {}
+        for delta in held.values():
+            self.on_delta(delta)

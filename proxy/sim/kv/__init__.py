@@ -1,0 +1,1 @@
+"""How KV travels between simulated engines: one file per protocol. `engine.simulated.PROTOCOLS` names them."""

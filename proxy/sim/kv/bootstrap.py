@@ -1,0 +1,233 @@
+"""SGLang's protocol: prefiller and decoder of a request meet in a room, and neither can do without the other.
+
+Decoders ask the prefiller's bootstrap server, here a second port of the engine, for their room: `POST /_mock/room`
+stands for the whole exchange and is answered when the KV has arrived. The prefiller computes once the decoder is there,
+and answers once the decoder has the KV. A leg without its partner waits, by default 300 s
+(SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. Nobody tells a leg that its partner has left. A
+bootstrap server that a decoder does not know is asked every second, 15 times, before the leg fails
+(`_max_ensure_retries` in SGLang's disaggregation/decode.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import orjson
+from aiohttp import web
+
+from proxy.sim.errors import EngineError
+from proxy.sim.kv.peers import Peers, address
+from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded
+from proxy.sim.model.writer import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.sim.options import Options
+    from proxy.sim.state import State
+
+DEFAULT_PORT = 8998
+_HANDSHAKE_INTERVAL_SECONDS = 1.0
+
+
+class Room:
+    """A meeting at the prefiller. More than one of a kind in it, and nobody gets anything."""
+
+    def __init__(self) -> None:
+        self.prefills = 0
+        self.decoders: list[asyncio.Future[int]] = []
+        self.is_broken = False
+        """For good: who has met another of its kind here fails, whoever leaves."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prefills and not self.decoders
+
+    def come(self) -> None:
+        """Somebody came in."""
+        self.is_broken = self.is_broken or self.prefills > 1 or len(self.decoders) > 1
+
+
+class BootstrapProtocol(KvProtocol):
+    """Both ends; owns the rooms in which this engine's prefill legs are, by room number and DP rank."""
+
+    has_bootstrap_port = True
+    meets = True
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        self._options = options
+        self._state = state
+        self._rooms: dict[tuple[int, int], Room] = {}
+        self._in_rooms: dict[str, tuple[int, int]] = {}
+        self._ranks: Counter[int] = Counter()
+        self._peers = Peers()
+        self._reached: set[str] = set()
+        """Bootstrap servers that this decoder knows."""
+
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        """A matter of the engine's role; without one, or without a partner, there is no disaggregation."""
+        if not params:
+            return Leg.ALONE
+        return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
+
+    async def meet(self, child: Child) -> None:
+        number = child.params["rooms"][child.prompt_index]["bootstrap_room"]
+        key = number, self._rank(child, number)
+        self._ranks[key[1]] += 1
+        if child.samples > 1:
+            await self._wait_in_vain(number)
+        room = self._enter(key, child.request_id)
+        with self._state.waiting_room():
+            await self._until(lambda: room.decoders or room.is_broken, number)
+        if room.is_broken:
+            raise _collision(number)
+
+    async def keep(self, child: Child) -> dict[str, Any] | None:
+        """Hand the KV to the decoder that is in the room, or to one that comes in time."""
+        key = self._in_rooms[child.request_id]
+        room = self._rooms[key]
+        with self._state.waiting_room():
+            await self._until(lambda: room.decoders or room.is_broken, key[0])
+        if room.is_broken:
+            raise _collision(key[0])
+        decoder = room.decoders[0]
+        if not decoder.done():
+            decoder.set_result(digest(child.prompt))
+        return None
+
+    def leave(self, child: Child) -> None:
+        key = self._in_rooms.pop(child.request_id, None)
+        if key is not None:
+            self._rooms[key].prefills -= 1
+            self._tidy(key)
+
+    async def load(self, child: Child) -> Loaded:
+        place = child.params["rooms"][child.prompt_index]
+        number = place["bootstrap_room"]
+        self._ranks[self._rank(child, number)] += 1
+        if child.samples > 1:
+            await self._wait_in_vain(number)
+        with self._state.waiting_room():
+            try:
+                server = self._server(place)
+                await self._shake_hands(server, child, number)
+                async with asyncio.timeout(self._options.waiting_seconds):
+                    answer = await self._peers.post(f"{server}/_mock/room", self._question(child, number))
+            except TimeoutError:
+                _gave_up(number, self._options.waiting_seconds)
+        if answer is None:
+            self._reached.discard(server)
+            self._state.pull_failures += 1
+            raise _failure(f"Decode transfer failed for request rank=0 bootstrap_room={number}")
+        self._state.pulls += 1
+        return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/_mock/room", self._admit), web.get("/_mock/bootstrap", self._tell)]
+
+    def describe(self) -> dict[str, Any]:
+        """`dp_ranks`: how many legs each rank had, by its number."""
+        return {
+            "rooms": len(self._rooms),
+            "dp_ranks": {str(rank): count for rank, count in sorted(self._ranks.items())},
+        }
+
+    async def stop(self) -> None:
+        await self._peers.close()
+
+    async def _admit(self, request: web.Request) -> web.Response:
+        """A decoder comes in, and stays until it has the KV or leaves."""
+        body = await request.json(loads=orjson.loads)
+        number = body["room"]
+        rank = number % self._options.dp_size if body["dp_rank"] is None else body["dp_rank"]
+        key = number, rank
+        room = self._rooms.setdefault(key, Room())
+        decoder = asyncio.get_running_loop().create_future()
+        room.decoders.append(decoder)
+        room.come()
+        self._collide(room)
+        try:
+            return web.json_response({"prompt_digest": await decoder})
+        except EngineError:
+            return web.json_response({"error": "room collision"}, status=409)
+        finally:
+            room.decoders.remove(decoder)
+            self._tidy(key)
+
+    def _enter(self, key: tuple[int, int], name: str) -> Room:
+        room = self._rooms.setdefault(key, Room())
+        room.prefills += 1
+        self._in_rooms[name] = key
+        room.come()
+        self._collide(room)
+        return room
+
+    def _collide(self, room: Room) -> None:
+        if room.is_broken:
+            for decoder in room.decoders:
+                if not decoder.done():
+                    decoder.set_exception(_collision(0))
+        self._state.changed()
+
+    def _tidy(self, key: tuple[int, int]) -> None:
+        if self._rooms[key].is_empty:
+            del self._rooms[key]
+        self._state.changed()
+
+    def _rank(self, child: Child, number: int) -> int:
+        """`follow_bootstrap_room`, unless the request names a rank."""
+        named = child.params["routed_dp_rank"]
+        return number % self._options.dp_size if named is None else int(named)
+
+    def _server(self, place: Mapping[str, Any]) -> str:
+        return address(place["bootstrap_host"], place["bootstrap_port"] or self._options.bootstrap_port or DEFAULT_PORT)
+
+    async def _shake_hands(self, server: str, child: Child, number: int) -> None:
+        """Learn of a bootstrap server. Raises EngineError when there is none."""
+        try:
+            async with asyncio.timeout(self._options.handshake_seconds):
+                while server not in self._reached:
+                    if await self._peers.get(f"{server}/_mock/bootstrap") is not None:
+                        self._reached.add(server)
+                    else:
+                        await asyncio.sleep(_HANDSHAKE_INTERVAL_SECONDS)
+        except TimeoutError:
+            raise _failure(
+                f"Decode handshake failed for request rank=0 decode_req.req.rid={child.request_id!r} "
+                f"decode_req.req.bootstrap_room={number} with exception "
+                f"KVTransferError(bootstrap_room={number}): Aborted by AbortReq."
+            ) from None
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        """The prefiller's end: here is a bootstrap server."""
+        return web.json_response({})
+
+    def _question(self, child: Child, number: int) -> dict[str, Any]:
+        return {"room": number, "dp_rank": child.params["disagg_prefill_dp_rank"]}
+
+    async def _until(self, condition: Callable[[], object], number: int) -> None:
+        try:
+            await self._state.wait_until(lambda _: bool(condition()), self._options.waiting_seconds)
+        except TimeoutError:
+            _gave_up(number, self._options.waiting_seconds)
+
+    async def _wait_in_vain(self, number: int) -> NoReturn:
+        """Samples of one prompt share its room, and none of them finds its partner."""
+        with self._state.waiting_room():
+            await asyncio.sleep(self._options.waiting_seconds)
+        _gave_up(number, self._options.waiting_seconds)
+
+
+def _gave_up(number: int, seconds: float) -> NoReturn:
+    message = f"KVTransferError(bootstrap_room={number}): timed out after {seconds:.1f}s"
+    raise _failure(message) from None
+
+
+def _collision(number: int) -> EngineError:
+    return _failure(f"KVTransferError(bootstrap_room={number}): the room is taken")
+
+
+def _failure(message: str) -> EngineError:
+    return EngineError(500, message, "500")

@@ -1,0 +1,137 @@
+"""KV cache bookkeeping of one simulated engine: pinned blocks, and which prefixes are cached.
+
+No IO and no clock: the owner passes the time. A pin ends exactly once, by a pull, a release or expiry, and is counted
+under the way it ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from proxy.sim.model.tokenizer import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """How many blocks so many tokens fill, the last one perhaps in part."""
+    return -(-tokens // block_size)
+
+
+@dataclass(slots=True)
+class Pin:
+    """KV that a prefiller keeps for a decoder after having answered."""
+
+    request_id: str
+    blocks: list[int]
+    prompt_tokens: int
+    prompt_digest: int
+    expires_at: float
+    announced: bool = False
+    """Whether anyone was told of it; the others can only expire."""
+
+
+@dataclass(slots=True)
+class PinTable:
+    """The pins of one prefiller. `pinned == pulled + released + expired + len(pins)` always holds."""
+
+    lease_seconds: float
+    num_blocks: int
+    pins: dict[str, Pin] = field(default_factory=dict)
+    pinned: int = 0
+    pulled: int = 0
+    released: int = 0
+    expired: int = 0
+    blocks_held: int = 0
+    _next_block: int = 1
+
+    def pin(self, request_id: str, prompt_tokens: int, prompt_digest: int, block_size: int, now: float) -> Pin:
+        count = blocks_of(prompt_tokens, block_size)
+        blocks = [(self._next_block + offset) % self.num_blocks for offset in range(count)]
+        self._next_block += count
+        pin = Pin(request_id, blocks, prompt_tokens, prompt_digest, now + self.lease_seconds)
+        self.pins[request_id] = pin
+        self.pinned += 1
+        self.blocks_held += count
+        return pin
+
+    def pull(self, request_id: str, now: float) -> Pin | None:
+        """The decoder has the blocks; None when they are not (or no longer) here."""
+        pin = self._take(request_id, now)
+        self.pulled += pin is not None
+        return pin
+
+    def release(self, request_id: str, now: float) -> Pin | None:
+        """The decoder does not want the blocks."""
+        pin = self._take(request_id, now)
+        self.released += pin is not None
+        return pin
+
+    def expire(self, now: float) -> list[Pin]:
+        gone = [pin for pin in self.pins.values() if pin.expires_at <= now]
+        for pin in gone:
+            self._drop(pin)
+        self.expired += len(gone)
+        return gone
+
+    def next_expiry(self) -> float | None:
+        """All leases are equally long, so the oldest pin is the next to go."""
+        return next((pin.expires_at for pin in self.pins.values()), None)
+
+    @property
+    def leaked(self) -> int:
+        """Pins no decoder can know about."""
+        return sum(not pin.announced for pin in self.pins.values())
+
+    def _take(self, request_id: str, now: float) -> Pin | None:
+        self.expire(now)
+        pin = self.pins.get(request_id)
+        if pin is not None:
+            self._drop(pin)
+        return pin
+
+    def _drop(self, pin: Pin) -> None:
+        del self.pins[pin.request_id]
+        self.blocks_held -= len(pin.blocks)
+
+
+class PrefixCache:
+    """Which full blocks of tokens were computed before, least recently used out first."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._blocks: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self.queries = 0
+        self.hits = 0
+
+    def add(self, ids: Sequence[int]) -> int:
+        """Cache a prompt; returns how many of its tokens had been cached already, never all of them."""
+        packed = memoryview(pack(ids))
+        width = self._block_size * packed.nbytes // max(1, len(ids))
+        cached = 0
+        chain = 0
+        for count in range(1, len(ids) // self._block_size + 1):
+            chain = crc32(packed[(count - 1) * width : count * width], chain)
+            key = (count, chain)
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                if cached == (count - 1) * self._block_size:
+                    cached += self._block_size
+            else:
+                self._blocks[key] = None
+        while len(self._blocks) > self._num_blocks:
+            self._blocks.popitem(last=False)
+        if cached == len(ids):
+            # The last token is always computed, for there must be something to sample from.
+            cached -= self._block_size
+        self.queries += len(ids)
+        self.hits += cached
+        return cached
+
+    def clear(self) -> None:
+        self._blocks.clear()

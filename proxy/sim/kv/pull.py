@@ -1,0 +1,204 @@
+"""The pull protocol: the prefiller pins its KV and the decoder fetches it over a socket.
+
+`POST /_mock/pull` on the prefiller stands for the RDMA read and the decoder's DONE message that frees the blocks, so
+params are single-use as they are with Ascend's connectors. The params have the shape of the configured connector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from proxy.sim.kv.cache import Pin, PinTable
+from proxy.sim.kv.peers import Peers, address
+from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded
+from proxy.sim.model.writer import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from proxy.sim.options import Options
+    from proxy.sim.state import State
+
+_NEEDED = ("remote_engine_id", "remote_host", "remote_port", "remote_request_id")
+
+
+class PullProtocol(KvProtocol):
+    """Both ends of the pull protocol; owns the pins of this engine and the timer that expires them."""
+
+    serves_each_child = False
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        self.engine_id = str(uuid.uuid4())
+        """Another one after every start."""
+        self.table = PinTable(options.lease_seconds, options.num_gpu_blocks)
+        self._options = options
+        self._state = state
+        self._address = address
+        self._timer: asyncio.TimerHandle | None = None
+        self._peers = Peers()
+        self._stopped = False
+
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        if params.get("do_remote_prefill") and self._is_complete(params):
+            return Leg.DECODE
+        return Leg.PREFILL if params.get("do_remote_decode") else Leg.ALONE
+
+    @property
+    def _has_roles(self) -> bool:
+        """NixlConnector takes no notice of `kv_role`. Of vllm-ascend's connectors a producer has a thread that sends KV
+        and none that receives it, a consumer the other one (`register_kv_caches` in mooncake_connector.py).
+        """
+        return self._options.connector != "nixl"
+
+    def is_deadly(self, params: Mapping[str, Any]) -> bool:
+        """A worker that is to receive without the thread for it fails an assertion (`start_load_kv`)."""
+        return self._has_roles and self._options.role == "prefill" and self.leg(params) is Leg.DECODE
+
+    async def keep(self, child: Child) -> dict[str, Any] | None:
+        remote_id = child.request_id
+        if self._options.request_id_randomization:
+            remote_id = f"{remote_id}-{uuid.uuid4().hex[:8]}"
+        return self._params(self._pin(remote_id, child.prompt), child.prompt)
+
+    def _pin(self, remote_id: str, prompt: Sequence[int]) -> Pin:
+        now = asyncio.get_running_loop().time()
+        pin = self.table.pin(remote_id, len(prompt), digest(prompt), self._options.block_size, now)
+        self._changed()
+        return pin
+
+    def announce(self, params: Mapping[str, Any]) -> None:
+        if pin := self.table.pins.get(params["remote_request_id"]):
+            pin.announced = True
+
+    def _is_complete(self, params: Mapping[str, Any]) -> bool:
+        """What decoders check (vllm-ascend `mooncake_connector.py`): there are blocks, and the address is whole."""
+        return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _NEEDED)
+
+    async def load(self, child: Child) -> Loaded:
+        return self._pulled(await self._ask_prefiller(child.params, "pull"), child)
+
+    def _pulled(self, answer: Any, child: Child) -> Loaded:
+        if answer is None:
+            self._state.pull_failures += 1
+            self._state.changed()
+            return Loaded.FAILED
+        self._state.pulls += 1
+        self._state.changed()
+        return Loaded.YES if answer["prompt_digest"] == digest(child.prompt) else Loaded.FOREIGN
+
+    async def release(self, params: Mapping[str, Any]) -> None:
+        if self._is_complete(params) and await self._ask_prefiller(params, "release") is not None:
+            self._state.releases += 1
+            self._state.changed()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/_mock/pull", self._give), web.get("/_mock/pins", self._show_pins)]
+
+    @property
+    def pins(self) -> dict[str, Pin]:
+        return self.table.pins
+
+    def blocks_held(self) -> int:
+        return self.table.blocks_held
+
+    def describe(self) -> dict[str, Any]:
+        table = self.table
+        return {
+            "engine_id": self.engine_id,
+            "pinned_now": len(table.pins),
+            "pinned_blocks": table.blocks_held,
+            "pinned_total": table.pinned,
+            "pulled": table.pulled,
+            "released": table.released,
+            "expired": table.expired,
+            "leaked": table.leaked,
+        }
+
+    async def stop(self) -> None:
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._peers.close()
+
+    async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
+        """The prefiller's answer, None when it has no such KV or cannot be reached."""
+        url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
+        body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
+        return await self._peers.post(url, body)
+
+    async def _give(self, request: web.Request) -> web.Response:
+        """The prefiller's end: hand over a pin, once."""
+        body = await request.json(loads=orjson.loads)
+        sends = self._options.role != "decode" or not self._has_roles
+        is_ours = body.get("remote_engine_id") == self.engine_id and sends
+        pin = self._take(body["remote_request_id"], body.get("verb")) if is_ours else None
+        if pin is None:
+            return web.json_response({"error": "no such KV here"}, status=404)
+        return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})
+
+    def _take(self, remote_id: str, verb: str | None) -> Pin | None:
+        take = self.table.release if verb == "release" else self.table.pull
+        pin = take(remote_id, asyncio.get_running_loop().time())
+        self._changed()
+        return pin
+
+    async def _show_pins(self, request: web.Request) -> web.Response:
+        pins = [
+            {"remote_request_id": pin.request_id, "blocks": len(pin.blocks), "announced": pin.announced}
+            for pin in self.table.pins.values()
+        ]
+        return web.json_response(self.describe() | {"pins": pins})
+
+    def _changed(self) -> None:
+        self._state.pinned = len(self.table.pins)
+        self._state.changed()
+        if self._timer is None and not self._stopped and (expires_at := self.table.next_expiry()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(expires_at, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.table.expire(asyncio.get_running_loop().time())
+        self._changed()
+
+    def _params(self, pin: Pin, prompt: Sequence[int]) -> dict[str, Any]:
+        """The shape of the connector's `request_finished` (vllm-ascend `mooncake_connector.py`, vLLM `nixl/`)."""
+        host, port = self._address()
+        params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [pin.blocks],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": pin.request_id,
+            "remote_host": host,
+            "remote_port": port,
+        }
+        connector = self._options.connector
+        if connector == "nixl":
+            return params | _nixl_extras(self._options.profile.name, pin.prompt_tokens)
+        if connector == "mooncake-pull":
+            return params | {"remote_num_prompt_tokens": pin.prompt_tokens, "last_token_id": prompt[-1]}
+        params |= {
+            "remote_ptp_size": 1,
+            "last_token_id": prompt[-1],
+            "remote_multi_nodes_meta_mapping": {"0": {"host": host, "engine_id": self.engine_id}},
+            "num_prompt_blocks": len(pin.blocks),
+        }
+        if connector == "mooncake":
+            params |= {"remote_pcp_size": 1, "remote_dcp_size": 1}
+            if self._options.profile.has_block_size:
+                params["remote_block_size"] = self._options.block_size
+        return params
+
+
+def _nixl_extras(profile_name: str, prompt_tokens: int) -> dict[str, Any]:
+    extras: dict[str, Any] = {"tp_size": 1}
+    if profile_name >= "v0.27":
+        extras |= {"remote_num_tokens": prompt_tokens, "remote_blocks_expiry_time": None}
+    if profile_name >= "v0.33":
+        extras |= {"dcp_size": 1, "pp_size": 1, "transfer_mode": "pull", "remote_prefill_cached_tokens": 0}
+    return extras

@@ -1,0 +1,139 @@
+"""The protocol of vLLM's own MooncakeConnector: both legs at once, which meet by the `transfer_id` they were given.
+
+A bootstrap server runs beside each prefiller, here on a second port of the engine, and tells at `/query` which engines
+there are: one for each data-parallel rank, with an id that is another after every start, and the addresses of its
+workers. The decoder asks there for an engine that it does not know yet, and then that engine for the transfer; it may
+come before the prefill is done. The prefiller's answer has nothing for the decoder. What no decoder fetches is kept as
+with the pull protocol.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from proxy.sim.kv.cache import blocks_of
+from proxy.sim.kv.peers import address
+from proxy.sim.kv.protocol import Child, Leg, Loaded
+from proxy.sim.kv.pull import PullProtocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.sim.options import Options
+    from proxy.sim.state import State
+
+_NEEDED = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_MAX_UNWANTED = 1000
+
+
+class TransferProtocol(PullProtocol):
+    """Both ends; a pin is named by its transfer."""
+
+    has_bootstrap_port = True
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        super().__init__(options, state, address)
+        self._ranks: Counter[int] = Counter()
+        self._engines: dict[str, str] = {}
+        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        self._workers: dict[str, str] = {}
+        """The decoder's end: where each engine is that was ever told of, by its id (vLLM's `_remote_agents`)."""
+        self._served = 0
+
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        if params.get("do_remote_prefill") and all(params.get(name) for name in _NEEDED):
+            return Leg.DECODE
+        return Leg.PREFILL if params.get("do_remote_decode") and params.get("transfer_id") else Leg.ALONE
+
+    def is_deadly(self, params: Mapping[str, Any]) -> bool:
+        """The scheduler asserts that it has the right role (vLLM `mooncake_connector.py`)."""
+        wrong = {"prefill": Leg.DECODE, "decode": Leg.PREFILL}.get(self._options.role)
+        return wrong is not None and self.leg(params) is wrong
+
+    async def keep(self, child: Child) -> dict[str, Any] | None:
+        name = str(child.params["transfer_id"])
+        if child.prompt_index or child.samples > 1:
+            name = f"{name} {child.request_id}"
+        self._engines[name] = self._engine_of(self._rank(child))
+        self._pin(name, child.prompt).announced = True
+        if name in self._unwanted:
+            del self._unwanted[name]
+            self._take(name, "release")
+        return None
+
+    async def load(self, child: Child) -> Loaded:
+        blocks = blocks_of(len(child.prompt), self._options.block_size)
+        with self._state.waiting_room():
+            return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
+
+    async def release(self, params: Mapping[str, Any]) -> None:
+        """The transfer goes on when its request is gone, and so the prefiller gets rid of it."""
+        if self.leg(params) is Leg.DECODE and await self._ask_prefiller(params, "release") is not None:
+            self._state.releases += 1
+            self._state.changed()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.get("/query", self._tell)]
+
+    def describe(self) -> dict[str, Any]:
+        """`dp_ranks`: how many prefill legs each rank had, by its number."""
+        ranks = {str(rank): count for rank, count in sorted(self._ranks.items())}
+        return super().describe() | {"dp_ranks": ranks}
+
+    def _rank(self, child: Child) -> int:
+        """As the engine chooses when it is not told: each in its turn."""
+        self._served += 1
+        rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
+        self._ranks[rank] += 1
+        return rank
+
+    def _engine_of(self, rank: int) -> str:
+        return self.engine_id if self._options.dp_size == 1 else f"{self.engine_id}_dp{rank}"
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        worker = address(*self._address())
+        return web.json_response(
+            {
+                str(rank): {"engine_id": self._engine_of(rank), "worker_addr": {"0": {"0": worker}}}
+                for rank in range(self._options.dp_size)
+            }
+        )
+
+    async def _ask_prefiller(self, params: Mapping[str, Any], verb: str, blocks: int = 0) -> Any:
+        engine_id = params["remote_engine_id"]
+        if engine_id not in self._workers:
+            told = await self._peers.get(f"{params['remote_bootstrap_addr']}/query")
+            for entry in told.values() if isinstance(told, dict) else ():
+                self._workers[entry["engine_id"]] = entry["worker_addr"]["0"]["0"]
+        if (worker := self._workers.get(engine_id)) is None:
+            return None
+        body = {"transfer_id": params["transfer_id"], "engine_id": engine_id, "verb": verb, "blocks": blocks}
+        return await self._peers.post(f"{worker}/_mock/pull", body)
+
+    async def _give(self, request: web.Request) -> web.Response:
+        """The prefiller's end: hand a transfer over once it is there. A decoder that wants more blocks than there are
+        gets none, and they are kept on (vLLM: "P num blocks less than D").
+        """
+        body = await request.json(loads=orjson.loads)
+        name, engine_id, verb = body["transfer_id"], body["engine_id"], body["verb"]
+        if verb == "release" and name not in self.table.pins:
+            self._unwanted[name] = None
+            while len(self._unwanted) > _MAX_UNWANTED:
+                self._unwanted.popitem(last=False)
+            return web.json_response({})
+        try:
+            await self._state.wait_until(
+                lambda _: name in self.table.pins and self._engines[name] == engine_id, self._options.waiting_seconds
+            )
+        except TimeoutError:
+            return web.json_response({"error": "no such transfer"}, status=404)
+        if name in self.table.pins and len(self.table.pins[name].blocks) < body["blocks"]:
+            return web.json_response({"error": "fewer blocks than asked for"}, status=409)
+        pin = self._take(name, verb)
+        if pin is None:  # expired in this very moment
+            return web.json_response({"error": "no such transfer"}, status=404)
+        return web.json_response({"prompt_digest": pin.prompt_digest, "prompt_tokens": pin.prompt_tokens})

@@ -1,0 +1,196 @@
+"""One sample being generated: tokens to text, stop conditions, and the faults that strike at a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from proxy.sim.model.tokenizer import END, Detokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.sim.model.ask import Ask
+
+_GARBAGE: Final = b"[KV of another prompt] "
+
+
+class TokenSource(Protocol):
+    def next(self, *, may_end: bool = True) -> int: ...
+
+
+class GarbageWriter:
+    """What a decoder says that loaded the KV of another prompt: recognisable, and never right."""
+
+    def __init__(self) -> None:
+        self._at = -1
+
+    def next(self, *, may_end: bool = True) -> int:
+        self._at = (self._at + 1) % len(_GARBAGE)
+        return _GARBAGE[self._at]
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one sample. Deltas a reader is too slow for are merged, as the engine's collector does."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    fault: str | None = None
+
+    def merge(self, later: Delta) -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.fault = later.fault
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault that happens once `tokens` tokens exist; the last `merged` of them go out with the recomputed finish."""
+
+    kind: str
+    tokens: int
+    merged: int = 0
+
+
+class Sequence:
+    """One sample of one prompt. Owned by the scheduler between `submit` and its end.
+
+    `step` produces tokens and passes them to `emit`; it returns False when there is nothing more to schedule.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        ask: Ask,
+        source: TokenSource,
+        emit: Callable[[Delta], None],
+        *,
+        max_tokens: int,
+        stream_interval: int = 1,
+        ends_at_once: bool = False,
+        strike: Strike | None = None,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.source = source
+        self.output: list[int] = []
+        self.cached_tokens = 0
+        self.prefill_tokens = 0
+        self.ready_at = 0.0
+        self.on_admitted: Callable[[], None] | None = None
+        self.finish_reason: str | None = None
+        self._ask = ask
+        self._emit = emit
+        self._max_tokens = max_tokens
+        self._stream_interval = stream_interval
+        self._ends_at_once = ends_at_once and ask.min_tokens == 0 and not ask.ignore_eos
+        self._strike = strike
+        self._detokenizer = Detokenizer(
+            keep_markers=ask.keep_markers, spaced_after=prompt[-1] if ask.spaces_markers else None
+        )
+        self._pending = Delta(index, "", [])
+        self._has_emitted = False
+        self._text = ""
+        self._emitted_chars = 0
+        self._held_chars = 0 if ask.include_stop or not ask.stop else max(map(len, ask.stop)) - 1
+
+    @property
+    def is_live(self) -> bool:
+        return self.finish_reason is None
+
+    def step(self, count: int) -> bool:
+        """Generate up to `count` tokens; False when finished or struck by a fault that stops it."""
+        for _ in range(count):
+            if (strike := self._strike) is not None:
+                if len(self.output) == strike.tokens - strike.merged:
+                    self._flush()
+                if len(self.output) >= strike.tokens:
+                    return self._struck(strike)
+            self._generate()
+            if not self.is_live:
+                break
+        self._flush()
+        return self.is_live
+
+    def fail(self) -> None:
+        """End with an internal error, as when the KV cannot be loaded."""
+        self._finish("error")
+        self._flush()
+
+    def abort(self) -> None:
+        """End here, without a failure."""
+        self._finish("abort")
+        self._flush()
+
+    def _generate(self) -> None:
+        may_end = len(self.output) >= self._ask.min_tokens
+        token = END if self._ends_at_once and not self.output else self.source.next(may_end=may_end)
+        self.output.append(token)
+        self._pending.token_ids.append(token)
+        if may_end and token == END and not self._ask.ignore_eos:
+            self._finish("stop")
+            return
+        if may_end and token in self._ask.stop_token_ids:
+            self._finish("stop", token)
+            return
+        self._add_text(self._detokenizer.feed(token))
+        if self.is_live and len(self.output) >= self._max_tokens:
+            self._finish("length")
+
+    def _add_text(self, text: str) -> None:
+        if not self._ask.stop:
+            self._pending.text += text
+            return
+        self._text += text
+        if len(self.output) > self._ask.min_tokens:
+            self._find_stop(len(text))
+
+    def _find_stop(self, new_chars: int) -> None:
+        found: tuple[int, int, str] | None = None
+        for stop in self._ask.stop:
+            begin = self._text.find(stop, max(0, len(self._text) - new_chars - len(stop) + 1))
+            if begin >= 0 and (found is None or begin + len(stop) < found[0]):
+                found = (begin + len(stop), begin, stop)
+        if found is not None:
+            end, begin, stop = found
+            self._text = self._text[: end if self._ask.include_stop else begin]
+            self._finish("stop", stop)
+
+    def _finish(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason = finish_reason
+        self._pending.finish_reason = finish_reason
+        self._pending.stop_reason = stop_reason
+
+    def _struck(self, strike: Strike) -> bool:
+        if strike.kind == "recompute":
+            self._finish("stop", "recomputed")
+            self._flush()
+        else:
+            self._flush(now=True)
+            self._emit(Delta(self.index, "", [], fault=strike.kind))
+        return False
+
+    def _flush(self, *, now: bool = False) -> None:
+        if self.is_live and not now and self._must_wait():
+            return
+        if self._ask.stop:
+            end = len(self._text) if not self.is_live else max(self._emitted_chars, len(self._text) - self._held_chars)
+            self._pending.text += self._text[self._emitted_chars : end]
+            self._emitted_chars = end
+        pending, self._pending = self._pending, Delta(self.index, "", [])
+        if pending.token_ids or pending.finish_reason:
+            self._has_emitted = True
+            self._emit(pending)
+
+    def _must_wait(self) -> bool:
+        strike = self._strike
+        if strike is not None and len(self.output) > strike.tokens - strike.merged:
+            return True
+        return self._has_emitted and len(self._pending.token_ids) < self._stream_interval

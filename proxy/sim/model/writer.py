@@ -1,0 +1,194 @@
+"""The deterministic model of simulated engines.
+
+The next token is a pure function of all tokens before it, so `out(prompt + out[:k]) == out[k:]` holds exactly: a
+generation resumed anywhere continues as if it had never stopped. It costs one pass of crc32 over the prompt and then
+one decision per word, not per token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
+
+import orjson
+
+from proxy.sim.model.tokenizer import (
+    ARGUMENT_BEGIN,
+    CALL_BEGIN,
+    CALL_END,
+    END,
+    MIDDLE,
+    SECTION_BEGIN,
+    SECTION_END,
+    SPACE,
+    SYSTEM,
+    THINK,
+    THINK_END,
+    encode,
+    pack,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+THINKING_TOKENS: Final = 40
+"""Reasoning lasts at least this many tokens, to the end of the word."""
+PREAMBLE_TOKENS: Final = 16
+"""Content before a tool-call section, likewise, and then `LEAD`."""
+LEAD: Final = b"so:"
+
+_WORDS: Final = tuple(
+    (*word.encode(), SPACE)
+    for word in (
+        "river stone bright morning under seven small lantern carry window slow copper garden north paper quiet winter "
+        "follow metal orange distance summer pattern harbor gentle basket thunder silver market yellow corner bridge "
+        "café naïve señor über 日本 語 🙂 Ωmega, then however. because, again; first second third"
+    ).split()
+)
+_DECLARATION: Final = [*b"tool_declare", MIDDLE]
+_RESULT: Final = [*b"tool", MIDDLE]
+_STRUCTURED: Final = frozenset({CALL_BEGIN, ARGUMENT_BEGIN, SECTION_BEGIN, CALL_END, SECTION_END})
+
+
+def digest(ids: Sequence[int]) -> int:
+    """Names a token sequence; two engines holding the same prompt compute the same digest."""
+    return crc32(pack(ids))
+
+
+class Writer:
+    """Writes the continuation of a token sequence, one token per `next()`.
+
+    A *decision* is made after every space of plain text and after every marker; the ids since the last one are checked
+    against what would have been written there, so that writing can start in mid-word. Tools are called if the ids
+    declare them, as by a model that reads its prompt.
+    """
+
+    __slots__ = ("_calls", "_eos_after", "_queue", "_hash", "_marker", "_since", "_tools")
+
+    def __init__(self, ids: Sequence[int], *, eos_after: int | None = None) -> None:
+        self._eos_after = eos_after
+        self._tools = _declared_tools(ids)
+        last_marker = _last_marker(ids)
+        decided = _last_decision(ids, last_marker)
+        self._marker = ids[last_marker] if last_marker >= 0 else None
+        self._since = decided - last_marker
+        self._calls = _calls_since_section(ids) if self._marker in _STRUCTURED else 0
+        self._hash = crc32(pack(ids[: decided + 1]))
+        self._queue: deque[int] = deque()
+        if tail := tuple(ids[decided + 1 :]):
+            self._finish_word(tail)
+
+    def next(self, *, may_end: bool = True) -> int:
+        """The next token; the end-of-turn token only if it `may_end`."""
+        if not self._queue:
+            self._write(self._decide(may_end))
+        return self._queue.popleft()
+
+    def _finish_word(self, tail: tuple[int, ...]) -> None:
+        word = self._decide(may_end=False)
+        if word[: len(tail)] != tail:
+            # Not our own words: end this one as soon as possible.
+            word = (*tail, word[-1])
+        self._write(word)
+        for _ in tail:
+            self._queue.popleft()
+
+    def _write(self, word: tuple[int, ...]) -> None:
+        self._queue.extend(word)
+        self._hash = crc32(pack(word), self._hash)
+        if word[-1] > 255:
+            self._marker = word[-1]
+            self._since = 0
+            self._calls += word[-1] == CALL_BEGIN
+            if word[-1] == SECTION_BEGIN:
+                self._calls = 0
+        else:
+            self._since += len(word)
+
+    def _decide(self, may_end: bool) -> tuple[int, ...]:
+        marker = self._marker
+        if marker == SECTION_BEGIN:
+            return (CALL_BEGIN,)
+        if marker == CALL_BEGIN:
+            name = self._tool(self._calls - 1).get("name", "tool")
+            return (*encode(f"functions.{name}:{self._calls - 1}"), ARGUMENT_BEGIN)
+        if marker == ARGUMENT_BEGIN:
+            return (*orjson.dumps(self._arguments()), CALL_END)
+        if marker == CALL_END:
+            return (CALL_BEGIN,) if self._calls < len(self._tools) else (SECTION_END,)
+        if marker == THINK and self._since >= THINKING_TOKENS:
+            return (THINK_END,)
+        if self._tools and marker in (MIDDLE, THINK_END) and self._since >= PREAMBLE_TOKENS:
+            return (*LEAD, SECTION_BEGIN)
+        if may_end and self._ends():
+            return (END,)
+        return self._word()
+
+    def _ends(self) -> bool:
+        if self._marker == SECTION_END:
+            return True
+        if self._eos_after is None or self._marker == THINK:
+            return False
+        if self._marker is None:
+            # Plain text shows no beginning to count from, so it ends by chance, on average after so many tokens.
+            return (self._hash >> 7) % max(1, self._eos_after // 7) == 0
+        return self._since >= self._eos_after
+
+    def _word(self, salt: int = 0) -> tuple[int, ...]:
+        return _WORDS[(self._hash * 2654435761 + salt * 40503 >> 13) % len(_WORDS)]
+
+    def _tool(self, index: int) -> dict[str, Any]:
+        return self._tools[index % len(self._tools)] if self._tools else {}
+
+    def _arguments(self) -> dict[str, str]:
+        parameters = self._tool(self._calls - 1).get("parameters") or {}
+        names = list(parameters.get("properties") or {})
+        return {name: bytes(self._word(salt)[:-1]).decode() for salt, name in enumerate(names)}
+
+
+def _last_marker(ids: Sequence[int]) -> int:
+    """Index of the last special token, -1 if there is none."""
+    if not ids or max(ids) < 256:
+        return -1
+    return next(index for index in range(len(ids) - 1, -1, -1) if ids[index] > 255)
+
+
+def _last_decision(ids: Sequence[int], last_marker: int) -> int:
+    if last_marker >= 0 and ids[last_marker] in _STRUCTURED - {SECTION_END}:
+        return last_marker
+    for index in range(len(ids) - 1, last_marker, -1):
+        if ids[index] == SPACE:
+            return index
+    return last_marker
+
+
+def _calls_since_section(ids: Sequence[int]) -> int:
+    calls = 0
+    for token in reversed(ids):
+        if token == SECTION_BEGIN:
+            break
+        calls += token == CALL_BEGIN
+    return calls
+
+
+def _declared_tools(ids: Sequence[int]) -> tuple[dict[str, Any], ...]:
+    """The functions declared in the prompt, at most two; none once a tool's result is in the conversation."""
+    tools: tuple[dict[str, Any], ...] = ()
+    begin = 0
+    for _ in range(ids.count(SYSTEM)):
+        begin = ids.index(SYSTEM, begin) + 1
+        if list(ids[begin : begin + len(_RESULT)]) == _RESULT:
+            return ()
+        if list(ids[begin : begin + len(_DECLARATION)]) == _DECLARATION:
+            tools = _functions(takewhile(END.__ne__, ids[begin + len(_DECLARATION) :]))
+    return tools
+
+
+def _functions(declared: Iterable[int]) -> tuple[dict[str, Any], ...]:
+    try:
+        return tuple(tool["function"] for tool in orjson.loads(bytes(declared)) if "function" in tool)[:2]
+    except (ValueError, TypeError):
+        # Somebody else's idea of a declaration.
+        return ()
