@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 import aiohttp
 
 from proxy import logs
+from proxy.background import Background
 from proxy.balancer.backend import Role
 from proxy.balancer.handovers import Verdict, Watch
 from proxy.balancer.misfits import MisfitKind
@@ -24,7 +25,7 @@ from proxy.upstream import read_bounded
 from proxy.wire.exposition import PromptTokens, parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from proxy.balancer.backend import Backend
@@ -121,18 +122,17 @@ class Inspector:
         if connector == "sglang_bootstrap":
             self._told_kinds.append(MisfitKind.BOOTSTRAP)
         self._decoders: dict[Backend, _Decoder] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(logger, "a look at instances")
 
     async def __aenter__(self) -> Self:
-        self._start(self._keep_looking())
+        await self._background.__aenter__()
+        self._background.start(self._keep_looking())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, interval_seconds: float) -> None:
         """Take a changed interval for the looks from now on."""
@@ -196,7 +196,7 @@ class Inspector:
             is_new = known.looked_at != self._scoreboard.handovers(backend.slot)
             if is_new and now >= known.due and not known.is_being_read:
                 known.is_being_read = True
-                self._start(self._read(backend, known))
+                self._background.start(self._read(backend, known))
 
     async def _read(self, backend: Backend, known: _Decoder) -> None:
         sent = self._scoreboard.handovers(backend.slot)
@@ -229,15 +229,3 @@ class Inspector:
                 return parse_prompt_tokens(await read_bounded(answer, _MAX_METRICS_BYTES))
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
-
-    # Tasks
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a look at instances failed unexpectedly", exc_info=error)

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from proxy import SERVER, logs
+from proxy.background import Background
 from proxy.balancer.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import (
@@ -35,7 +36,7 @@ from proxy.balancer.engine_facts import (
 from proxy.upstream import connect_problem, read_bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from proxy.balancer.health import Health, Transition
@@ -110,22 +111,20 @@ class Prober:
         self._engine_headers = engine_headers
         self._on_transition = on_transition
         self._on_removed = on_removed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(logger, "a health check")
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._joining: dict[Backend, asyncio.Task[None]] = {}
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
     async def __aenter__(self) -> Self:
-        self._start(self._keep_probing())
+        await self._background.__aenter__()
+        self._background.start(self._keep_probing())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*self._tasks, *self._last_looks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, checks: HealthChecks, joining: Joining) -> None:
         """Take changed settings for the probes from now on."""
@@ -153,7 +152,7 @@ class Prober:
         ticket = waiting.enter(candidate, self._longest_wait_seconds)
         if ticket is None:
             return False
-        self._joining[candidate] = self._start(self._join(candidate, ticket))
+        self._joining[candidate] = self._background.start(self._join(candidate, ticket))
         return True
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
@@ -231,9 +230,7 @@ class Prober:
         """
         task = self._last_looks.get(backend)
         if task is None:
-            task = self._last_looks[backend] = asyncio.get_running_loop().create_task(
-                self._look_again(backend, within_seconds)
-            )
+            task = self._last_looks[backend] = self._background.start(self._look_again(backend, within_seconds))
             task.add_done_callback(lambda _: self._last_looks.pop(backend, None))
         return await asyncio.shield(task)
 
@@ -274,7 +271,7 @@ class Prober:
             due = self._due.get(backend, now)
             if due <= now or (due < math.inf and self._health.is_changing(backend)):
                 self._due[backend] = math.inf
-                self._start(self._probe(backend))
+                self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
         try:
@@ -294,7 +291,7 @@ class Prober:
         if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
             facts = await self._ask_facts(backend)
             self._health.note_facts(backend, facts)
-            self._start(self._ask_setup(backend, facts))
+            self._background.start(self._ask_setup(backend, facts))
 
     def _next_due(self) -> float:
         jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
@@ -351,16 +348,3 @@ class Prober:
         with suppress(ValueError):
             return _Said(answer.status, answer.headers.get("Server"), orjson.loads(body))
         return _Said(answer.status, answer.headers.get("Server"))
-
-    # Tasks
-
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a health check failed unexpectedly", exc_info=error)

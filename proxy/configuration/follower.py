@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
+from proxy.background import Background
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from proxy.configuration.configuration import Change, Configuration
@@ -34,18 +34,17 @@ class Follower:
         self._apply = apply
         self._metrics = metrics
         self._stamp_seen: Stamp | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(logger, "a reload")
 
     async def __aenter__(self) -> Self:
+        await self._background.__aenter__()
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.__aexit__(kind, error, trace)
 
     async def reload(self, by: str) -> Change:
         """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.
@@ -64,7 +63,7 @@ class Follower:
             with suppress(SettingsError):
                 await self.reload(by)
 
-        self._start(reload())
+        self._background.start(reload())
 
     def look(self) -> None:
         """Apply what is new. Without news this costs reading a number, and asking for the state of a file if there is
@@ -73,8 +72,8 @@ class Follower:
         self._catch_up()
         stamp = self._configuration.new_keys_stamp()
         # One that is being written is left alone until it is found the same twice.
-        if stamp is not None and stamp == self._stamp_seen and not self._tasks:
-            self._start(self._reload_keys())
+        if stamp is not None and stamp == self._stamp_seen and not self._background:
+            self._background.start(self._reload_keys())
         self._stamp_seen = stamp
 
     def _catch_up(self) -> None:
@@ -104,13 +103,3 @@ class Follower:
         self._catch_up()
         self._metrics.config_reloads_total.labels("ok").inc()
         logger.info("reload by %s: %s", by, change)
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a reload failed unexpectedly", exc_info=error)

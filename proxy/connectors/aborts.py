@@ -14,6 +14,7 @@ from proxy.errors import UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.background import Background
     from proxy.balancer.backend import Backend
     from proxy.upstream import Upstream
 
@@ -29,18 +30,16 @@ class Aborts:
     on it, so what fails is not repeated, and what is too much is left out.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, background: Background) -> None:
         self._upstream = upstream
+        self._background = background
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
         """Have an engine abort this attempt. `headers`: the client's credential may be the engine's."""
-        if len(self._tasks) < _MAX_ABORTS_PENDING:
+        if len(self._background) < _MAX_ABORTS_PENDING:
             places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
-            task = asyncio.get_running_loop().create_task(self._send(backend, attempt_id, headers, places))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._background.start(self._send(backend, attempt_id, headers, places))
 
     async def _send(
         self, backend: Backend, attempt_id: str, headers: Mapping[str, str], places: asyncio.Semaphore

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
+    from proxy.background import Background
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
@@ -81,6 +82,8 @@ class Kit:
     settings: Settings
     metrics: Metrics
     fitness: Fitness
+    background: Background
+    """For what no request waits for."""
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from proxy import logs
+from proxy.background import Background
 from proxy.balancer.handovers import Verdict
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import new_attempt_id
@@ -120,7 +121,7 @@ class Releaser:
         self._doubtful: dict[Backend, deque[tuple[Backend, int, float]]] = {}
         """By decoders of which nobody knows yet whether they fetch KV: what they were to fetch, as prefiller, tokens,
         and the monotonic second at which the prefiller frees it anyhow."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def configure(self, settings: Kv) -> None:
@@ -128,21 +129,18 @@ class Releaser:
         self._settings = settings
 
     async def __aenter__(self) -> Self:
+        await self._background.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSING_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.__aexit__(kind, error, trace)
 
     @property
     def pending(self) -> int:
         """Releases that are not answered yet."""
-        return len(self._tasks)
+        return len(self._background)
 
     def custody(self, kv: PrefilledKv | None, avoid: Collection[Backend]) -> Custody:
         """Take charge of what a prefiller has answered; None: there is nothing to hand over."""
@@ -158,12 +156,10 @@ class Releaser:
             return
         if not self._is_supported(kv.transfer):
             self._ended(kv, "unsupported")
-        elif len(self._tasks) >= _MAX_PENDING:
+        elif len(self._background) >= _MAX_PENDING:
             self._ended(kv, "failed")
         else:
-            task = asyncio.get_running_loop().create_task(self._release(kv, pin, failed))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._background.start(self._release(kv, pin, failed))
 
     def fetched(self, kv: PrefilledKv, decoder: Backend, failed: Collection[Backend]) -> None:
         """A decoder has answered to KV it was to fetch. One that fetches none leaves it where it is; as long as nobody

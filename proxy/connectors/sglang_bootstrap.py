@@ -70,7 +70,7 @@ class SglangBootstrap:
         self._fitness = kit.fitness
         self._dp_size = kit.settings.sglang.dp_size
         self._ranks = Ranks()
-        self._aborts = Aborts(kit.upstream)
+        self._aborts = Aborts(kit.upstream, kit.background)
         self._prefiller = Alone(kit, Role.PREFILL, self._ranks, _nobodys_bootstrap)
 
     def check(self, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,7 @@ from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
+from proxy.background import Background
 from proxy.balancer.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from proxy.errors import GatewayError
     from proxy.settings import Listen, Settings
     from proxy.supervisor import Listeners, Shared
+
+logger = logging.getLogger(__name__)
 
 # The connectors whose decode leg begins when the prefill leg has ended.
 _PREFILL_FIRST: Final = frozenset({"vllm_pull", "vllm_store"})
@@ -183,7 +187,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         misfits = shared.misfits
         releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, misfits, metrics))
         callback_url = _callback_url(settings, shared.listeners, index)
-        kit = Kit(pools, upstream, releaser, session, keys, settings, metrics, fitness, callback_url)
+        background = await stack.enter_async_context(Background(logger, "a message to an engine"))
+        kit = Kit(*(pools, upstream, releaser, session, keys, settings, metrics, fitness, background), callback_url)
         connector = CONNECTORS[settings.connector](kit)
         serving = {role: pools.of(role) for role in connector.roles}
         everybody = dict(serving)  # text needs no encoders
