@@ -1,24 +1,30 @@
 """A gateway for disaggregated prefill and decode: one OpenAI-compatible endpoint in front of many engines.
 
-The nouns, used in this sense everywhere:
+The nouns, used in this sense everywhere; DESIGN.md has the same list:
 
+Role        `prefill`, `decode` or `encode`; an instance of it is a prefiller, a decoder or an encoder
 Backend     one engine endpoint: role, host, port, scoreboard slot; a frozen value
-Role        `prefill` or `decode`; an instance of it is a prefiller or a decoder
+Roster      which backends there are, the same for all workers: joining, enabled, draining
+Pool        the backends of one role; the only one that knows which are eligible now
 Load        what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
-Pool        the backends of one role; the only one who knows which are eligible now
+Scoreboard  load per backend across workers; each worker writes its own row
 Policy      given eligible backends and their loads, choose one; pure
 Lease       one request's claim on one backend; leaving it gives the load back and reports how it went
-Scoreboard  load per backend across workers; each worker writes its own row
 Health      what probes and the outcomes of requests say about a backend
-Misfit      in what a backend that is well does not fit the others or this gateway; noticed, told once, never judged
+Pairs       prefillers and decoders between which hand-overs fail, kept apart for a while
+Misfit      a way in which a healthy backend does not fit the others or this gateway; logged once, never held against it
+Ledger      KV cache that prefillers keep although no decoder will fetch it
 Call        one parsed client request; immutable, knows its cost
+Admission   the queue in front of the pools: calls wait there until there is room for them
+Work        the loop over the attempts at one call: the only place that repeats or resumes
 Connector   one KV-transfer protocol: which payloads, in which order, both in one file
 Attempt     one try at a call: the decoder's open response and the leases behind it
 Segment     what one decoder's stream has told so far
 Transcript  the client's answer so far, over all segments: its text and token ids
-Delivery    what the client has of one answer; the only one who gives it more
-Suspicion   what is known of one client request under which engines went down, for all of its units
+Delivery    what the client has of one answer; the only one that gives it more
 Seam        how the stream of another decoder is joined to what the client has
+Suspicion   what is known of one client request under which engines went down, for all of its units
+Record      what happened to one request, for its log line and the metrics; it has a Journey for each unit
 """
 
 __version__ = "0.1.0"

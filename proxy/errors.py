@@ -74,7 +74,6 @@ class LimitExceeded(GatewayError):
     """The caller has used up what is its own: the limits of its key."""
 
     status = 429
-    code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, code: str, retry_after_seconds: float) -> None:
         super().__init__(message, code=code)
@@ -85,8 +84,10 @@ class Overloaded(GatewayError):
     """The gateway, or all it stands for, has no room left, whoever asks."""
 
     status = 503
-    code = "overloaded"
     retry_after_seconds = 1.0
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message, code=code)
 
 
 class Failure(StrEnum):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-GENERATION_APIS: Final = ("chat", "completions")
+GENERATION_APIS: Final = ("chat", "completions", "generate")
 APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling", "sglang")
 STAGES: Final = ("queue", "encode", "prefill", "handoff", "first_token", "stream")
 LEGS: Final = ("prefill", "decode", "encode")
@@ -69,13 +69,13 @@ BROKEN_STREAMS: Final = (
     ("gateway", "draining"),
 )
 TERMS: Final = (
-    *("--", "CR", "PR"),
+    *("--", "CR", "PR", "CQ", "PQ"),
     *(who + phase for who in "CSsP" for phase in "EFHTD"),
     *("cD", "KD"),
 )
 """How a request ended, after HAProxy's termination states. Who: Client, Server (the engine), Proxy, K admin; lower case
-for a timeout of that side. When: Reading the request, Encoding media, preFill, Handoff, waiting for the first Token,
-streaming Data."""
+for a timeout of that side. When: Reading the request, Queue, Encoding media, preFill, Handoff, waiting for the first
+Token, streaming Data."""
 
 # Where vLLM or the llm-d router has the same metric the bounds are theirs, so that panels can be laid over each other.
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 3600)
@@ -104,14 +104,19 @@ class Metrics:
 
         self.build_info = Gauge(
             "build_info",
-            "Versions of the gateway and of what it runs on. Always 1.",
+            "Versions of the gateway, of Python and of aiohttp. Always 1.",
             ("version", "python", "aiohttp"),
             multiprocess_mode="livemax",
             **new,
         )
-        self.requests_total = Counter("requests_total", "Requests by route and HTTP status.", ("api", "code"), **new)
+        self.requests_total = Counter(
+            "requests_total", "Client requests by API and HTTP status.", ("api", "code"), **new
+        )
         self.request_end_total = Counter(
-            "request_end_total", "Generation requests by who ended them, and in which phase.", ("term",), **new
+            "request_end_total",
+            "Generation requests by who ended them and in which stage, as `term` in the log.",
+            ("term",),
+            **new,
         )
         self.request_duration_seconds = Histogram(
             "request_duration_seconds",
@@ -122,146 +127,159 @@ class Metrics:
         )
         self.time_to_first_token_seconds = Histogram(
             "time_to_first_token_seconds",
-            "Time from a generation request to the first token of its stream.",
+            "Time from a generation request to the first token of its streamed answer.",
             ("api",),
             buckets=_FIRST_TOKEN_BUCKETS,
             **new,
         )
         self.inter_token_seconds = Histogram(
             "inter_token_seconds",
-            "Time between two events of a stream. A sample of them.",
+            "Time between two parts of a streamed answer; a sample of one in eight.",
             buckets=_INTER_TOKEN_BUCKETS,
             **new,
         )
         self.stage_duration_seconds = Histogram(
             "stage_duration_seconds",
-            "Time a generation request spends in each stage.",
+            "Time in each stage, once for each prompt and sample of a generation request.",
             ("stage",),
             buckets=_STAGE_BUCKETS,
             **new,
         )
         self.inflight_requests = Gauge(
-            "inflight_requests", "Requests being worked on.", ("api",), multiprocess_mode="livesum", **new
+            "inflight_requests", "Client requests in flight.", ("api",), multiprocess_mode="livesum", **new
         )
         self.instance_requests_total = Counter(
             "instance_requests_total",
-            "Requests an instance was chosen for, by how it went.",
+            "Requests sent to an instance, by result: `ok`, or the failure.",
             ("role", "instance", "result"),
             **new,
         )
         self.retries_total = Counter(
-            "retries_total", "Legs sent once more, by what had failed.", ("stage", "reason"), **new
+            "retries_total",
+            "Requests sent to engines again, by role and by the failure before.",
+            ("stage", "reason"),
+            **new,
         )
         self.retry_budget_exhausted_total = Counter(
-            "retry_budget_exhausted_total", "Requests that failed because too many others were being repeated.", **new
+            "retry_budget_exhausted_total",
+            "Requests that failed because the retry budget had no place for a second attempt in time.",
+            **new,
         )
         self.missing_kv_total = Counter(
-            "missing_kv_total", "Prefill answers without KV parameters, by what was done then.", ("action",), **new
+            "missing_kv_total", "Prefill answers without KV parameters, by what was done next.", ("action",), **new
         )
         self.handovers_total = Counter(
             "handovers_total",
-            "KV caches handed over, by what the decoders' own counters tell of them: transferred, the prompt computed "
-            "once more, or unknown.",
+            "KV caches handed over, by what the decoders' own counters say: transferred, the prompt computed once "
+            "more, or unknown.",
             ("result",),
             **new,
         )
         self.prefills_skipped_total = Counter(
-            "prefills_skipped_total", "Prompts so short that their decoder was asked to compute them by itself.", **new
+            "prefills_skipped_total", "Prompts shorter than kv.prefill_min_tokens, sent to a decoder alone.", **new
         )
         self.streams_broken_total = Counter(
-            "streams_broken_total", "Answers that ended early after their status was sent.", ("side", "reason"), **new
+            "streams_broken_total",
+            "Answers that ended early although their status had been sent, by who ended them and why.",
+            ("side", "reason"),
+            **new,
         )
         self.resumes_total = Counter(
             "resumes_total",
-            "Answers taken up again after their decoder was lost, by what had happened and how they went on.",
+            "Answers continued after their decoder was lost, by its failure and by how they were continued.",
             ("cause", "action"),
             **new,
         )
         self.resumed_tokens_total = Counter(
-            "resumed_tokens_total", "Tokens prefilled once more for answers that were taken up again.", **new
+            "resumed_tokens_total", "Tokens prefilled again to continue answers whose decoder was lost.", **new
         )
         self.resume_failures_total = Counter(
-            "resume_failures_total", "Answers that had begun and could not be taken up again.", ("cause",), **new
+            "resume_failures_total", "Answers that had begun and could not be continued.", ("cause",), **new
         )
         self.suspect_requests_total = Counter(
-            "suspect_requests_total", "Requests that were stopped because engines went down over them.", **new
+            "suspect_requests_total", "Requests that were stopped because engines went down while serving them.", **new
         )
-        self.tokens_total = Counter("tokens_total", "Tokens as reported in the engines' usage.", ("kind",), **new)
+        self.tokens_total = Counter(
+            "tokens_total", "Tokens of generation requests, as engines report them in `usage`.", ("kind",), **new
+        )
         self.rejected_total = Counter(
             "rejected_total", "Requests refused before an engine was asked.", ("reason",), **new
         )
         self.kv_orphans_total = Counter(
-            "kv_orphans_total", "KV caches that no decoder is known to have fetched from their prefiller.", **new
+            "kv_orphans_total", "Prefilled KV caches that no decoder is known to have fetched.", **new
         )
         self.kv_released_total = Counter(
             "kv_released_total",
-            "Orphaned KV caches by what became of them: released, not released, or the engines have no way to do it.",
+            "Orphaned KV caches by what became of them: released, failed, or unsupported by the engines.",
             ("result",),
             **new,
         )
         self.instance_ejected_total = Counter(
             "instance_ejected_total",
-            "Times an instance was taken out because of how requests went, by what it was.",
+            "Ejections of an instance because of how its requests went, by cause.",
             ("role", "instance", "reason"),
             **new,
         )
         self.pair_quarantines_total = Counter(
-            "pair_quarantines_total", "Times a prefiller and a decoder were kept apart after failed hand-overs.", **new
+            "pair_quarantines_total", "Times a prefiller and a decoder were parted after failed hand-overs.", **new
         )
         self.queued_requests = Gauge(
-            "queued_requests", "Requests that wait until an instance has room.", multiprocess_mode="livesum", **new
+            "queued_requests", "Requests waiting for an instance with room.", multiprocess_mode="livesum", **new
         )
         self.queue_seconds = Histogram(
-            "queue_seconds", "Time a request waits until an instance has room.", buckets=_STAGE_BUCKETS, **new
+            "queue_seconds",
+            "Time that requests waited for an instance with room; of those that had to wait.",
+            buckets=_STAGE_BUCKETS,
+            **new,
         )
         self.http_parse_errors_total = Counter(
             "http_parse_errors_total", "Requests that were not valid HTTP/1.1.", **new
         )
-        self.connections = Gauge("connections", "Client connections that are open.", multiprocess_mode="livesum", **new)
+        self.connections = Gauge("connections", "Open client connections.", multiprocess_mode="livesum", **new)
         self.loop_lag_seconds = Gauge(
             "loop_lag_seconds",
-            "By how much the event loop was late, the worst of the last 15 seconds.",
+            "How late the event loop ran at worst in the last 15 seconds.",
             multiprocess_mode="livemax",
             **new,
         )
         self.memory_share = Gauge(
             "memory_share",
-            "Memory in use, of what the container or the host allows.",
+            "Memory in use, as a share of what the container or the host allows.",
             multiprocess_mode="livemax",
             **new,
         )
         self.open_fds_share = Gauge(
             "open_fds_share",
-            "File descriptors in use, of what the process may open.",
+            "File descriptors in use, as a share of what the process may open.",
             multiprocess_mode="livemax",
             **new,
         )
         self.overload_state = Gauge(
             "overload_state",
-            "0: none; 1: connections are closed after each answer; 2: requests are refused for lack of memory.",
+            "0: memory suffices; 1: connections are closed after each answer; 2: new requests are refused.",
             multiprocess_mode="livemax",
             **new,
         )
         self.config_reloads_total = Counter(
-            "config_reloads_total", "Times the configuration was read again, by how it went.", ("result",), **new
+            "config_reloads_total", "Reloads of the configuration by result.", ("result",), **new
         )
         self.config_last_reload_success_timestamp_seconds = Gauge(
             "config_last_reload_success_timestamp_seconds",
-            "When the configuration in use was read.",
+            "When the configuration in use was loaded, in seconds since the Unix epoch.",
             multiprocess_mode="livemax",
             **new,
         )
         self.dns_errors_total = Counter(
-            "dns_errors_total", "Failed look-ups of instances' names; the last good address stays in use.", **new
+            "dns_errors_total", "Failed look-ups of instances' names; the last known addresses stay in use.", **new
         )
         self.sse_bad_events_total = Counter(
-            "sse_bad_events_total", "Events of engines' streams that are not JSON objects and were passed on.", **new
+            "sse_bad_events_total", "Events of engines' streams that are no JSON objects; they are passed on.", **new
         )
         self.log_lines_dropped_total = Counter(
-            "log_lines_dropped_total", "Lines that nobody took from the log in time.", **new
+            "log_lines_dropped_total", "Log lines dropped because the log was not read in time.", **new
         )
         self.log_lines_suppressed_total = Counter(
-            "log_lines_suppressed_total", "Lines left out because too many like them came at once.", **new
+            "log_lines_suppressed_total", "Log lines left out because too many of a kind came at once.", **new
         )
         self._show_known_series()
 
@@ -301,7 +319,7 @@ class Metrics:
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",
-                "Workers that were replaced, because they died or because they were frozen.",
+                "Workers that were replaced, because they died or stood still.",
                 labels=("reason",),
             )
             for reason, count in self._worker_replacements().items():
@@ -352,30 +370,38 @@ class _Instances:
 
     def collect(self) -> Iterator[Metric]:
         labels = ("role", "instance")
-        up = GaugeMetricFamily("pdproxy_instance_up", "Whether an instance is known to be well.", labels=labels)
-        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests an instance works on.", labels=labels)
+        up = GaugeMetricFamily(
+            "pdproxy_instance_up",
+            "1 if a health check or a request has shown that the instance is healthy, otherwise 0.",
+            labels=labels,
+        )
+        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
         load = GaugeMetricFamily(
             "pdproxy_instance_load_tokens",
-            "Estimated tokens an instance is charged with: being computed, or held as KV cache.",
+            "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
             labels=(*labels, "kind"),
         )
         failures = GaugeMetricFamily(
-            "pdproxy_instance_consecutive_failures", "Failures of an instance since its last success.", labels=labels
+            "pdproxy_instance_consecutive_failures",
+            "Failed requests of an instance since its last success.",
+            labels=labels,
         )
         pinned_kv = GaugeMetricFamily(
             "pdproxy_instance_pinned_kv",
-            "KV caches an instance keeps, as far as is known, though no decoder is going to fetch them.",
+            "KV caches that an instance keeps, as far as is known, although no decoder will fetch them.",
             labels=labels,
         )
         pinned_tokens = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_tokens", "Estimated tokens of that KV.", labels=labels
+            "pdproxy_instance_pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv.", labels=labels
         )
         pinned_oldest = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_oldest_seconds", "How long the oldest of it has been there.", labels=labels
+            "pdproxy_instance_pinned_kv_oldest_seconds",
+            "Age of the oldest of pdproxy_instance_pinned_kv.",
+            labels=labels,
         )
         misfits = GaugeMetricFamily(
             "pdproxy_instance_misfit",
-            "In what an instance does not fit the others or this gateway, though it is well. Always 1.",
+            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
             labels=(*labels, "kind"),
         )
         now = time.monotonic()

@@ -30,6 +30,8 @@ from proxy.metrics import RESUME_ACTIONS, Metrics
 from proxy.record import Stage
 from proxy.settings import Kv
 from proxy.wire.openai import Api
+from proxy.wire.sglang import NativeApi
+from tests import metrics_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +117,7 @@ def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
 
 
 def test_labels_use_the_words_of_the_rest_of_the_program() -> None:
-    assert tuple(Api) == metrics.GENERATION_APIS
+    assert (*Api, *NativeApi) == metrics.GENERATION_APIS
     assert tuple(stage.label for stage in Stage) == metrics.STAGES
     assert tuple(Role) == metrics.LEGS
     assert set(ROUTES) < set(metrics.APIS)
@@ -227,9 +229,14 @@ def test_any_worker_answers_for_all_of_them(tmp_path: Path) -> None:
     assert 'pdproxy_instance_pinned_kv{instance="p:1",role="prefill"} 2.0' in lines
     assert 'pdproxy_instance_pinned_kv_tokens{instance="p:1",role="prefill"} 21.0' in lines
     assert "gone:1" not in found.stdout
-    assert "# HELP pdproxy_requests_total Requests by route and HTTP status." in lines
+    assert "# HELP pdproxy_requests_total Client requests by API and HTTP status." in lines
     assert found.stdout.count("pdproxy_build_info{") == 1
 
 
 def test_every_way_to_resume_has_its_series_from_the_beginning() -> None:
     assert set(RESUME_ACTIONS) == {action.value for action in Action}
+
+
+def test_the_page_of_metrics_is_what_the_code_says() -> None:
+    stale = f"METRICS.md is stale; renew it: {metrics_page.COMMAND}"
+    assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), stale

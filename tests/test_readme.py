@@ -1,27 +1,61 @@
-"""The commands that the README and the example configurations tell people to type."""
+"""What the pages for people say, held against the code: commands, links, nouns, error codes and fields of the log."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from importlib.metadata import entry_points
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+import proxy
 from proxy.__main__ import main
+from proxy.api.replies import HTTP_ERRORS
+from proxy.balancer.backend import Role
+from proxy.balancer.misfits import MisfitKind
+from proxy.errors import Failure
+from proxy.flow.resume import Action
+from proxy.metrics import TERMS
+from proxy.record import Record, Stage
 from proxy.settings import load
+from proxy.wire.openai import Api
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.md"))}
+README, OPERATING = PAGES["README.md"], PAGES["OPERATING.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SOURCES = [path for path in sorted((ROOT / "proxy").rglob("*.py")) if "sim" not in path.parts]
 SUB_COMMANDS = ("print-config", "check-config", "health")
+README_LINES = 150
 
 
 def commands() -> list[list[str]]:
     """The words behind each indented `pdproxy`, without the comment."""
-    lines = re.findall(r"^    pdproxy (.*)$", README.replace("\\\n", " "), re.MULTILINE)
+    lines = re.findall(r"^    pdproxy (.*)$", (README + OPERATING).replace("\\\n", " "), re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
+
+
+def section(heading: str) -> str:
+    """A part of OPERATING.md, up to the next heading of any level."""
+    _, _, rest = OPERATING.partition(f"\n{heading}\n")
+    assert rest, f"OPERATING.md has no {heading}"
+    return re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def first_cells(text: str) -> list[list[str]]:
+    """The names in the first cell of each row of a table."""
+    return [re.findall(r"`([^`]+)`", cell) for cell in re.findall(r"^\| (.*?) \|", text, re.MULTILINE)]
+
+
+def names(text: str) -> set[str]:
+    return {name for cell in first_cells(text) for name in cell}
+
+
+def test_the_readme_is_for_newcomers() -> None:
+    assert len(README.splitlines()) <= README_LINES, "a reference belongs into OPERATING.md or DESIGN.md"
 
 
 def test_the_console_script_is_the_program() -> None:
@@ -30,14 +64,14 @@ def test_the_console_script_is_the_program() -> None:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_the_readme_is_understood(words: list[str], tmp_path: Path) -> None:
+def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) -> None:
     flags = words[words[0] in SUB_COMMANDS :]
     (tmp_path / "my.yaml").write_text("prefill: [a:1]\ndecode: [b:1]\n")
     found = load([str(tmp_path / word) if word == "my.yaml" else word for word in flags], {})
     assert found.warnings == ()
 
 
-def test_the_readme_has_commands_to_serve_and_to_look_at_the_configuration() -> None:
+def test_the_pages_have_commands_to_serve_and_to_look_at_the_configuration() -> None:
     assert [word for words in commands() for word in words if word in SUB_COMMANDS] == ["print-config", "check-config"]
     assert any(words[0].startswith("--") for words in commands())
 
@@ -51,3 +85,79 @@ def test_what_is_installed_goes_into_a_virtual_environment() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_an_example_configuration_says_how_to_use_itself(path: Path) -> None:
     assert f"#   pdproxy --config configs/{path.name}\n" in path.read_text()
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_between_pages_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
+        file, _, anchor = target.partition("#")
+        if not file.startswith("https://"):
+            assert (ROOT / (file or name)).exists(), target
+            assert not anchor or anchor in anchors(PAGES[file or name]), target
+
+
+def test_the_nouns_are_those_of_the_package_and_each_is_a_class() -> None:
+    list_of_package = (proxy.__doc__ or "").partition("the same list:\n\n")[2].rstrip("\n")
+    assert "\n".join(f"    {line}" for line in list_of_package.splitlines()) in PAGES["DESIGN.md"]
+    classes = {name for path in SOURCES for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
+    nouns = {line.split()[0] for line in list_of_package.splitlines()}
+    assert nouns
+    assert nouns - classes == set()
+
+
+def literal_codes() -> set[str]:
+    """What is given as `code` to an error, or is the `code` of a class of errors, in the source."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.keyword(arg="code", value=ast.Constant(value=str(code))):
+                    found.add(code)
+                case ast.Assign(
+                    targets=[ast.Name(id="code" | "CODE" | "MALFORMED")], value=ast.Constant(value=str(code))
+                ):
+                    found.add(code)
+                case ast.Assign(targets=[ast.Attribute(attr="code")], value=ast.Constant(value=str(code))):
+                    found.add(code)
+                case ast.AnnAssign(target=ast.Name(id="CODE" | "MALFORMED"), value=ast.Constant(value=str(code))):
+                    found.add(code)
+                case ast.Call(func=ast.Name(id="_overloaded"), args=[ast.Constant(value=str(code)), *_]):
+                    found.add(code)
+    return found
+
+
+def test_every_error_code_is_explained_and_no_other() -> None:
+    of_http = {code for code, _ in HTTP_ERRORS.values()} | {"http_error"}
+    codes = literal_codes() | of_http | {f"no_healthy_{role}" for role in Role}
+    by_table = [names(table) for table in section("## Error codes").split("| failure |")]
+    assert by_table[0] == codes
+    assert by_table[1] == set(Failure)
+
+
+def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
+    assert not {f"{role}_{failure}" for role, failure in product(Role, Failure)} & literal_codes()
+
+
+def test_every_field_of_the_access_line_is_explained() -> None:
+    record = Record(Api.CHAT, "id", lost_engines=1)
+    record.journey().seconds[Stage.ENCODE] = 1.0
+    assert set(record.fields(200, "--", 1.0)) == names(section("## Log").partition("`term` has")[0])
+
+
+def test_every_letter_of_a_term_is_explained() -> None:
+    cells = re.findall(r"^\|(?: `(.)`)? \|.*?\| `(.)` \|", section("## Log"), re.MULTILINE)
+    first, second = ({letter for letter in column if letter} for column in zip(*cells, strict=True))
+    assert {term[0] for term in TERMS} == first
+    assert {term[1] for term in TERMS} == second == {"-", "R", *Stage}
+
+
+def test_every_misfit_and_every_way_to_resume_is_explained() -> None:
+    assert names(section("## Warnings about instances")) == set(MisfitKind)
+    told = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
+    assert set(told) == set(Action)

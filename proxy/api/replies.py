@@ -46,7 +46,7 @@ _is_acceptable_id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}").fullmatch
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\ud7ff\ue000-\U0010ffff]*")
 
-_HTTP_ERRORS: Final = {
+HTTP_ERRORS: Final = {
     400: ("bad_request", "the request is not one this gateway understands"),
     404: ("not_found", "there is no such route on this gateway"),
     405: ("method_not_allowed", "this route does not take that method"),
@@ -143,7 +143,7 @@ def unexpected(request: web.BaseRequest, error: BaseException | None) -> Gateway
     kind = type(error).__name__
     trace = error.__traceback__ if error is not None else None
     logger.error("unexpected %s in %s %s", kind, request.method, request.path, exc_info=(_Untold, _Untold(kind), trace))
-    code, message = _HTTP_ERRORS[500]
+    code, message = HTTP_ERRORS[500]
     return GatewayError(message, code=code)
 
 
@@ -215,7 +215,7 @@ def _has_left(request: web.Request) -> bool:
 
 
 def _in_our_words(answer: web.HTTPException) -> GatewayError:
-    code, message = _HTTP_ERRORS.get(answer.status, ("http_error", answer.reason))
+    code, message = HTTP_ERRORS.get(answer.status, ("http_error", answer.reason))
     return GatewayError(message, code=code, status=answer.status)
 
 

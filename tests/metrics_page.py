@@ -1,0 +1,121 @@
+"""METRICS.md, as the code has it. `python -m tests.metrics_page` writes the page; a test fails while it is stale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from proxy.balancer.health import Health
+from proxy.balancer.misfits import MisfitKind, Misfits
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.metrics import EJECTIONS, Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prometheus_client import Metric
+
+PAGE = Path(__file__).parent.parent / "METRICS.md"
+COMMAND = ".venv/bin/python -m tests.metrics_page"
+
+_HEAD = f"""\
+# Metrics
+
+What `/metrics` answers, in Prometheus' text format or in OpenMetrics, for all workers together. A series whose labels
+are known begins at 0, and an instance that was removed loses its series. With one worker there are the `process_*`
+metrics of prometheus-client, too. [OPERATING.md](OPERATING.md) explains the mechanisms behind the numbers.
+
+This page is generated from `proxy/metrics.py`, by `{COMMAND}`.
+"""
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# Labels whose values are not listed: they depend on the deployment, or another page explains them.
+_OPEN_LABELS = {
+    "instance": "`host:port`, the same as the target under which Prometheus scrapes the engine itself",
+    "code": "the HTTP status, 499 where the client left before it had one",
+    "term": "who ended the request and in which stage, see [Log](OPERATING.md#log)",
+    "version": "this gateway's version",
+    "python": "Python's version",
+    "aiohttp": "aiohttp's version",
+    "role": "`prefill`, `decode`, `encode`",
+}
+_OPEN_LABELS_OF_METRIC = {
+    ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](OPERATING.md#error-codes)",
+    ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
+    ("pdproxy_instance_misfit", "kind"): (
+        f"{_quoted(list(MisfitKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
+    ),
+    ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
+}
+
+
+def page() -> str:
+    """The whole text."""
+    metrics = Metrics()
+    metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
+    metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
+    families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
+    labels = _labels(metrics, families)
+    rows = [
+        f"| `{_name(family)}` | {family.type} | {_quoted(labels[_name(family)])} | {family.documentation} |"
+        for family in sorted(families, key=lambda family: family.name)
+    ]
+    return "\n".join(
+        [
+            _HEAD,
+            "| metric | type | labels | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "## Label values",
+            "",
+            "| label | of | values |",
+            "|---|---|---|",
+            *_label_rows(families, labels),
+            "",
+        ]
+    )
+
+
+def _name(family: Metric) -> str:
+    """As in a query: the parser of the exposition takes the ending off a counter."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _labels(metrics: Metrics, families: Sequence[Metric]) -> Mapping[str, Sequence[str]]:
+    """The names of each metric's labels, which prometheus-client keeps to itself."""
+    known = {_name(family): tuple(getattr(family, "_labelnames", ())) for family in families}
+    for collector in vars(metrics).values():
+        if hasattr(collector, "describe"):
+            (described,) = collector.describe()
+            known[_name(described)] = tuple(collector._labelnames)
+    return known
+
+
+def _label_rows(families: Sequence[Metric], labels: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    metrics_of: dict[tuple[str, str], list[str]] = {}  # by label and its values
+    for family in families:
+        name = _name(family)
+        for label in labels[name]:
+            values = _OPEN_LABELS_OF_METRIC.get((name, label)) or _OPEN_LABELS.get(label) or _values(family, label)
+            metrics_of.setdefault((label, values), []).append(name)
+    return [
+        f"| `{label}` | {'all' if label in _OPEN_LABELS else _quoted(sorted(names))} | {values} |"
+        for (label, values), names in sorted(metrics_of.items())
+    ]
+
+
+def _values(family: Metric, label: str) -> str:
+    """Those whose series begin at 0."""
+    found = _quoted(list(dict.fromkeys(sample.labels[label] for sample in family.samples)))
+    if not found:
+        raise ValueError(f"{_name(family)} has no series from which the values of {label} follow: name them here")
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
