@@ -47,76 +47,79 @@ class Section(BaseModel):
 
 
 class Listen(Section):
-    """The address clients connect to, and what a client may use up."""
+    """The address that clients connect to, and limits on what a client may use."""
 
     host: Host = "127.0.0.1"
-    """Host name or address to listen on; 0.0.0.0 is every IPv4 interface, :: every interface."""
+    """Host name or address to listen on; 0.0.0.0 means every IPv4 interface, :: every interface."""
     port: ListenPort = 1999
     """TCP port to listen on; 0 takes any free one."""
     max_body_bytes: Positive = 64 * 1024 * 1024
-    """A larger request body is refused with status 413."""
+    """Largest request body in bytes; a larger one is refused with status 413."""
     max_body_elements: Positive = 4 * 1024 * 1024
-    """So is a JSON body of more elements than this, before it is read: numbers and literals count one each, strings and
-    names 8, arrays and objects 16, and escapes in strings one. A million of them take up to 30 ms to read, in which
-    nobody else is served."""
+    """Most elements of a JSON request body; one with more is refused with status 413 before it is parsed. Numbers and
+    literals count 1 each, strings and names 8, arrays and objects 16, escapes in strings 1. Parsing a million of them
+    takes up to 30 ms, during which no other request is served."""
     header_seconds: Seconds = 10.0
-    """Until the headers of a request have arrived, from its first byte or from the connection's opening."""
+    """Deadline for the headers of a request, from its first byte or from the opening of the connection."""
     body_seconds: Seconds = 60.0
-    """Until the body of a request has arrived."""
+    """Deadline for the body of a request."""
     body_bytes_per_second: Natural = 1024
-    """A body that arrives more slowly than this, after its first 5 seconds, is given up; 0: however slowly."""
+    """Least average rate of a request body after its first 5 seconds; a slower one is refused with status 408; 0: no
+    such limit."""
     max_connections: Positive | None = None
-    """Client connections a worker holds open, beyond which new ones are answered 503; null: 45 % of the file
-    descriptors the process may have open."""
+    """Most client connections of a worker; further ones are answered with status 503; null: 45 % of the file
+    descriptors that the process may have open."""
     keepalive_seconds: Seconds = 75.0
     """An idle client connection is closed after this long."""
     write_timeout_seconds: Seconds = 60.0
-    """A client that takes nothing from its answer for this long is cut off."""
+    """A client that reads nothing of its answer for this long is disconnected."""
     cors_origins: Origins = ()
-    """Origins of web pages that may use the clients' routes from a browser, like https://chat.example.com; * is every
-    page there is. Never the routes of administrators."""
+    """Origins of web pages that may use the clients' routes from a browser, like https://chat.example.com; * allows
+    every page. Administration is never open to web pages."""
     backlog: Positive = 4096
-    """Connections the kernel holds before they are accepted."""
+    """Connections that the kernel queues until they are accepted."""
 
 
 class Admin(Section):
-    """The routes for operators, and what they may do."""
+    """The routes for operators, and what may be done there."""
 
     host: Host = "127.0.0.1"
-    """Host name or address of the listeners for operators, if they have ports of their own."""
+    """Host name or address of the listeners on admin.port and admin.probe_port."""
     port: ListenPort | None = None
-    """TCP port of a listener for operators alone: administration and metrics are then only there, and the routes for
-    probes here and there; null: everything is on the clients' port."""
+    """TCP port of a separate listener for operators: administration and metrics are then only there, and the routes for
+    probes on both; null: everything is on the clients' port."""
     probe_port: ListenPort | None = None
-    """TCP port on which /livez and /readyz are answered by a thread of their own, which a busy event loop cannot delay;
-    null: none."""
+    """TCP port on which a separate thread answers /livez and /readyz, which a busy event loop cannot delay; null: no
+    such port."""
     networks: Networks = (
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
         *("::1/128", "fc00::/7"),
     )
-    """Where instances that are added at run time may be; link-local, multicast and unspecified addresses and the
-    metadata services of clouds never are."""
+    """Networks in which instances may be added at run time. Link-local, multicast and unspecified addresses and the
+    metadata services of clouds are never allowed."""
 
 
 class Admission(Section):
-    """How much work is let in. What no instance has room for waits here for a while, and then is refused."""
+    """How many requests are admitted. Those that no instance has room for wait in a queue for a while."""
 
     max_running_prefill: Positive | None = None
-    """Requests a prefiller works on at a time; null: as many as it says it can (max_num_seqs), otherwise any number."""
+    """Most requests in flight at a prefiller; null: what the engine reports (max_num_seqs), or no limit if it reports
+    nothing."""
     max_running_decode: Positive | None = None
-    """Requests a decoder works on at a time; null: as many as it says it can (max_num_seqs), otherwise any number."""
+    """Most requests in flight at a decoder; null: what the engine reports (max_num_seqs), or no limit if it reports
+    nothing."""
     max_waiting: Natural = 1024
-    """Requests that wait for room in a worker; more are refused with status 503."""
+    """Most requests that wait in the queue of a worker; further ones are refused with status 503."""
     wait_seconds: Seconds = 60.0
-    """A request that has waited for so long is refused with status 503. Instances that were up and take no connections
-    are waited for as long, as they may only be restarting."""
+    """Longest wait in the queue; then the request is refused with status 503. Requests wait as long for instances that
+    were up and refuse connections, since these may only be restarting."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
-    """Request bodies a worker holds at a time, all together, with what their elements take in memory; more are refused
-    with status 503."""
+    """Most memory for all request bodies that a worker holds, with what their elements take when parsed; requests
+    beyond it are refused with status 503."""
 
 
 class Balance(Section):
-    """How a backend is chosen among the eligible ones."""
+    """How an instance is chosen among the eligible ones."""
 
     prefill_policy: PolicyName = "least_load"
     """Policy for prefillers: least_load, round_robin, power_of_two or random."""
@@ -124,41 +127,42 @@ class Balance(Section):
     """Policy for decoders: least_load, round_robin, power_of_two or random."""
     prefill_dp_ranks: Positive = 1
     """Data-parallel ranks behind the address of each vLLM prefiller, among which the gateway spreads its requests by
-    the header X-data-parallel-rank; 1: the engine spreads them itself. With connector mooncake_bootstrap the engines
-    tell."""
+    the header X-data-parallel-rank; 1: the engine spreads them itself. Not needed with connector mooncake_bootstrap,
+    whose engines report their ranks."""
     decode_dp_ranks: Positive = 1
-    """The same for decoders."""
+    """Data-parallel ranks behind the address of each vLLM decoder; see prefill_dp_ranks."""
 
 
 class Cost(Section):
     """How the load of a request is estimated before its tokens are known."""
 
     bytes_per_token: Positive = 4
-    """UTF-8 bytes of text that count as one token."""
+    """Bytes of UTF-8 text that count as one token."""
     image_tokens: Natural = 1024
-    """Tokens an image counts, whatever its bytes."""
+    """Estimated tokens of an image, whatever its size."""
     audio_tokens: Natural = 512
-    """Tokens a piece of audio counts, whatever its bytes."""
+    """Estimated tokens of a piece of audio, whatever its length."""
     default_output_tokens: Natural = 256
-    """Output tokens assumed for a request without a limit of its own."""
+    """Output tokens assumed for a request that sets no limit."""
 
 
 class Retry(Section):
-    """What happens when a backend fails before the client has seen a byte."""
+    """What happens when an instance fails before the client has any of the answer."""
 
     max_attempts: Attempts = 3
-    """Attempts per stage, the first one included; 0 counts as 1."""
+    """Most attempts per stage (prefill, decode), the first one included; 0 counts as 1."""
     base_delay_seconds: Delay = 0.025
-    """Longest wait before the second attempt; it doubles with each further one, and the real wait is drawn below it."""
+    """Longest wait before the second attempt. It doubles with each further attempt, and the actual wait is a random
+    part of it."""
     max_delay_seconds: Delay = Field(default_factory=lambda earlier: max(0.25, earlier["base_delay_seconds"]))
-    """Where that doubling ends; by default 0.25, or base_delay_seconds where that is larger."""
+    """Longest wait before any attempt; by default 0.25, or base_delay_seconds if that is larger."""
     budget_share: Ratio = 0.2
-    """Share of the requests in flight that may be repeated or taken up again at the same time; others wait for their
-    turn. What could not even connect is not counted."""
+    """Retry budget: share of the requests in flight that may be repeated or continued elsewhere at the same time;
+    others wait for their turn. An attempt that could not even connect is repeated without it."""
     budget_least: Positive = 3
-    """So many may be at any time."""
+    """Requests that may be repeated or continued at the same time even if budget_share allows fewer."""
     budget_wait_seconds: Delay = 5.0
-    """How long a request may wait for its turn to be repeated. An answer that had begun may wait for
+    """Longest wait of a request for a place in the retry budget; then it fails. An answer that had begun may wait for
     resume.deadline_seconds."""
 
     @model_validator(mode="after")
@@ -171,201 +175,209 @@ class Retry(Section):
 
 
 class Timeouts(Section):
-    """How long to wait for an engine. Bytes alone are no answer: neither pieces of what is not whole, nor the comments,
-    heartbeats and empty chunks of a stream.
+    """How long to wait for an engine. Only progress counts: parts of an incomplete answer and the comments, heartbeats
+    and empty chunks of a stream extend no deadline.
     """
 
     connect_seconds: Seconds = 2.0
-    """Until a connection to an engine is open."""
+    """Deadline for opening a connection to an engine."""
     prefill_seconds: Seconds = 300.0
-    """Until a prefiller has answered, for a prompt of no tokens …"""
+    """Deadline for a prefiller's answer, apart from prefill_seconds_per_1k_tokens."""
     prefill_seconds_per_1k_tokens: Delay = 1.0
-    """… and so much more for every thousand of them."""
+    """Added to prefill_seconds for every 1,000 tokens of the prompt."""
     handoff_seconds: Seconds = 60.0
-    """From the prefiller's answer to the first bytes of a decoder's; at most half the time for which the prefiller
-    keeps the KV cache."""
+    """Deadline from the prefiller's answer to the first bytes of the decoder's; at most half the time for which the
+    prefiller keeps the KV cache."""
     first_token_seconds: Seconds = 300.0
-    """Until a decoder's streamed answer begins, which includes fetching the KV cache."""
+    """Deadline for the beginning of a decoder's streamed answer, which includes fetching the KV cache."""
     answer_seconds: Seconds = 3600.0
-    """Until a decoder's answer that is not streamed is there: engines send nothing of it before its end. At most
-    first_token_seconds and a second for each token that its client allows."""
+    """Deadline for a decoder's answer that is not streamed, of which engines send nothing before its end. At most
+    first_token_seconds plus one second for each token that the request allows."""
     idle_seconds: Seconds = 300.0
-    """Between two pieces of a decoder's streamed answer."""
+    """Deadline between two parts of a decoder's streamed answer."""
 
 
 class Kv(Section):
     """The hand-over of the KV cache from prefiller to decoder."""
 
     on_missing: Literal["retry_prefill", "local", "error"] = "retry_prefill"
-    """When a prefiller names no KV cache: retry_prefill asks another one, then lets the decoder compute a prompt of up
-    to local_max_tokens by itself; local always lets the decoder compute it; error fails the request."""
+    """What to do when a prefiller answers without KV parameters: retry_prefill asks another one, then lets the decoder
+    compute a prompt of up to local_max_tokens by itself; local always lets the decoder compute it; error fails the
+    request."""
     local_max_tokens: Natural = 2048
-    """Longest prompt a decoder may compute by itself after retry_prefill did not help."""
+    """Longest prompt in tokens that a decoder may compute by itself when on_missing is retry_prefill and asking another
+    prefiller did not help."""
     prefill_min_tokens: Natural = 0
-    """A shorter prompt, as it is estimated, goes to a decoder alone, which computes it by itself; with connectors
-    vllm_pull and vllm_store."""
+    """Prompts estimated to have fewer tokens than this are sent to a decoder alone, which computes them by itself; with
+    connectors vllm_pull and vllm_store."""
     on_unsupported: Literal["error", "local"] = "error"
-    """What no hand-over can serve, with vLLM's connectors: beam search, best_of larger than n, and log probabilities of
-    the prompt (echo with logprobs, prompt_logprobs) with more than one token to generate. error refuses it; local has a
-    decoder serve it alone, prompt included. With at most one token, log probabilities are told by a prefiller alone."""
+    """What to do with requests that no hand-over can serve, with vLLM's connectors: beam search, best_of larger than n,
+    and log probabilities of the prompt (echo with logprobs, prompt_logprobs) with more than one token to generate.
+    error refuses them with status 400; local has a decoder serve them alone. With at most one token to generate, a
+    prefiller serves log probabilities of the prompt alone."""
     release: Literal["auto", "never"] = "auto"
-    """KV that no decoder fetched, because its request failed or the client left: auto has a decoder release it where
-    the engines can; never leaves it to the prefiller, which frees it after pin_seconds."""
+    """What to do with KV cache that no decoder fetched, because the request failed or the client left: auto asks a
+    decoder to release it if the engines are able to; never leaves it to the prefiller, which frees it after
+    pin_seconds."""
     pin_seconds: Seconds | None = None
-    """How long prefillers keep KV that nobody fetches, for the account of their memory; null: what engines of their
-    version and KV connector do unless configured (30 with NixlConnector since vLLM 0.23, otherwise 480)."""
+    """How long prefillers keep KV cache that is not fetched, which the gateway accounts for when it chooses among them;
+    null: the default of their version and KV connector (30 with NixlConnector since vLLM 0.23, otherwise 480)."""
 
 
 class Sglang(Section):
-    """Engines of SGLang."""
+    """SGLang engines, with connector sglang_bootstrap."""
 
     dp_size: Positive = 1
-    """Data-parallel ranks of a prefiller (its --dp-size), among which the gateway spreads requests by their load; 1
-    leaves that to chance."""
+    """Data-parallel ranks of a prefiller (its --dp-size), among which the gateway spreads requests by load; 1: they are
+    chosen at random."""
 
 
 class Layerwise(Section):
-    """Where decoders call the gateway back, with connector ascend_layerwise. Each worker has a port of its own."""
+    """Where decoders call the gateway back, with connector ascend_layerwise. Each worker has its own port."""
 
     host: Host | None = None
-    """Host name or address to listen on; null: listen.host."""
+    """Host name or address to listen on for callbacks; null: listen.host."""
     port: ListenPort = 0
-    """TCP port of the first worker, behind which come those of the others; 0: each takes any free one."""
+    """TCP port of the first worker; the other workers take the ports that follow; 0: each worker takes any free one."""
     advertised_host: Host | None = None
-    """Host name or address at which decoders reach this gateway; null: the one that is listened on."""
+    """Host name or address at which decoders reach this gateway; null: layerwise.host, or else listen.host."""
     callback_seconds: Seconds = 60.0
-    """Until a decoder has called back, which it does when it has room for the KV cache."""
+    """Deadline for the decoder's callback, which it sends when it has room for the KV cache."""
 
 
 class Mooncake(Section):
-    """Prefillers with vLLM's own MooncakeConnector, with connector mooncake_bootstrap."""
+    """Prefillers that run vLLM's own MooncakeConnector, with connector mooncake_bootstrap."""
 
     bootstrap_port: ListenPort = Field(default=8998, ge=1)
-    """TCP port at which a prefiller tells of its engines (its VLLM_MOONCAKE_BOOTSTRAP_PORT), unless its own is given
-    with its address."""
+    """TCP port of the bootstrap server of prefillers (their VLLM_MOONCAKE_BOOTSTRAP_PORT); a port behind the address of
+    a prefiller takes precedence."""
 
 
 class Resume(Section):
     """What happens when a decoder is lost in the middle of an answer, or asks for recomputation."""
 
     mode: Literal["off", "restart-only", "exact"] = "exact"
-    """exact goes on where the answer broke off, token by token, if the engines can; restart-only begins an answer again
-    of which the client has nothing yet; off does neither."""
+    """exact continues an answer at the token where it broke off, if the engines are able to; restart-only only repeats
+    an answer of which the client has nothing yet; off does neither."""
     max_attempts: Natural = 3
-    """How often one answer may be taken up again."""
+    """How often one answer may be continued."""
     deadline_seconds: Seconds = 30.0
-    """How long to look for instances that can take it up."""
+    """How long to look for instances that can continue an answer."""
     chats: Literal["auto", "native", "ascend_private", "completions"] = "auto"
-    """How chats go on from token ids: native is kv_transfer_params.prompt_token_ids of vLLM 0.27 and later,
-    ascend_private the key of a vllm-ascend 0.26 patch, completions sends the ids to /v1/completions and parses the text
-    here; auto chooses by the engines' version."""
+    """How chats are continued from token ids: native uses kv_transfer_params.prompt_token_ids of vLLM 0.27 and later,
+    ascend_private the key of a vllm-ascend 0.26 patch; completions sends the ids to /v1/completions, and the gateway
+    parses the text; auto chooses by the engines' version."""
     repeat_up_to_tokens: Natural = 32
-    """An answer that is not streamed and cannot be longer than this is asked for again as a whole rather than watched
-    token by token and taken up where it broke off; 0 watches all."""
+    """An answer that is not streamed and cannot be longer than this many tokens is repeated as a whole if its decoder
+    is lost; longer ones are watched token by token and continued; 0: all are watched."""
     pressure_seconds: Delay = 5.0
-    """A decoder that asked for recomputation gets no new request for this long, where another one can take it."""
+    """A decoder that asked for recomputation gets no new requests for this long if there is another one."""
 
 
 class HealthChecks(Section):
-    """How backends are asked whether they are well."""
+    """How the health of instances is checked, and when they are ejected."""
 
     interval_seconds: Seconds = 5.0
-    """Between two checks of a backend."""
+    """Time between two health checks of an instance."""
     timeout_seconds: Seconds = 5.0
-    """A check that takes longer has failed."""
+    """A health check that takes longer than this has failed."""
     fall: Positive = 3
-    """Failed checks in a row that make a backend unhealthy."""
+    """Failed health checks in a row after which an instance is down."""
     rise: Positive = 2
-    """Passed checks in a row that make it healthy again."""
+    """Passed health checks in a row after which an instance is up again."""
     jitter: Ratio = 0.2
-    """Random share by which an interval is made longer or shorter, so that checks do not come in step."""
+    """Random share by which each interval is lengthened or shortened, so that checks do not coincide."""
     changing_interval_seconds: Seconds = 1.0
-    """Between two checks while the verdict is about to change."""
+    """Time between two health checks of an instance whose state is about to change."""
     path: AbsolutePath = "/health"
-    """What is requested; status 200 passes."""
+    """Path that health checks request; status 200 passes."""
     eject_after: Positive = 5
-    """Failed requests in a row for which a backend is ejected, whatever its health checks say."""
+    """Failed requests in a row after which an instance is ejected, whatever its health checks say."""
     eject_seconds: Seconds = 30.0
-    """The first ejection lasts this long, the n-th in a row n times as long, each with some jitter. Then one request is
-    tried."""
+    """Length of the first ejection of an instance; the n-th in a row lasts n times as long, each with some jitter. Then
+    one request is tried."""
     max_eject_seconds: Seconds = Field(default_factory=lambda earlier: max(300.0, earlier["eject_seconds"]))
-    """The longest ejection; by default 300, or eject_seconds where that is larger."""
+    """Length of the longest ejection; by default 300, or eject_seconds if that is larger."""
     max_ejected_share: Ratio = 0.5
-    """Share of a role's backends that failed requests may eject; the last one is never ejected."""
+    """Largest share of the instances of a role that may be ejected; the last one never is."""
     stall_seconds: Seconds = 30.0
-    """A backend that sends nothing for this long, on any of its streams, while others of its role do, is ejected, and
-    its answers are taken up elsewhere; longer for one that has been silent for long before and went on."""
+    """An instance that sends nothing for this long on any of its streams, while others of its role do, is ejected, and
+    its answers are continued elsewhere. The time is longer for an instance that has recovered from a longer silence
+    before."""
     slow_start_seconds: Delay = 30.0
-    """A backend that came back, or was added, gets its full share only after this long; it begins with a tenth."""
+    """An instance that came back, or was added, reaches its full share of requests after this long; it begins with a
+    tenth."""
     quarantine_after: Positive = 2
-    """Hand-overs in a row that fail between a prefiller and a decoder for which the two are not paired for a while."""
+    """Failed hand-overs in a row between a prefiller and a decoder after which the two are kept apart for
+    quarantine_seconds."""
     quarantine_seconds: Seconds = 60.0
-    """That while."""
+    """How long a prefiller and a decoder are kept apart after failed hand-overs; longer if they fail again."""
     transfer_interval_seconds: Delay = 15.0
-    """So often at most a decoder's /metrics is read, after hand-overs to it, to see whether it fetches the KV cache or
-    computes prompts once more; a quarter as often while all is well. 0: never."""
+    """Least time between two readings of a decoder's /metrics, which follow hand-overs and show whether it fetches the
+    KV cache or computes prompts once more; four times as long while all is well; 0: never read."""
 
 
 class Joining(Section):
-    """Instances added at run time that do not answer yet."""
+    """Instances that are added at run time and do not answer yet."""
 
     max_attempts: Attempts = 3
-    """Checks before an added instance is given up; 0 counts as 1."""
+    """How often an added instance is asked before it is given up; 0 counts as 1."""
     interval_seconds: Seconds = 10.0
-    """Between two of these checks."""
+    """Time between two attempts to reach an added instance."""
 
 
 class Leaving(Section):
     """Instances that are removed, by an administrator or from the configuration."""
 
     evacuate_after_seconds: Delay | None = None
-    """What a removed instance works on after so long is taken up by others, as if it had failed; null: it may come to
-    its end there, however long that takes. /instances/remove may say otherwise (evacuate_after)."""
+    """Requests that are still in flight at a removed instance after this long are continued by others, as if it had
+    failed; null: they may end there, however long that takes. evacuate_after of /instances/remove takes precedence."""
 
 
 class Fanout(Section):
     """Requests with several prompts or samples, which are split into single units."""
 
     max_units: Positive = 1024
-    """A request that would be split into more units is refused."""
+    """Most units that a request may be split into; one with more is refused with status 400."""
     concurrency: Positive = 64
-    """Units of one request that run at the same time, and items of a unit that are encoded at the same time."""
+    """Most units of one request that run at the same time, and most items of a unit that are encoded at the same
+    time."""
 
 
 class Drain(Section):
     """What happens after SIGTERM."""
 
     not_ready_seconds: Delay = 5.0
-    """Keep accepting for this long while /readyz already says no, so that load balancers can notice."""
+    """How long new requests are still accepted while /readyz already fails, so that load balancers can notice."""
     streams_seconds: Seconds = 300.0
-    """Then let requests that are running finish for this long; the rest get an error."""
+    """How long requests in flight may then take to finish; those that remain end with an error."""
 
 
 class Auth(Section):
-    """Keys. They come from the environment or from files, never from the command line. A relative path begins where the
-    configuration file is that has it, or in the working directory if the environment has it.
+    """Keys. They come from the environment or from files, never from the command line. A relative path is relative to
+    the directory of the configuration file that has it, or to the working directory if the environment has it.
     """
 
     engine_api_key: Secret = None
-    """Sent to engines as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""
+    """Key that engines are sent as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""
     engine_api_key_file: FilePath = None
     """File that holds engine_api_key."""
     admin_key: Secret = None
-    """Lets administrators in, wherever they are; none: only programs on this host may administer, and only where the
-    listener is on a loopback address."""
+    """Key for administration from anywhere; none: only programs on this host may administer, and only if the listener
+    is on a loopback address."""
     admin_key_file: FilePath = None
     """File that holds admin_key."""
     client_keys_file: FilePath = None
-    """YAML file with the keys of clients and their limits, read again when it changes; none: clients need no key."""
+    """YAML file with the keys of clients and their limits, loaded again when it changes; none: clients need no key."""
 
 
 class Log(Section):
     """The program's log."""
 
     level: LogLevel = "INFO"
-    """Least severe level that is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+    """Lowest level that is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
     format: Literal["auto", "text", "json"] = "auto"
-    """text, json, or auto: text on a terminal and json elsewhere."""
+    """Format of the lines: text, json, or auto, which is text on a terminal and json elsewhere."""
 
 
 class Settings(Section):
@@ -377,21 +389,21 @@ class Settings(Section):
     decode: Endpoints = ()
     """Decoders, as host:port or host:first-last."""
     encode: Endpoints = ()
-    """Encoders, as host:port or host:first-last: vLLM engines that are sent the images, audio and video of a chat
-    first, and share with the others what they make of them (--ec-transfer-config); none: prefillers encode them."""
+    """Encoders, as host:port or host:first-last: vLLM engines that first encode the images, audio and video of a chat
+    and share the results with the others (--ec-transfer-config); none: prefillers encode them."""
     connector: Literal[
         "auto", "vllm_pull", "vllm_store", "mooncake_bootstrap", "sglang_bootstrap", "ascend_layerwise", "plain"
     ] = "vllm_pull"
     """How the KV cache travels: vllm_pull (the decoder fetches it), vllm_store (through a store that engines share),
-    mooncake_bootstrap (vLLM's own MooncakeConnector, whose prefillers and decoders meet), sglang_bootstrap (SGLang's
-    prefillers and decoders, which meet), ascend_layerwise (the prefiller sends it when the decoder has called back) or
-    plain (every engine does both stages); auto asks the engines what they are, once, before it serves."""
+    mooncake_bootstrap (vLLM's own MooncakeConnector; the legs meet at the prefiller's bootstrap server),
+    sglang_bootstrap (SGLang; likewise), ascend_layerwise (the prefiller sends it after the decoder has called back) or
+    plain (every engine does both stages); auto asks the engines what they are, once, at the start."""
     workers: Workers = 1
-    """Processes that serve requests; auto is one per core."""
+    """Number of processes that serve requests; auto: one per core."""
     worker_timeout_seconds: Seconds | None = 30.0
-    """A worker that has stood still for so long is killed and replaced, where there are several; null: never."""
+    """A worker that has stood still for this long is killed and replaced, if there are several; null: never."""
     passthrough: RouteGroups = ("tokenizer", "pooling")
-    """Groups of routes that one engine answers alone: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
+    """Groups of routes that are passed through to one engine: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
     listen: Listen = Listen()
     admin: Admin = Admin()
     admission: Admission = Admission()
