@@ -166,6 +166,105 @@ async def test_what_a_decoder_is_to_compute_is_local(deploy: Deploy, caplog: pyt
     assert gateway.metrics("pdproxy_handovers_total") == {}
 
 
+# Pairs: a decoder counts for all prefillers together
+
+RECOMPUTES: dict[str, Any] = {"kv_load_failure_policy": "recompute"}
+NOWHERE = "127.0.0.9"  # nobody listens there
+
+
+async def told_of_pairs(gateway: Deployment, expected: set[tuple[str, str]]) -> None:
+    """Send requests one after the other until of these pairs, and of no other, it is known that KV is not fetched."""
+    computed: set[tuple[str, str]] = set()
+    for number in range(200):
+        readings = [_readings(engine) for engine in gateway.decoders]
+        await send(gateway, 1, f"{number} {LONG}")
+        await until(
+            lambda: [_readings(engine) for engine in gateway.decoders] != readings,  # noqa: B023
+            "a reading of the counters",
+        )
+        pairs = await known_of_pairs(gateway)
+        computed = {pair for pair, verdict in pairs.items() if verdict == "computed"}
+        if computed == expected:
+            return
+    raise AssertionError(f"it is known of {computed}, while {expected} was expected")
+
+
+async def known_of_pairs(gateway: Deployment) -> dict[tuple[str, str], str]:
+    """As an operator is told."""
+    async with gateway.session.get(gateway.url + "/instances") as answer:
+        shown = (await answer.json())["instances"]
+    return {
+        (prefiller, one["address"]): verdict for one in shown for prefiller, verdict in (one["kv_from"] or {}).items()
+    }
+
+
+async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_that_is_well(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefillers = [SimulatedEngine(role="prefill"), SimulatedEngine(role="prefill", kv_host=NOWHERE)]
+    gateway = await watched(deploy, prefillers, 1, decoder=RECOMPUTES)
+    well, odd, decoder = (address(engine) for engine in gateway.engines)
+    await told_of_pairs(gateway, {(odd, decoder)})
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(odd, "kv_not_fetched", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(
+        f"prefill instance {odd} keeps KV that no decoder fetches, while they fetch that of others: "
+    )
+    assert await known_of_pairs(gateway) == {(odd, decoder): "computed", (well, decoder): "transferred"}
+
+    before = len(list(access_lines(caplog)))
+    await send(gateway, 4, "again " + LONG)
+    lines = list(access_lines(caplog))[before:]
+    assert {(line["p"], line["kv"]) for line in lines} == {(odd, "computed"), (well, "transferred")}
+
+    prefillers[1].options = dataclasses.replace(prefillers[1].options, kv_host=None)
+    await prefillers[1].restart()
+    await told_of_pairs(gateway, set())
+    assert told(caplog, "INFO", "fits again") == [f"prefill instance {odd} fits again: decoders fetch its KV"]
+    assert misfits(gateway) == set()
+    assert len(told(caplog, "WARNING")) == 1
+    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+
+
+async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SimulatedEngine(role="prefill") as one, SimulatedEngine(role="prefill") as two:
+        decoders = [
+            SimulatedEngine(role="decode", unreachable_ports=frozenset({two.port}), **RECOMPUTES),
+            SimulatedEngine(role="decode", **RECOMPUTES),
+        ]
+        stand_ins = [StandIn("prefill", port=engine.port) for engine in (one, two)]
+        gateway = await watched(deploy, stand_ins, decoders, balance={"prefill_policy": "random"})
+        await told_of_pairs(gateway, {(address(two), address(decoders[0]))})
+        await until(lambda: told(caplog, "WARNING"), "the line")
+        await send(gateway, 8, "again " + LONG)
+        (line,) = told(caplog, "WARNING")
+        assert line == (
+            f"prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each other: the "
+            "decoder computes this prefiller's prompts once more. Does it reach the address in the prefiller's "
+            "kv_transfer_params?"
+        )
+        assert misfits(gateway) == set()
+        gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+        await gateway.end()
+
+
+async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoders = [SimulatedEngine(role="decode", protocol="none"), SimulatedEngine(role="decode")]
+    gateway = await watched(deploy, 2, decoders, balance={"prefill_policy": "random"})
+    odd = address(decoders[0])
+    await told_of_pairs(gateway, {(address(engine), odd) for engine in gateway.prefillers})
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(odd, "kv_not_fetched", "decode")}
+    assert len(told(caplog, "WARNING", f"decode instance {odd} does not fetch the KV cache it is handed")) == 1
+    assert len(told(caplog, "WARNING")) <= 2  # a pair may have been found first
+    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+
+
 async def test_engines_that_have_no_store_in_common_are_told_of(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:

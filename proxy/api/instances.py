@@ -110,6 +110,7 @@ class InstancesApi:
                 "pinned_kv_tokens": pinned.tokens,
             },
             "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
+            "kv_from": self._misfits.pairs(backend) if backend.role is Role.DECODE else None,
             "misfits": [
                 {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
                 for misfit in self._misfits.of(backend)
@@ -263,6 +264,7 @@ def _described(
         "evacuated_in_seconds": None,
         "load": None,
         "kv": None,
+        "kv_from": None,
         "misfits": [],
         "engine": None,
     }

@@ -44,13 +44,13 @@ class Fitness:
         if is_news:
             self._on_change(backend, kind, hint)
 
-    def handed_over(self, decoder: Backend, tokens: int, least_tokens: int) -> Verdict:
-        """A decoder has answered to a prompt of about so many tokens, whose KV it was to fetch: what it makes of KV.
-        From a prompt of less than `least_tokens` nothing follows.
+    def handed_over(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> Verdict:
+        """A decoder has answered to a prompt of about so many tokens, whose KV it was to fetch from this one: what
+        becomes of that KV. From a prompt of less than `least_tokens` nothing follows.
         """
         if tokens >= least_tokens:
-            self._row.hand_over(decoder.slot, tokens)
-        return self.misfits.verdict(decoder)
+            self._row.hand_over(prefiller.slot, decoder.slot, tokens)
+        return self.misfits.verdict(decoder, prefiller)
 
     def prefilled(self, prefiller: Backend, has_params: bool) -> None:
         """A prefiller has answered, with something for a decoder to fetch or without."""

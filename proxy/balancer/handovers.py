@@ -19,9 +19,9 @@ from proxy.balancer.scoreboard import Handovers
 if TYPE_CHECKING:
     from proxy.wire.exposition import PromptTokens
 
-_LEAST_HANDOVERS: Final = 3
+LEAST_HANDOVERS: Final = 3
 # What a decoder had to compute of a prompt may be less than was estimated, and part of it was in its prefix cache.
-_LEAST_SHARE: Final = 0.25
+LEAST_SHARE: Final = 0.25
 # Where this much more was computed than was handed over, others ask the engine, too, and who computed is not known.
 _MOST_SHARE: Final = 4.0
 
@@ -52,13 +52,13 @@ def judge(before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_st
         return Verdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
     if transferred > 0:
         return Verdict.TRANSFERRED
-    if sent.count < _LEAST_HANDOVERS:
+    if sent.count < LEAST_HANDOVERS:
         return None
     if from_store:
         is_much = computed >= sent.count * LEAST_STORED_TOKENS
         is_ours = computed + cached <= _MOST_SHARE * sent.tokens
         return Verdict.COMPUTED if is_much and is_ours else Verdict.UNKNOWN
-    return Verdict.COMPUTED if computed + cached >= _LEAST_SHARE * sent.tokens else Verdict.UNKNOWN
+    return Verdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else Verdict.UNKNOWN
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from proxy.balancer.handovers import Verdict
 from proxy.balancer.shared import SharedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.balancer.backend import Backend
 
@@ -24,6 +24,7 @@ _MAX_MISFITS = 512
 _BYTES_PER_MISFIT = 2048  # a host name has at most 253, and a hint is cut
 _MAX_HINT = 400
 _BYTES_PER_VERDICT = 320
+_MAX_PAIRS = 4096
 
 
 class MisfitKind(StrEnum):
@@ -65,11 +66,13 @@ class Misfits:
         """`slots`: how many backends there can be. `max_misfits`: how many misfits of theirs are kept at a time."""
         self._clock = clock
         self._max_misfits = max_misfits
-        capacity_bytes = max_misfits * _BYTES_PER_MISFIT + slots * _BYTES_PER_VERDICT
+        capacity_bytes = max_misfits * _BYTES_PER_MISFIT + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
         self._shared = SharedValue("list of misfits", capacity_bytes)
         self._read_version = -1
         self._misfits: dict[str, dict[MisfitKind, Misfit]] = {}  # by names of backends, which have one role each
         self._verdicts: dict[str, Verdict] = {}
+        self._pairs: dict[str, dict[str, Verdict]] = {}  # by decoders' names and then prefillers'
+        self._divided: dict[str, dict[str, Verdict]] = {}  # of these those that are not all as the decoder's verdict
         with self._shared.exclusive():
             self._write()
 
@@ -86,11 +89,19 @@ class Misfits:
             self._read()
         return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
-    def verdict(self, decoder: Backend) -> Verdict:
-        """What it makes of KV that is handed over to it."""
+    def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> Verdict:
+        """What it makes of KV that is handed over to it: from this prefiller where that is known, or altogether."""
         if self._shared.version != self._read_version:
             self._read()
-        return self._verdicts.get(decoder.name, Verdict.UNKNOWN)
+        verdict = self._verdicts.get(decoder.name, Verdict.UNKNOWN)
+        if self._divided and prefiller is not None:
+            return self._divided.get(decoder.name, {}).get(prefiller.name, verdict)
+        return verdict
+
+    def pairs(self, decoder: Backend) -> Mapping[str, Verdict]:
+        """What it makes of the KV of those prefillers, by name, of which that is known."""
+        self._read()
+        return self._pairs.get(decoder.name, {})
 
     # What changes it
 
@@ -124,27 +135,38 @@ class Misfits:
             self._write()
             return True
 
-    def judge(self, decoder: Backend, verdict: Verdict) -> None:
-        """Keep what was found about a decoder."""
-        if self.verdict(decoder) is verdict:
+    def judge(self, decoder: Backend, verdict: Verdict, pairs: Mapping[str, Verdict] | None = None) -> None:
+        """Keep what was found about a decoder: altogether, and with each prefiller, by name, of which that is known."""
+        pairs = {} if pairs is None else dict(pairs)
+        if self.verdict(decoder) is verdict and self._pairs.get(decoder.name, {}) == pairs:
             return
         with self._shared.exclusive():
             self._read()
-            if verdict is Verdict.UNKNOWN:
-                self._verdicts.pop(decoder.name, None)
-            else:
-                self._verdicts[decoder.name] = verdict
+            self._verdicts[decoder.name], self._pairs[decoder.name] = verdict, pairs
+            if verdict is Verdict.UNKNOWN and not pairs:
+                del self._verdicts[decoder.name], self._pairs[decoder.name]
+            elif sum(map(len, self._pairs.values())) > _MAX_PAIRS:
+                self._pairs[decoder.name] = {}
             self._write()
 
     def forget(self, backend: Backend) -> None:
         """It has left."""
         self._read()
-        if backend.name not in self._misfits and backend.name not in self._verdicts:
+        if not any(
+            (
+                backend.name in self._misfits,
+                backend.name in self._verdicts,
+                *(backend.name in pairs for pairs in self._pairs.values()),
+            )
+        ):
             return
         with self._shared.exclusive():
             self._read()
             self._misfits.pop(backend.name, None)
             self._verdicts.pop(backend.name, None)
+            self._pairs.pop(backend.name, None)
+            for pairs in self._pairs.values():
+                pairs.pop(backend.name, None)
             self._write()
 
     # How
@@ -153,7 +175,13 @@ class Misfits:
         if self._shared.version == self._read_version:
             return
         self._read_version, (misfits, verdicts) = self._shared.read()
-        self._misfits, self._verdicts = {}, {name: Verdict(verdict) for name, verdict in verdicts}
+        self._misfits, self._verdicts, self._pairs = {}, {}, {}
+        for name, verdict, pairs in verdicts:
+            self._verdicts[name] = Verdict(verdict)
+            self._pairs[name] = {prefiller: Verdict(of_pair) for prefiller, of_pair in pairs.items()}
+        self._divided = {
+            name: pairs for name, pairs in self._pairs.items() if set(pairs.values()) - {self._verdicts[name]}
+        }
         for name, kind, hint, since in misfits:
             self._misfits.setdefault(name, {})[MisfitKind(kind)] = Misfit(MisfitKind(kind), hint, since)
 
@@ -163,4 +191,5 @@ class Misfits:
             for name, known in self._misfits.items()
             for misfit in known.values()
         ]
-        self._shared.write((misfits, list(self._verdicts.items())))
+        verdicts = [(name, verdict, self._pairs[name]) for name, verdict in self._verdicts.items()]
+        self._shared.write((misfits, verdicts))

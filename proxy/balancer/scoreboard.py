@@ -16,10 +16,13 @@ from proxy.balancer.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_CELLS_PER_SLOT = 9
+_CELLS_PER_SLOT = 7
 _REQUESTS, _RUNNING, _COMPUTE, _KV = range(4)
-_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE, _HANDOVERS, _HANDOVER_TOKENS = range(4, _CELLS_PER_SLOT)
+_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE = range(4, _CELLS_PER_SLOT)
 _CELL_BYTES = 8
+# Hand-overs are counted by decoder and lane, a count and tokens each. One lane for each possible prefiller would take
+# 16 MB for each worker.
+LANES: Final = 64
 _TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
 
 
@@ -49,10 +52,11 @@ class Handovers:
 class Row:
     """The part of the scoreboard that one worker writes."""
 
-    __slots__ = ("_cells",)
+    __slots__ = ("_cells", "_lanes")
 
-    def __init__(self, cells: memoryview[int]) -> None:
+    def __init__(self, cells: memoryview[int], lanes: memoryview[int]) -> None:
         self._cells = cells
+        self._lanes = lanes
 
     def add(self, slot: int, *, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot; negative numbers give back."""
@@ -67,12 +71,12 @@ class Row:
         if kv:
             cells[first + _KV] += kv
 
-    def hand_over(self, slot: int, tokens: int) -> None:
-        """Count one more KV cache sent to a decoder, which is never taken back."""
-        cells = self._cells
-        first = _CELLS_PER_SLOT * slot
-        cells[first + _HANDOVERS] += 1
-        cells[first + _HANDOVER_TOKENS] += tokens
+    def hand_over(self, prefiller: int, decoder: int, tokens: int) -> None:
+        """Count one more KV cache sent from slot to slot, which is never taken back."""
+        lanes = self._lanes
+        index = 2 * (LANES * decoder + prefiller % LANES)
+        lanes[index] += 1
+        lanes[index + 1] += tokens
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
         """Replace what this worker knows to be pinned. It is nobody's load, so nothing waits for it to go."""
@@ -91,9 +95,11 @@ class Scoreboard:
         self.slots = slots
         self._width = _CELLS_PER_SLOT * slots
         self._cells = memoryview(mmap.mmap(-1, workers * self._width * _CELL_BYTES)).cast("q")
+        self._lanes_width = 2 * LANES * slots
+        self._lanes = memoryview(mmap.mmap(-1, workers * self._lanes_width * _CELL_BYTES)).cast("q")
 
     def row(self, worker: int) -> Row:
-        return Row(self._cells_of(worker))
+        return Row(self._cells_of(worker), self._lanes_of(worker))
 
     def load(self, slot: int) -> Load:
         return Load(compute=self._sum(slot, _COMPUTE), kv=self._sum(slot, _KV))
@@ -116,7 +122,20 @@ class Scoreboard:
 
     def handovers(self, slot: int) -> Handovers:
         """Of all workers. A worker that died takes its part with it; a slot that changed hands keeps what it had."""
-        return Handovers(self._sum(slot, _HANDOVERS), self._sum(slot, _HANDOVER_TOKENS))
+        firsts = self._firsts(slot)
+        end = 2 * LANES
+        return Handovers(
+            sum(sum(self._lanes[first : first + end : 2]) for first in firsts),
+            sum(sum(self._lanes[first + 1 : first + end : 2]) for first in firsts),
+        )
+
+    def handovers_by_lane(self, slot: int) -> dict[int, Handovers]:
+        """Those of each lane that has any. A lane is shared by the prefillers whose slots are `LANES` apart."""
+        firsts, by_lane = self._firsts(slot), {}
+        for lane in range(LANES):
+            if count := sum(self._lanes[first + 2 * lane] for first in firsts):
+                by_lane[lane] = Handovers(count, sum(self._lanes[first + 2 * lane + 1] for first in firsts))
+        return by_lane
 
     def weigh(self, slots: Iterable[int], per_compute: int, per_kv: int) -> list[int]:
         """`per_compute * compute + per_kv * (kv + pinned tokens)` of every slot asked for.
@@ -138,14 +157,20 @@ class Scoreboard:
 
     def erase(self, worker: int) -> None:
         """Forget what a worker had charged. Only for a worker that is dead: it would go on from zero."""
-        cells = self._cells_of(worker)
-        for index in range(self._width):
-            cells[index] = 0
+        for cells in (self._cells_of(worker), self._lanes_of(worker)):
+            cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
 
     def _cells_of(self, worker: int) -> memoryview[int]:
         if not 0 <= worker < self.workers:
             raise IndexError(f"worker {worker} of {self.workers}")
         return self._cells[worker * self._width : (worker + 1) * self._width]
+
+    def _lanes_of(self, worker: int) -> memoryview[int]:
+        return self._lanes[worker * self._lanes_width : (worker + 1) * self._lanes_width]
+
+    def _firsts(self, slot: int) -> range:
+        """Where the lanes of a decoder begin, in the row of each worker."""
+        return range(2 * LANES * slot, len(self._lanes), self._lanes_width)
 
     def _column(self, slot: int, kind: int) -> memoryview[int]:
         return self._cells[_CELLS_PER_SLOT * slot + kind :: self._width]

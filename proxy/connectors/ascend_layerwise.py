@@ -138,8 +138,8 @@ class AscendLayerwise:
                     def on_arrival(works: bool) -> None:
                         handover.settle(works)
                         if works and journey.kv == "-":
-                            tokens = call.prompt_tokens
-                            journey.kv = self._fitness.handed_over(decoder.backend, tokens, LEAST_TOKENS)
+                            pair = prefiller.backend, decoder.backend
+                            journey.kv = self._fitness.handed_over(*pair, call.prompt_tokens, LEAST_TOKENS)
 
                     yield Attempt(
                         response,

@@ -138,7 +138,8 @@ class InTurn(ABC):
                     custody.end(decoder.backend, works)
                     if works and journey.kv == "-":
                         decoder.confirm()
-                        journey.kv = self._account(call, journey, decoder.backend) if is_handed_over else "local"
+                        pair = prefiller.backend, decoder.backend
+                        journey.kv = self._account(call, journey, *pair) if is_handed_over else "local"
 
                 with await self._decode(call, prefilled, decoder, rank, custody.failed, journey) as response:
                     await check_status(response)
@@ -152,9 +153,9 @@ class InTurn(ABC):
                         on_arrival=on_arrival,
                     )
 
-    def _account(self, call: Call, journey: Journey, decoder: Backend) -> Verdict:
+    def _account(self, call: Call, journey: Journey, prefiller: Backend, decoder: Backend) -> Verdict:
         tokens = journey.prompt_tokens or call.prompt_tokens
-        return self._fitness.handed_over(decoder, tokens, self.least_tokens)
+        return self._fitness.handed_over(prefiller, decoder, tokens, self.least_tokens)
 
     # What a protocol says
 

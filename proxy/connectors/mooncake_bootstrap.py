@@ -130,8 +130,8 @@ class MooncakeBootstrap:
                             handover.settle(works)
                             if works and journey.kv == "-":
                                 self._bootstraps.met(prefiller.backend)
-                                tokens = call.prompt_tokens
-                                journey.kv = self._fitness.handed_over(decoder.backend, tokens, LEAST_TOKENS)
+                                pair = prefiller.backend, decoder.backend
+                                journey.kv = self._fitness.handed_over(*pair, call.prompt_tokens, LEAST_TOKENS)
 
                         yield Attempt(
                             response,

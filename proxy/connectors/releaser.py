@@ -165,7 +165,7 @@ class Releaser:
         """A decoder has answered to KV it was to fetch. One that fetches none leaves it where it is; as long as nobody
         knows whether it does, what it was handed is kept in mind.
         """
-        verdict = self._misfits.verdict(decoder)
+        verdict = self._misfits.verdict(decoder, kv.prefiller)
         if verdict is Verdict.COMPUTED:
             self.orphaned(kv, {*failed, decoder})
         elif verdict is Verdict.UNKNOWN:
@@ -175,16 +175,14 @@ class Releaser:
     def look(self) -> None:
         """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
         for decoder in list(self._doubtful):
-            verdict = self._misfits.verdict(decoder)
-            if verdict is not Verdict.UNKNOWN:
-                doubtful = self._doubtful.pop(decoder)
-                if verdict is Verdict.COMPUTED:
-                    self._pin(doubtful)
+            if self._misfits.verdict(decoder) is not Verdict.UNKNOWN:
+                self._pin(decoder, self._doubtful.pop(decoder))
 
-    def _pin(self, doubtful: Iterable[tuple[Backend, int, float]]) -> None:
+    def _pin(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, float]]) -> None:
         now = time.monotonic()
         for prefiller, tokens, until in doubtful:
-            if until > now and prefiller in self._pools.prefill.backends():
+            is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is Verdict.COMPUTED
+            if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()
                 self._ledger.pin(prefiller, tokens, until - now)
 

@@ -176,7 +176,8 @@ class SglangBootstrap:
             self._pair_told(legs.prefiller.backend, legs.decoder.backend, works)
             if works:
                 legs.decoder.confirm()
-                legs.journey.kv = self._fitness.handed_over(legs.decoder.backend, legs.call.prompt_tokens, LEAST_TOKENS)
+                pair = legs.prefiller.backend, legs.decoder.backend
+                legs.journey.kv = self._fitness.handed_over(*pair, legs.call.prompt_tokens, LEAST_TOKENS)
 
 
 class _Legs:

@@ -50,6 +50,8 @@ class Options:
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
     kv_host: str | None = None
     """The address prefillers announce for pulling; the listening address unless given."""
+    unreachable_ports: frozenset[int] = frozenset()
+    """Of prefillers to which this decoder has no route, for pulling."""
     bootstrap_port: int = 0
     """A prefiller's second port, in the protocols that have one; 0 takes a free one. For a decoder of SGLang: the port
     to ask where a request names none, 8998 unless given."""

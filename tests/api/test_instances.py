@@ -69,6 +69,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         **well,
         "load": idle,
         "kv": None,
+        "kv_from": None,
         "misfits": [],
         "engine": nothing,
     }
@@ -78,6 +79,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         **well,
         "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
         "kv": "unknown",
+        "kv_from": {},
         "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16},
     }
 

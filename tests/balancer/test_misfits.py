@@ -58,6 +58,25 @@ def test_an_instance_that_has_left_leaves_nothing(misfits: Misfits) -> None:
     assert (misfits.of(D), misfits.verdict(D)) == ((), Verdict.UNKNOWN)
 
 
+def test_a_pair_may_be_judged_otherwise_than_its_decoder_and_is_forgotten_with_either(misfits: Misfits) -> None:
+    other = Backend(Role.PREFILL, "10.0.0.3", 7100)
+    misfits.judge(D, Verdict.TRANSFERRED, {P.name: Verdict.COMPUTED})
+    assert misfits.verdict(D, P) is Verdict.COMPUTED
+    assert misfits.verdict(D, other) is misfits.verdict(D) is Verdict.TRANSFERRED
+    assert misfits.pairs(D) == {P.name: Verdict.COMPUTED}
+    misfits.forget(P)
+    assert (misfits.verdict(D, P), misfits.pairs(D)) == (Verdict.TRANSFERRED, {})
+    misfits.judge(D, Verdict.UNKNOWN, {P.name: Verdict.COMPUTED})
+    misfits.forget(D)
+    assert (misfits.verdict(D, P), misfits.pairs(D)) == (Verdict.UNKNOWN, {})
+
+
+def test_pairs_that_are_too_many_are_known_by_their_decoder_only(misfits: Misfits) -> None:
+    crowd = {f"10.0.{i // 250}.{i % 250}:7100": Verdict.TRANSFERRED for i in range(5000)}
+    misfits.judge(D, Verdict.COMPUTED, crowd)
+    assert (misfits.verdict(D, P), misfits.pairs(D)) == (Verdict.COMPUTED, {})
+
+
 def test_there_is_room_for_all_of_them() -> None:
     slots = 64  # what is kept is written anew with each change, so that thousands of them would take long
     misfits = Misfits(slots=slots, max_misfits=slots // 2)
@@ -90,7 +109,7 @@ def test_a_prefiller_is_told_of_when_it_has_answered_without_parameters_three_ti
 
 def test_prompts_that_are_too_short_to_say_anything_are_not_counted(misfits: Misfits) -> None:
     told = Told(misfits)
-    assert told.fitness.handed_over(D, 31, 32) is Verdict.UNKNOWN
+    assert told.fitness.handed_over(P, D, 31, 32) is Verdict.UNKNOWN
     misfits.judge(D, Verdict.TRANSFERRED)
-    assert told.fitness.handed_over(D, 32, 32) is Verdict.TRANSFERRED
+    assert told.fitness.handed_over(P, D, 32, 32) is Verdict.TRANSFERRED
     assert told.scoreboard.handovers(D.slot) == Handovers(1, 32)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from proxy.balancer.backend import Load
-from proxy.balancer.scoreboard import Pinned, Scoreboard
+from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard
 
 
 def test_a_fresh_scoreboard_is_zero() -> None:
@@ -92,3 +92,16 @@ def test_what_a_forked_worker_charged_is_seen_and_can_be_erased_after_it_died() 
     assert (board.requests(0), board.load(0)) == (1, Load(5, 6))
     board.erase(1)
     assert (board.requests(0), board.load(0)) == (0, Load())
+
+
+def test_hand_overs_are_counted_by_decoder_and_by_lanes_of_prefillers() -> None:
+    board = Scoreboard(workers=2, slots=LANES + 4)
+    for worker in range(2):
+        board.row(worker).hand_over(0, 3, 100)
+        board.row(worker).hand_over(1, 3, 10)
+    board.row(0).hand_over(LANES + 1, 3, 7)  # in the lane of slot 1
+    assert board.handovers(3) == Handovers(5, 227)
+    assert board.handovers_by_lane(3) == {0: Handovers(2, 200), 1: Handovers(3, 27)}
+    assert (board.handovers(2), board.handovers_by_lane(2)) == (Handovers(), {})
+    board.erase(0)
+    assert board.handovers(3) == Handovers(2, 110)

@@ -127,6 +127,8 @@ class PullProtocol(KvProtocol):
 
     async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
         """The prefiller's answer, None when it has no such KV or cannot be reached."""
+        if params["remote_port"] in self._options.unreachable_ports:
+            return None
         url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
         body = {name: params[name] for name in ("remote_request_id", "remote_engine_id")} | {"verb": verb}
         return await self._peers.post(url, body)

@@ -1,0 +1,131 @@
+"""Looks whether instances fit each other and this gateway. What is wrong is told once, and once that it is over.
+
+An instance that does not fit is well, so the Prober has nothing to say of it, and answers do not show it. What engines
+say of themselves is compared here, and `transfers.py` looks at what became of KV. Nothing outlives the `async with`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy.background import Background
+from proxy.balancer.backend import Role
+from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.models import odd_ones
+from proxy.balancer.recognition import Told, unsuited
+from proxy.inspector.transfers import Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    import aiohttp
+
+    from proxy.balancer.backend import Backend
+    from proxy.balancer.engine_facts import Identity
+    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.fitness import Fitness
+    from proxy.balancer.health import Health
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 1.0
+
+
+class Inspector:
+    """One worker's. `async with` it. `reads`: this is the worker that reads decoders' counters."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        scoreboard: Scoreboard,
+        health: Health,
+        fitness: Fitness,
+        session: aiohttp.ClientSession,
+        keys: EngineKeys,
+        metrics: Metrics,
+        interval_seconds: float,
+        connector: str,
+        *,
+        reads: bool,
+    ) -> None:
+        """`interval_seconds`: between two readings of a decoder's counters, 0 for never."""
+        self._pools = pools
+        self._health = health
+        self._fitness = fitness
+        self._keys = keys
+        self._interval_seconds = interval_seconds
+        self._connector = connector
+        self._told: dict[Backend, Identity] = {}
+        self._told_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
+        """What engines tell by themselves. Of vLLM's bootstrap servers only traffic tells."""
+        if connector == "sglang_bootstrap":
+            self._told_kinds.append(MisfitKind.BOOTSTRAP)
+        self._background = Background(logger, "a look at instances")
+        self._transfers = None
+        if reads and Role.PREFILL in pools:
+            self._transfers = Transfers(
+                *(pools[Role.PREFILL], pools[Role.DECODE], scoreboard, health, fitness, session, keys, metrics),
+                *(self._background, connector),
+            )
+
+    async def __aenter__(self) -> Self:
+        await self._background.__aenter__()
+        self._background.start(self._keep_looking())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._background.__aexit__(kind, error, trace)
+
+    def configure(self, interval_seconds: float) -> None:
+        """Take a changed interval for the looks from now on."""
+        self._interval_seconds = interval_seconds
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._compare()
+            if self._transfers is not None and self._interval_seconds:
+                self._transfers.look(self._interval_seconds)
+            await asyncio.sleep(min(_LOOK_SECONDS, self._interval_seconds or _LOOK_SECONDS))
+
+    # What engines say they are
+
+    def _compare(self) -> None:
+        """Look at the engines that have told something new of themselves, and then at all of them together."""
+        told = {
+            backend: facts.identity
+            for role, pool in self._pools.items()
+            if role is not Role.ENCODE
+            for backend in pool.backends()
+            if (facts := self._health.facts(backend)) is not None
+        }
+        if told == self._told:
+            return
+        for backend, identity in told.items():
+            if identity != self._told.get(backend):
+                self._look_at(backend, identity)
+        odd = odd_ones({backend: identity.models for backend, identity in told.items() if identity.models})
+        for backend, identity in told.items():
+            if identity.models:
+                self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
+        self._told = told
+
+    def _look_at(self, backend: Backend, identity: Identity) -> None:
+        told = Told(backend.role, backend.name, identity)
+        kind, hint = unsuited(told, self._connector, backend.bootstrap_port) or (None, "")
+        for its_kind in self._told_kinds:
+            if its_kind is kind:
+                self._fitness.report(backend, its_kind, hint)
+            elif identity.setup is not None:  # otherwise there may be more to come
+                self._fitness.report(backend, its_kind, None)
+        if not identity.refused_key:
+            self._fitness.report(backend, MisfitKind.ENGINE_KEY, None)
+        elif not self._keys.passes_on:
+            self._fitness.refused_key(backend)
