@@ -5,6 +5,7 @@
 # with options of its own tells them, too: that is why `setup_venv` returns then.
 
 set -euo pipefail
+called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=.venv/bin/python
@@ -76,4 +77,12 @@ setup_venv() {
   env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 \
     "$python" -m pip install --disable-pip-version-check -e '.[dev]'
   fingerprint >.venv/fingerprint
+}
+
+# The program of a script is the package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.
+# Paths on its command line begin where the script was called from.
+run_lab() {
+  local name
+  name=$(basename "$0")
+  CALLED_FROM=$called_from PYTHONPATH=scripts exec "$python" -m "lab.${name//-/_}" "$@"
 }

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from lab.common.toxics import Direction, ToxicProxy
 from tests.asking import until
-from tests.toxics import Direction, ToxicProxy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -40,7 +40,7 @@ def reset_soon(request: web.Request) -> None:
     asyncio.get_running_loop().call_later(_RESET_AFTER_SECONDS, reset, request)
 
 
-def reset_transport(transport: asyncio.Transport) -> None:
+def reset_transport(transport: asyncio.WriteTransport) -> None:
     sock = transport.get_extra_info("socket")
     if sock is not None and not transport.is_closing():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

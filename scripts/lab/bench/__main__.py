@@ -1,0 +1,122 @@
+"""Start engines and programs, measure them in turns, print one table. Only loopback, everything stopped in the end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lab.bench import rivals
+from lab.bench.chart import chart
+from lab.bench.course import Course
+from lab.bench.duel import fight, verdict
+from lab.bench.figures import FIGURES, Measurements
+from lab.bench.report import NOTES, table
+from lab.bench.scenarios import Scenario, scenarios
+from lab.bench.targets import judged
+from lab.common import peers
+from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main() -> None:
+    """The whole run."""
+    unwind_on_signals()
+    allow_many_files()  # every stream takes two connections of a program
+    options = _options()
+    base = called_from()
+    chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
+    if options.duel is not None:
+        _duel(options, base, [scenario for scenario in chosen if not scenario.saturates])
+        return
+    compared = [peers.ours(), rivals.not_resuming(), *peers.routers()]
+    if options.reference is not None:
+        compared.append(peers.reference(base / options.reference))
+    measurements = _measured(compared, chosen, options.seconds, options.rounds)
+    print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s.\n\n{table(chosen, measurements)}\n\n{NOTES}")
+    print(judged(measurements))
+    (base / options.chart).write_text(chart(chosen, measurements))
+    print(f"\nThe chart is in {options.chart}.")
+    if measurements.has_errors():
+        sys.exit(1)
+
+
+def _duel(options: argparse.Namespace, base: Path, chosen: Sequence[Scenario]) -> None:
+    """This gateway against one peer, both at once on one core."""
+    with tempfile.TemporaryDirectory() as directory:
+        ours = rivals.dueller(Path(directory))
+        theirs = rivals.opponent(options.duel, base, Path(directory))
+        tells_ids = not options.without_token_ids
+        measurements = fight((ours, theirs), chosen, options.seconds, options.rounds, tells_ids=tells_ids)
+    print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s, both on one core.\n")
+    print(verdict(chosen, measurements))
+    if measurements.has_errors():
+        sys.exit(1)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description="What a request and a token cost: this gateway beside others, in one run."
+    )
+    parser.add_argument(
+        "--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py"
+    )
+    parser.add_argument(
+        "--duel",
+        metavar="PEER",
+        help="only this gateway and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or the"
+        " directory of another checkout of this gateway",
+    )
+    parser.add_argument(
+        "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of which the median counts (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="one round of one second")
+    names = [scenario.name for scenario in scenarios(1.0)]
+    parser.add_argument("--scenario", action="append", choices=names, help="only this one (repeatable)")
+    parser.add_argument(
+        "--chart", type=Path, metavar="PATH", default=Path("bench.svg"), help="where it goes (default: bench.svg)"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.rounds = 1.0, 1
+    if not 0.5 <= options.seconds <= 60 or not 1 <= options.rounds <= 20:
+        parser.error("--seconds must be 0.5 to 60 and --rounds 1 to 20")
+    return options
+
+
+def _measured(compared: Sequence[peers.Peer], chosen: Sequence[Scenario], seconds: float, rounds: int) -> Measurements:
+    """Program after program with the same load, so that what changes on the machine changes for all of them."""
+    measurements = Measurements((rivals.DIRECT, *(peer.name for peer in compared)))
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        course = Course(stack, directory, seconds)
+        for number in range(1, rounds + 1):
+            for scenario in chosen:
+                if scenario.afresh and number > 1:
+                    continue
+                if scenario.directly:
+                    measurements.add(rivals.DIRECT, scenario.name, course.measure_directly(scenario))
+                for peer in compared:
+                    if rivals.takes_part(peer, scenario):
+                        measurements.add(peer.name, scenario.name, course.measure(peer, scenario))
+                        _tell(f"round {number}, {peer.name}, {scenario.title}", measurements, peer.name, scenario)
+    return measurements
+
+
+def _tell(what: str, measurements: Measurements, program: str, scenario: Scenario) -> None:
+    last = measurements.of(program, scenario.name)[-1]
+    errors = f", errors: {last.result.errors}" if last.result.errors else ""
+    figure = FIGURES[scenario.figures[0]]
+    value = measurements.figure(program, scenario.name, scenario.figures[0])
+    print(f"{what}: {last.result.completed} answers, {figure.label}: {value:,.1f}{errors}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Whom a run of the benchmark measures besides `lab.common.peers`, and in which scenarios."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, Final
+
+from lab.bench.scenarios import LARGE_PROMPT, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000
+from lab.common.peers import OURS, REFERENCE, RUST_ROUTERS, Peer, ours, routers
+from lab.common.processes import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from lab.bench.scenarios import Scenario
+
+DIRECT: Final = "direct"
+"""Not a program: the engines themselves."""
+NOT_RESUMING: Final = "not resuming"
+HAPROXY: Final = "haproxy"
+
+
+def takes_part(peer: Peer, scenario: Scenario) -> bool:
+    """Whether a program is worth its time in a scenario."""
+    if peer.name == NOT_RESUMING:
+        return scenario.name in (SHORT_STREAM, SHORT_ANSWER, PACED, LARGE_PROMPT)
+    # The reference cannot begin 5,000 streams within the time that they last.
+    return not (peer.name == REFERENCE and scenario.name == SLOW_5000)
+
+
+def not_resuming() -> Peer:
+    """This gateway without exact resume, so without the token ids that it takes."""
+    return Peer(NOT_RESUMING, ("env", "PROXY_RESUME__MODE=restart-only", *ours().words), "/readyz")
+
+
+# What stands in the way of a request that comes to a duel: a file of keys with limits that are not reached.
+_CLIENT_KEYS = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
+
+
+def dueller(directory: Path, checkout: Path | None = None) -> Peer:
+    """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
+    keys = directory / "keys.yaml"
+    keys.write_text(_CLIENT_KEYS)
+    keys.chmod(0o600)
+    there = () if checkout is None else ("-C", str(checkout.resolve()))
+    name = OURS if checkout is None else checkout.resolve().name
+    words = ("env", *there, f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", sys.executable, "-m", "proxy")
+    return Peer(name, words, "/readyz")
+
+
+def opponent(name: str, called_from: Path, directory: Path) -> Peer:
+    """The peer of that name: a router in Rust, HAProxy, or another checkout of this gateway, whose path may be relative
+    to `called_from`. Exits when there is none.
+    """
+    if name == HAPROXY:
+        return _haproxy(directory)
+    found = [peer for peer in routers() if peer.name == name] if name in RUST_ROUTERS else []
+    if found:
+        return found[0]
+    checkout = called_from / name
+    if (checkout / "proxy" / "__main__.py").is_file():
+        return dueller(directory, checkout)
+    sys.exit(f"--duel: {name} is neither {', '.join(RUST_ROUTERS)}, {HAPROXY} nor a checkout of this gateway")
+
+
+def _haproxy(directory: Path) -> Peer:
+    """The floor: a relay in C that only passes on what it gets, to decoders."""
+    if shutil.which(HAPROXY) is None:
+        sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
+
+    def spelling(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+        servers = [f"  server d{index} {HOST}:{engine}" for index, engine in enumerate(decode)]
+        configuration = [
+            *("global", "  nbthread 1", "  maxconn 20000", "defaults", "  mode http", "  balance roundrobin"),
+            *("  timeout client 1h", "  timeout server 1h", "  timeout connect 5s", "  http-reuse always"),
+            *("frontend front", f"  bind {HOST}:{port}", "  default_backend engines", "backend engines", *servers),
+        ]
+        file = directory / f"haproxy-{port}.cfg"
+        file.write_text("\n".join(configuration) + "\n")
+        return ["-db", "-f", str(file)]
+
+    return Peer(HAPROXY, (HAPROXY,), "/", spelling, is_one_hop=True)

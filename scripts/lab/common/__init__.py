@@ -1,0 +1,9 @@
+"""What the commands share.
+
+invocation   what each does first: signals, limits, where it was called from
+processes    programs started, waited for and stopped; proc: what the kernel tells of them
+environment  .venv-bench, where other programs are installed; peers: those, and how each is started
+toxics       a network that can be spoilt
+scripted     engines that do as each request says, and clients that check what comes
+table        rows of text
+"""

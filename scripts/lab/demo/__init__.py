@@ -1,0 +1,1 @@
+"""scripts/demo: one streamed answer through simulated engines."""

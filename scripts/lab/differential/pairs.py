@@ -1,0 +1,139 @@
+"""Which program is compared with which connector, and how both are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from lab.common import environment, peers
+from lab.common.processes import HOST, free_ports
+from lab.differential import protocols
+from lab.differential.requests import NATIVE, OPENAI
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from lab.common.peers import Peer
+    from lab.differential.engines import Engines
+    from lab.differential.protocols import Hearings
+    from lab.differential.requests import Request
+
+    Flags: TypeAlias = Callable[[int, Engines], list[str]]
+
+# What the layerwise script imports from packages of gigabytes, for a logger and a name.
+_IN_PLACE_OF_PACKAGES = {
+    "vllm/logger.py": "from logging import getLogger as init_logger\n",
+    "vllm_ascend/distributed/kv_transfer/kv_p2p/sfa_pd_rd2h/protocol.py": (
+        'BATCH_KV_TRANSFER_PARAMS = "batch_kv_transfer_params"\n'
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program, the words that start it, and where it says that it is ready."""
+
+    name: str
+    words: tuple[str, ...]
+    ready_path: str
+    flags: Flags
+    """More words, for the port to listen on and the engines."""
+    packages: Path | None = None
+    """A directory of modules that it imports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A program and the connector that is to do the same."""
+
+    peer: Program
+    connector: str
+    hearings: Callable[[], Hearings]
+    requests: Sequence[Request] = OPENAI
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.peer.name} / {self.connector}"
+
+    @property
+    def ours(self) -> Program:
+        """This gateway with the connector, and otherwise as it is started by default."""
+        ours = peers.ours()
+        return Program(
+            "pdproxy", (*ours.words, "--connector", self.connector), ours.ready_path, _OUR_FLAGS[self.connector]
+        )
+
+
+def routers() -> list[Pair]:
+    """The routers in Rust, and SGLang's in Python, which is in the same wheel; as far as there are wheels for us."""
+    found = {peer.name: peer for peer in peers.routers()}
+    pairs = []
+    if (vllm := found.get("vllm-router")) is not None:
+        pairs.append(Pair(_router(vllm, _as_urls), "vllm_pull", protocols.Pull))
+        mooncake = _router(vllm, _with_bootstrap_port, "--kv-connector", "mooncake")
+        pairs.append(Pair(mooncake, "mooncake_bootstrap", protocols.Push))
+    if (sglang := found.get("sglang-router")) is not None:
+        both = (*OPENAI, *NATIVE)
+        router = _router(sglang, _with_bootstrap_port)
+        pairs.append(Pair(router, "sglang_bootstrap", protocols.Bootstrap, both))
+        if environment.provide(("aiohttp", "fastapi<0.124.0", "orjson", "uvicorn")):
+            mini_lb = replace(router, name="mini_lb", words=(*router.words, "--mini-lb"), ready_path="/health")
+            pairs.append(Pair(mini_lb, "sglang_bootstrap", protocols.Bootstrap, both))
+    return pairs
+
+
+def reference(script: Path) -> Pair:
+    """vLLM-Ascend's example for the pull protocol."""
+    peer = peers.reference(script)
+    return Pair(Program(peer.name, peer.words, peer.ready_path, _as_lists), "vllm_pull", protocols.Pull)
+
+
+def layerwise(script: Path, packages: Path) -> Pair:
+    """vLLM-Ascend's example for the layerwise protocol; `packages`: an empty directory for what it would import."""
+    peer = peers.reference(script)
+    for name, text in _IN_PLACE_OF_PACKAGES.items():
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text(text)
+    program = Program("layerwise", peer.words, peer.ready_path, _as_lists, packages)
+    return Pair(program, "ascend_layerwise", protocols.Layerwise)
+
+
+def _router(peer: Peer, flags: Flags, *more: str) -> Program:
+    return Program(peer.name, (*peer.words, *more), peer.ready_path, _with_metrics(flags))
+
+
+def _as_lists(port: int, engines: Engines) -> list[str]:
+    """The flags of the reference."""
+    return [
+        *("--host", HOST, "--port", str(port)),
+        *("--prefiller-hosts", HOST, "--prefiller-ports", str(engines.prefill_port)),
+        *("--decoder-hosts", HOST, "--decoder-ports", str(engines.decode_port)),
+    ]
+
+
+def _as_urls(port: int, engines: Engines, *behind: str) -> list[str]:
+    """The flags of the routers, with words `behind` the prefiller's URL."""
+    return [
+        *("--host", HOST, "--port", str(port)),
+        *("--prefill", f"http://{HOST}:{engines.prefill_port}", *behind),
+        *("--decode", f"http://{HOST}:{engines.decode_port}"),
+    ]
+
+
+def _with_bootstrap_port(port: int, engines: Engines) -> list[str]:
+    return _as_urls(port, engines, str(engines.bootstrap_port))
+
+
+def _with_metrics(flags: Flags) -> Flags:
+    """A router's port for metrics is fixed unless it is told another one."""
+    return lambda port, engines: ["--prometheus-port", str(*free_ports(1)), *flags(port, engines)]
+
+
+_OUR_FLAGS: Mapping[str, Flags] = {
+    "vllm_pull": _as_lists,
+    "ascend_layerwise": _as_lists,
+    "sglang_bootstrap": _with_bootstrap_port,
+    "mooncake_bootstrap": _with_bootstrap_port,
+}

@@ -1,0 +1,171 @@
+"""The gateway's memory under thousands of slow streams, after them, and with clients that read nothing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from lab.common.invocation import allow_many_files, unwind_on_signals
+from lab.common.proc import Memory, memory
+from lab.common.processes import HOST
+from lab.common.scripted import programs
+from lab.common.scripted.clients import Crowd, Outcomes, request
+from lab.common.scripted.engines import Script
+
+_PREFILLERS, _DECODERS = 2, 4
+_STREAMS_PER_SECOND = 500
+_MAX_TOKENS = 512
+_PATIENCE_SECONDS = 30.0
+_SETTLING_SECONDS = 2.0
+_STALLED_SECONDS = 5.0
+_MIB = 1024 * 1024
+_NOTES = """
+Slow: a token a second. Each: over what the gateway had before. Memory that was used once is kept for the next streams,
+so what counts after the end is that it does not grow from cycle to cycle."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One gateway, and what was seen of it."""
+
+    engines: programs.Engines
+    port: int
+    pid: int
+    prompt_bytes: int
+    idle: Memory | None = None
+    errors: int = 0
+    kib_each: float = 0.0
+    """What was last said of a stream."""
+
+    def _request(self, script: Script) -> bytes:
+        return request(self.port, self.prompt_bytes, _MAX_TOKENS, script)
+
+    async def warm_up(self) -> None:
+        crowd = Crowd(self.port)
+        for _ in range(20):
+            await crowd.open(self._request(Script(tokens=3, step_ms=1)))
+        await crowd.ended(_PATIENCE_SECONDS)
+        self._note(crowd.outcomes)
+
+    async def grow(self, sizes: list[int]) -> None:
+        """Open streams until there are so many, and look each time; then end all of them."""
+        crowd = Crowd(self.port)
+        await self._look("before", 0)
+        opened = 0
+        for size in sizes:
+            await self._open(crowd, size - opened)
+            opened = size
+            await asyncio.sleep(_SETTLING_SECONDS)
+            await self._look(f"{size} slow streams", size)
+        await self._finish(crowd)
+        await asyncio.sleep(_SETTLING_SECONDS)
+        await self._look("after all have ended", 0)
+
+    async def repeat(self, cycles: int, size: int) -> None:
+        """The same again and again: what grows never stops growing."""
+        for cycle in range(1, cycles + 1):
+            crowd = Crowd(self.port)
+            await self._open(crowd, size)
+            await self._finish(crowd)
+            await asyncio.sleep(_SETTLING_SECONDS / 4)
+            await self._look(f"after {cycle} x {size} more", 0)
+
+    async def stall(self, clients: int) -> None:
+        """Streams as fast as they are taken, whose clients take nothing."""
+        await self._look("before", 0)
+        words = self._request(Script(step_ms=0))
+        with ExitStack() as stack:
+            for _ in range(clients):
+                client = stack.enter_context(socket.socket())
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect((HOST, self.port))
+                client.sendall(words)
+            await asyncio.sleep(_STALLED_SECONDS)
+            await self._look(f"{clients} clients that read nothing", clients)
+        await asyncio.sleep(_SETTLING_SECONDS)
+        await self._look("after they have left", 0)
+
+    async def _open(self, crowd: Crowd, count: int) -> None:
+        words = self._request(Script())
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(crowd.open(words))
+                due += 1 / _STREAMS_PER_SECOND
+                await asyncio.sleep(max(0.0, due - loop.time()))
+        await crowd.begun(_PATIENCE_SECONDS)
+
+    async def _finish(self, crowd: Crowd) -> None:
+        await asyncio.to_thread(self.engines.ask, "/finish")
+        await crowd.ended(_PATIENCE_SECONDS)
+        self._note(crowd.outcomes)
+
+    def _note(self, outcomes: Outcomes) -> None:
+        self.errors += sum(outcomes.errors.values())
+        for problem, count in outcomes.errors.items():
+            print(f"{count} errors: {problem}")
+
+    async def _look(self, what: str, streams: int) -> None:
+        now = memory(self.pid)
+        self.idle = self.idle or now
+        each = ""
+        if streams:
+            self.kib_each = (now.resident - self.idle.resident) / 1024 / streams
+            each = f"{self.kib_each:8.1f}"
+        print(f"{what:32} {now.resident / _MIB:9.1f} {now.shared_out / _MIB:9.1f} {each}", flush=True)
+
+
+async def _measure_streams(run: Run, options: argparse.Namespace) -> None:
+    await run.warm_up()
+    await run.grow(options.streams)
+    await run.repeat(options.cycles, options.cycle_streams)
+
+
+async def _measure_stalled(run: Run, options: argparse.Namespace) -> None:
+    await run.warm_up()
+    await run.stall(options.stalled)
+
+
+def main() -> None:
+    """The whole run."""
+    unwind_on_signals()
+    options = _options()
+    allow_many_files()
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = stack.enter_context(programs.engines(_PREFILLERS, _DECODERS, logs))
+        print(f"{'':32} {'RSS, MiB':>9} {'PSS, MiB':>9} {'KiB each':>8}")
+        runs = []
+        # Each its own gateway: what one has freed hides what the other takes.
+        for measure in (_measure_streams, _measure_stalled):
+            with programs.gateway(engines, options.workers, logs, {}) as (port, pid):
+                runs.append(Run(engines, port, pid, options.prompt_bytes))
+                uvloop.run(measure(runs[-1], options))
+    errors, kib_each = sum(run.errors for run in runs), runs[0].kib_each
+    print(f"{_NOTES}\n\n{errors} errors; {kib_each:.1f} KiB a stream, of {options.most_kib:g} at most")
+    sys.exit(errors > 0 or kib_each > options.most_kib)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/memory", description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 1000, 5000], help="how many at a time")
+    parser.add_argument("--cycles", type=int, default=10, help="how often to repeat (default: 10)")
+    parser.add_argument("--cycle-streams", type=int, default=1000, help="streams of a cycle (default: 1000)")
+    parser.add_argument("--stalled", type=int, default=100, help="clients that read nothing (default: 100)")
+    parser.add_argument("--prompt-bytes", type=int, default=2000, help="of each request (default: 2000)")
+    parser.add_argument("--most-kib", type=float, default=60, help="a stream, or the run has failed (default: 60)")
+    parser.add_argument("--workers", type=int, default=1, help="of the gateway (default: 1)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

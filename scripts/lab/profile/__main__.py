@@ -1,0 +1,111 @@
+"""Where the gateway's CPU time goes: `python -m lab.bench.profile`. py-spy samples its stacks under load.
+
+Each sample counts for the innermost frame that belongs to one of the parts below. A system call is more likely to be
+met by a sample than its time alone would make it, so the parts that wait for the kernel come out rather too large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lab.bench.load import Result
+from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
+from lab.common import environment, peers
+from lab.common.proc import cpu_seconds
+from lab.common.processes import clean_environment, free_ports, running, wait_until_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_SAMPLES_PER_SECOND: Final = 500
+
+# A frame is `function (file:line)`. The first part whose pattern is found in it is the frame's.
+_PARTS: Final = tuple(
+    (part, re.compile(pattern))
+    for part, pattern in (
+        ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientStream\.write) \("),
+        ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
+        ("the client's side: aiohttp", r"aiohttp/|proxy/api/(front|connection|heads|objections|body)"),
+        ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|_observe|proxy/record"),
+        ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|budget)"),
+        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/flow/fanout"),
+        ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
+        ("the answer: events, transcript, client", r"proxy/wire|proxy/flow/(relay|delivery|transcript|client|answer)"),
+        ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),
+        ("everything else", r"^$"),
+    )
+)
+_SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER, PACED)
+
+
+def main() -> None:
+    """Measure the scenarios one after the other, and print a table for each."""
+    parser = argparse.ArgumentParser(prog="scripts/profile", description="Where the gateway's CPU time goes.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
+    seconds = parser.parse_args().seconds
+    if not environment.provide(("py-spy",)):
+        sys.exit("py-spy cannot be installed here")
+    for scenario in scenarios(seconds):
+        if scenario.name in _SCENARIOS:
+            result, used_seconds, stacks = _sampled(scenario.name, seconds)
+            per, count = ("token", result.tokens) if scenario.name == PACED else ("request", result.completed)
+            print(f"{scenario.title}: {1e6 * used_seconds / max(1, count):.1f} µs CPU per {per}")
+            print(_table(stacks.splitlines(), 1e6 * used_seconds / max(1, count)))
+
+
+def _sampled(scenario: str, seconds: float) -> tuple[Result, float, str]:
+    """One scenario: what came of it, the CPU seconds, and the collapsed stacks."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prefill, decode, (port,) = free_ports(2), free_ports(2), free_ports(1)
+        words = (",".join(map(str, prefill)), ",".join(map(str, decode)))
+        engines = [sys.executable, "-m", "lab.bench.engines", *words]
+        stack.enter_context(running("the engines", engines, decode[-1], directory / "engines"))
+        peer = peers.ours()
+        command = peer.command(port, prefill, decode, saturating=False)
+        pid = stack.enter_context(running(peer.name, command, port, directory / "gateway"))
+        wait_until_ready(peer.name, port, peer.ready_path)
+        _ask(port, SHORT_STREAM, 0.5)  # a warm-up
+        spy = (str(environment.PYTHON.with_name("py-spy")), "record", "--pid", str(pid), "--format", "raw")
+        samples = ("--rate", str(_SAMPLES_PER_SECOND), "--duration", str(round(seconds)), "--output")
+        output = directory / "stacks"
+        with subprocess.Popen((*spy, *samples, str(output)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as p:
+            before = cpu_seconds(pid)
+            result = _ask(port, scenario, seconds)
+            used_seconds = cpu_seconds(pid) - before
+            p.wait()
+        return result, used_seconds, output.read_text()
+
+
+def _ask(port: int, scenario: str, seconds: float) -> Result:
+    command = [sys.executable, "-m", "lab.bench.load", str(port), scenario, str(seconds)]
+    done = subprocess.run(command, env=clean_environment(), stdout=subprocess.PIPE, check=True)
+    return Result.from_json(done.stdout.decode())
+
+
+def _table(stacks: Iterable[str], total_us: float) -> str:
+    """The parts in their order, each with its share of the time."""
+    samples: Counter[str] = Counter()
+    for line in stacks:
+        frames, _, count = line.rpartition(" ")
+        samples[part_of(frames.split(";"))] += int(count)
+    total = max(1, samples.total())
+    lines = [f"  {total_us * samples[part] / total:7.1f}  {part}" for part, _ in _PARTS]
+    return "\n".join(lines) + "\n"
+
+
+def part_of(frames: list[str]) -> str:
+    """The part of the innermost frame that belongs to one; frames of the standard library belong to their callers."""
+    return next(part for frame in (*reversed(frames), "") for part, pattern in _PARTS if pattern.search(frame))
+
+
+if __name__ == "__main__":
+    main()

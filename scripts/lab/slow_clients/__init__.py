@@ -1,0 +1,1 @@
+"""scripts/slow-clients: what slow clients do to others."""

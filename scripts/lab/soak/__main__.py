@@ -1,0 +1,213 @@
+"""Start everything, let it suffer, judge it. Exit code 1 if a client saw a failure or an invariant does not hold."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+import uvloop
+
+from lab.common.processes import clean_environment
+from lab.soak.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
+from lab.soak.faults import Misfortune
+from lab.soak.invariants import INVARIANTS, judged
+from lab.soak.orders import book, order_number
+from lab.soak.report import details, table
+from lab.soak.scene import LIMITS, staged
+from lab.soak.taps import Tap
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from lab.soak.evidence import Leg, Sample
+    from lab.soak.scene import Scene
+
+_WARM_UP_SECONDS = 5.0
+_QUIET_SECONDS = 5.0
+_SAMPLE_SECONDS = 1.0
+_LAG_EVERY_SECONDS = 0.05
+# What the last fault may take, beyond the time of the soak, and the answers after it.
+_TAIL_SECONDS = 10.0
+
+
+def main() -> None:
+    """The whole run."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        evidence = uvloop.run(_soak(options, directory))
+        _leave(evidence, directory)
+        verdicts = judged(evidence)
+        tracebacks = [line for line in evidence.lines if line.get("traceback") or not line.get("logger")]
+        if explained := details(evidence, verdicts):
+            print(f"\n{explained}")
+        for line in tracebacks[:3]:
+            print(f"\nunexpected in the log: {line}")
+        print(f"\n{table(evidence, verdicts)}")
+        if options.explain:
+            print("\n" + "\n".join(f"{invariant.name}: {invariant.how}" for invariant in INVARIANTS))
+        if evidence.failures or any(verdicts.values()) or tracebacks:
+            sys.exit(1)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, default=60.0, help="how long faults happen (default: 60)")
+    length.add_argument("--minutes", type=float, help="the same, for long runs")
+    parser.add_argument("--workers", type=int, default=1, help="of the gateway; if several, they are killed, too")
+    parser.add_argument("--clients", type=int, default=48, help="requests at a time (default: 48)")
+    parser.add_argument("--engines", type=int, default=4, help="prefillers, and decoders (default: 4)")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and faults (default: 1)")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="where to leave logs and answers")
+    parser.add_argument("--explain", action="store_true", help="tell by what each invariant is judged")
+    options = parser.parse_args()
+    if options.minutes is not None:
+        options.seconds = 60 * options.minutes
+    if not 5 <= options.seconds <= 24 * 3600 or not 1 <= options.workers <= 16 or not 1 <= options.clients <= 512:
+        parser.error("--seconds must be 5 or more, --workers 1 to 16 and --clients 1 to 512")
+    if not 2 <= options.engines <= 16:
+        parser.error("--engines must be 2 to 16: where there is only one, nobody can take over")
+    return options
+
+
+async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
+    # A signal unwinds like an error, so that every process is stopped.
+    soak = asyncio.current_task()
+    assert soak is not None
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(ending, soak.cancel)
+    orders = book(options.seed)
+    legs: list[Leg] = []
+    samples: list[Sample] = []
+    lag = _Lag()
+
+    def sent_by_client(user: str) -> bytes | None:
+        return orders[order_number(user)].body(user) if user.startswith("soak-") else None
+
+    def watch(instance: str) -> Tap:
+        return Tap(instance, legs.append, sent_by_client)
+
+    answers = directory / "answers.jsonl"
+    async with staged(directory, options.workers, options.engines, watch) as scene:
+        misfortune = Misfortune(scene, options.seed, kills_workers=options.workers > 1)
+        words = (scene.port, options.seed, options.clients, answers)
+        async with _traffic(*map(str, words)) as traffic:
+            _say("a few seconds without faults")
+            await traffic.ask(_WARM_UP_SECONDS)
+            await asyncio.sleep(_QUIET_SECONDS)
+            base = await scene.sample()
+            sampling = asyncio.create_task(_keep_sampling(scene, samples))
+            lagging = asyncio.create_task(lag.keep_looking())
+            asking = asyncio.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
+            await misfortune.strike_for(options.seconds, _tell)
+            await asking
+            await asyncio.sleep(_QUIET_SECONDS)
+            sampling.cancel()
+            lagging.cancel()
+            rest = await scene.sample()
+            engines = {engine.name: await scene.state(engine) for engine in scene.engines}
+    lines = log_lines((directory / "gateway.log").read_text(errors="replace"))
+    down = absences(lines, rest.at) if options.workers == 1 else []
+    return Evidence(
+        limits=LIMITS.of_workers(options.workers),
+        answers=[_answer(line) for line in answers.read_bytes().splitlines()],
+        lines=lines,
+        legs=legs,
+        faults=misfortune.faults,
+        absences=[*misfortune.absences, *down],
+        samples=samples,
+        base=base,
+        rest=rest,
+        engines=engines,
+        judges_lag_seconds=lag.worst_seconds,
+    )
+
+
+class _Lag:
+    """How late this process is for what it wants to do."""
+
+    def __init__(self) -> None:
+        self.worst_seconds = 0.0
+
+    async def keep_looking(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_EVERY_SECONDS
+            await asyncio.sleep(_LAG_EVERY_SECONDS)
+            self.worst_seconds = max(self.worst_seconds, loop.time() - due)
+
+
+class _Traffic:
+    """The process with the clients."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, seconds: float) -> None:
+        """Until the last of them is answered."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n".encode())
+        await self.says("rest")
+
+    async def says(self, word: str) -> None:
+        assert self._process.stdout is not None
+        if (await self._process.stdout.readline()).strip() != word.encode():
+            sys.exit("the clients failed")
+
+
+@asynccontextmanager
+async def _traffic(*words: str) -> AsyncIterator[_Traffic]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "lab.soak.traffic", *words),
+        env=clean_environment(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        traffic = _Traffic(process)
+        await traffic.says("ready")
+        yield traffic
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _keep_sampling(scene: Scene, samples: list[Sample]) -> None:
+    while True:
+        samples.append(await scene.sample())
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def _leave(evidence: Evidence, directory: Path) -> None:
+    """What is not in the directory yet."""
+    for name, values in (("legs", evidence.legs), ("faults", evidence.faults), ("absences", evidence.absences)):
+        (directory / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(value) + b"\n" for value in values))
+    sizes = "".join(f"{s.at:.1f} {s.rss_bytes} {s.fds}\n" for s in (evidence.base, *evidence.samples, evidence.rest))
+    (directory / "sizes").write_text(sizes)
+
+
+def _answer(line: bytes) -> Answer:
+    values = orjson.loads(line)
+    return Answer(**{**values, "outcome": Outcome(values["outcome"])})
+
+
+def _tell(fault: Fault) -> None:
+    seconds = fault.ended - fault.began
+    _say(f"{fault.kind}: {fault.target}, {seconds:.1f} s{'' if fault.is_healed else ', NOT WELL AGAIN'}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

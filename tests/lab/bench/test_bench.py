@@ -1,0 +1,246 @@
+"""What the bench makes of what it sees: checked answers, figures, the table, targets and the chart."""
+
+from __future__ import annotations
+
+import os
+import time
+from math import isnan, nan
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import orjson
+import pytest
+
+from lab.bench import answers, rivals
+from lab.bench.chart import chart
+from lab.bench.client import http_request, problem
+from lab.bench.duel import verdict
+from lab.bench.engines import without_image
+from lab.bench.figures import Measurement, Measurements
+from lab.bench.histogram import Histogram
+from lab.bench.load import Result
+from lab.bench.report import table
+from lab.bench.scenarios import MEDIA, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000, Scenario, scenarios
+from lab.bench.targets import judged
+from lab.common import peers
+from lab.common.proc import cpu_seconds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCENARIOS = {scenario.name: scenario for scenario in scenarios(1.0)}
+ANSWER = SCENARIOS[SHORT_ANSWER]
+STREAM = SCENARIOS[SHORT_STREAM]
+
+
+def histogram(*milliseconds: float) -> Histogram:
+    taken = Histogram()
+    for one in milliseconds:
+        taken.add(one / 1000)
+    return taken
+
+
+def measurement(
+    *, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: float = 0.0, **of: float
+) -> Measurement:
+    """One second of one program."""
+    result = Result(seconds=1.0, first_tokens=histogram(first_token_ms).counts)
+    for name, value in of.items():
+        setattr(result, name, value)
+    return Measurement(result, cpu_ms / 1000, 0.0, 1024 * kibibytes)
+
+
+def taken(**of: dict[str, Measurement]) -> Measurements:
+    """Measurements by program and scenario."""
+    names = {"direct": rivals.DIRECT, "ours": peers.OURS, "vllm": "vllm-router", "sglang": "sglang-router"}
+    measurements = Measurements(tuple(names[program] for program in of))
+    for program, by_scenario in of.items():
+        for scenario, one in by_scenario.items():
+            measurements.add(names[program], scenario, one)
+    return measurements
+
+
+def body_of(answer: bytes) -> bytes:
+    """Without the head and without chunks."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b"chunked" not in head:
+        return body
+    lines = body.split(b"\r\n")
+    return b"".join(lines[1::2])
+
+
+STREAMED = body_of(answers.STREAM_HEAD + answers.role(None) + answers.end(1, False))
+ANSWERED = body_of(answers.completion(16))
+
+
+@pytest.mark.parametrize(("share", "milliseconds"), [(0.5, 2.0), (0.6, 2.0), (0.61, 3.0), (0.99, 100.0), (0.0, 1.0)])
+def test_a_share_of_the_durations_lies_below(share: float, milliseconds: float) -> None:
+    assert histogram(1, 2, 2, 3, 100).milliseconds(share) == milliseconds
+
+
+def test_no_durations_have_no_median() -> None:
+    assert isnan(Histogram().milliseconds(0.5))
+
+
+def test_a_histogram_does_not_grow_with_what_it_counts() -> None:
+    many = histogram(*[2.0] * 1000, *[1e9] * 1000)
+    assert len(many.counts) == 2
+    assert many.milliseconds(0.99) == 30_000.0
+
+
+@pytest.mark.parametrize(("scenario", "body"), [(STREAM, STREAMED), (ANSWER, ANSWERED)])
+def test_what_engines_send_is_as_it_should_be(scenario: Scenario, body: bytes) -> None:
+    assert problem(scenario, 200, body) is None
+    assert problem(scenario, 502, body) == "status 502"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "body", "told"),
+    [
+        (STREAM, STREAMED[:-10], "no [DONE]"),
+        (STREAM, STREAMED.replace(b'"content":" token"', b'"content":""'), "wrong number of tokens"),
+        (STREAM, STREAMED.replace(b'"length"', b"null"), "no finish reason"),
+        (STREAM, STREAMED.replace(b'"completion_tokens":1', b'"completion_tokens":2'), "wrong usage"),
+        (ANSWER, ANSWERED.replace(b" token token", b" token", 1), "wrong text"),
+        (ANSWER, ANSWERED.replace(b'"completion_tokens":16', b'"completion_tokens":15'), "wrong usage"),
+    ],
+)
+def test_what_is_not_is_an_error(scenario: Scenario, body: bytes, told: str) -> None:
+    assert problem(scenario, 200, body) == told
+
+
+def test_an_engine_reads_a_request_without_its_image() -> None:
+    body = SCENARIOS[MEDIA].body()
+    rest, tokens = without_image(body)
+    assert len(body) > 8 << 20
+    assert len(rest) < 2000
+    assert tokens < 3000
+    request = orjson.loads(rest)
+    assert request["max_tokens"] == 1
+    assert request["messages"][1]["content"][1] == {"type": "image_url", "image_url": {"url": ""}}
+
+
+def test_a_request_without_a_program_brings_what_a_prefiller_would_have_told() -> None:
+    head, _, body = http_request(STREAM, 1, directly=True).partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert orjson.loads(body)["kv_transfer_params"]["remote_engine_id"] == answers.ENGINE_ID
+
+
+def test_a_result_is_the_same_after_its_way_through_json() -> None:
+    result = Result(completed=1, gaps={7: 2}, first_tokens={9: 1}, errors={"status 500": 1})
+    text = orjson.dumps(result, option=orjson.OPT_NON_STR_KEYS).decode()
+    assert Result.from_json(text) == result
+
+
+def test_the_median_of_the_rounds_counts() -> None:
+    measurements = Measurements((peers.OURS,))
+    for cpu_ms in (9.0, 1.0, 2.0):
+        measurements.add(peers.OURS, SHORT_STREAM, measurement(cpu_ms=cpu_ms, completed=10))
+    assert measurements.figure(peers.OURS, SHORT_STREAM, "cpu_per_request") == pytest.approx(200)
+    assert isnan(measurements.figure(peers.OURS, PACED, "cpu_per_token"))
+
+
+def test_a_further_token_costs_what_is_left_without_1_token_streams() -> None:
+    short = measurement(cpu_ms=1.0, completed=10, tokens=10)
+    paced = measurement(cpu_ms=3.0, completed=10, tokens=50)
+    measurements = taken(ours={SHORT_STREAM: short, PACED: paced})
+    assert measurements.figure(peers.OURS, PACED, "cpu_per_further_token") == pytest.approx(50)
+
+
+def test_what_the_engines_take_alone_is_not_added_by_a_program() -> None:
+    measurements = taken(direct={PACED: measurement(first_token_ms=2.0)}, ours={PACED: measurement(first_token_ms=3.5)})
+    assert measurements.figure(peers.OURS, PACED, "added_p50") == pytest.approx(1.5)
+
+
+def test_the_better_router_is_the_cheaper_or_the_faster_one() -> None:
+    slow = {SHORT_STREAM: measurement(cpu_ms=1.0, completed=10)}
+    dear = {SHORT_STREAM: measurement(cpu_ms=4.0, completed=20)}
+    measurements = taken(vllm=slow, sglang=dear)
+    assert measurements.better_router(SHORT_STREAM, "cpu_per_request") == pytest.approx(100)
+    assert measurements.better_router(SHORT_STREAM, "requests_per_second") == pytest.approx(20)
+    assert measurements.better_router(PACED, "cpu_per_token") is nan
+
+
+def test_a_router_that_is_not_there_is_not_the_better_one() -> None:
+    measurements = taken(sglang={SHORT_STREAM: measurement(cpu_ms=4.0, completed=20)})
+    assert measurements.better_router(SHORT_STREAM, "cpu_per_request") == pytest.approx(200)
+
+
+def test_the_table_has_a_column_for_each_program_and_each_ratio() -> None:
+    measurements = taken(
+        direct={},
+        ours={SHORT_STREAM: measurement(cpu_ms=1.0, completed=10, errors={"status 500": 2})},
+        vllm={SHORT_STREAM: measurement(cpu_ms=4.0, completed=20)},
+    )
+    assert table([STREAM], measurements).splitlines() == [
+        "                       direct  pdproxy  vllm-router  / vllm-router  / better router",
+        "1-token streams, 32 at a time",
+        "  CPU, µs per request       -    100.0        200.0           0.50             0.50",
+        "  requests/s                -       10           20           0.50             0.50",
+        "  errors                    -        2            0              -                -",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cpu_ms", "verdict"), [(7.5, "met by 0%: "), (6.0, "met by 20%: "), (15.0, "missed by 100%: ")]
+)
+def test_a_target_is_a_multiple_of_the_better_router(cpu_ms: float, verdict: str) -> None:
+    measurements = taken(
+        ours={SHORT_STREAM: measurement(cpu_ms=cpu_ms, completed=10)},
+        vllm={SHORT_STREAM: measurement(cpu_ms=10.0, completed=10)},
+        sglang={SHORT_STREAM: measurement(cpu_ms=20.0, completed=10)},
+    )
+    (line,) = judged(measurements).splitlines()
+    assert line.startswith(f"target {verdict}{SHORT_STREAM}")
+    assert line.endswith("0.75 × 1000.0 (better router)")
+
+
+def test_a_target_may_need_nobody_else() -> None:
+    measurements = taken(ours={SLOW_5000: measurement(kibibytes=300_000, open_at_once=5000)})
+    memory, errors = judged(measurements).splitlines()
+    assert memory == "target met by 0%: slow-5000, memory, KiB per stream: 60.0 ≤ 60"
+    assert errors == "target met: slow-5000, errors: 0.0 ≤ 0"
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    measurements = taken(
+        ours={SHORT_STREAM: measurement(cpu_ms=1.0, completed=10)},
+        vllm={SHORT_STREAM: measurement(cpu_ms=4.0, completed=10)},
+        sglang={},
+    )
+    drawn = ElementTree.fromstring(chart([STREAM], measurements))
+    ground, ours, theirs = drawn.iter("{http://www.w3.org/2000/svg}rect")
+    assert ground.get("class") == "ground"
+    assert float(theirs.get("width", "")) == pytest.approx(4 * float(ours.get("width", "")))
+    assert [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")][2:] == [
+        *("1-token streams, 32 at a time", "CPU, µs per request", "pdproxy", "100", "vllm-router", "400"),
+    ]
+
+
+def test_cpu_time_of_another_process_is_that_of_its_own_clock() -> None:
+    before = time.process_time()
+    seen = cpu_seconds(os.getpid())
+    assert before <= seen
+
+
+def test_a_duel_tells_the_median_of_the_ratios_and_their_spread() -> None:
+    measurements = Measurements(("pdproxy", "vllm-router"))
+    for ours, theirs in ((100.0, 200.0), (300.0, 400.0), (90.0, 100.0)):
+        measurements.add("pdproxy", SHORT_STREAM, measurement(cpu_ms=ours, completed=1000))
+        measurements.add("vllm-router", SHORT_STREAM, measurement(cpu_ms=theirs, completed=1000))
+    said = verdict([STREAM], measurements)
+    assert "100.0" in said
+    assert "0.75 (0.50 to 0.90)" in said
+
+
+def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
+    (tmp_path / "before" / "proxy").mkdir(parents=True)
+    (tmp_path / "before" / "proxy" / "__main__.py").touch()
+    peer = rivals.opponent("before", tmp_path, tmp_path)
+    assert peer.name == "before"
+    assert peer.command(1, [2], [3])[:3] == ["env", "-C", str(tmp_path / "before")]
+
+
+def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nobody is neither vllm-router, sglang-router, haproxy nor a checkout"):
+        rivals.opponent("nobody", tmp_path, tmp_path)
