@@ -24,11 +24,11 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
+from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.kv_transfer import kv_transfer
 from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
-from proxy.connectors.releaser import PrefilledKv
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.record import Journey, Stage
 

@@ -26,11 +26,11 @@ from proxy.connectors.base import (
 )
 from proxy.connectors.beside import running
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
+from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.kv_transfer import kv_transfer
 from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER, Ranks
-from proxy.connectors.releaser import PrefilledKv
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
 
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.base import Kit
+    from proxy.connectors.custody import Custody
     from proxy.connectors.ranks import RankClaim
-    from proxy.connectors.releaser import Custody, Releaser
+    from proxy.connectors.releaser import Releaser
     from proxy.settings import Settings
     from proxy.upstream import Response
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 import orjson
@@ -18,22 +17,23 @@ import orjson
 from proxy import logs
 from proxy.background import Background
 from proxy.balancer.handovers import Verdict
-from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import new_attempt_id
+from proxy.connectors.custody import Custody
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
     from types import TracebackType
 
     from proxy.balancer.backend import Backend
     from proxy.balancer.ledger import Ledger, Pin
     from proxy.balancer.misfits import Misfits
     from proxy.connectors.base import Pools
+    from proxy.connectors.custody import PrefilledKv
     from proxy.metrics import Metrics
-    from proxy.settings import Kv
+    from proxy.settings import Settings
     from proxy.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ RELEASE_MODEL: Final = "pdproxy-release-kv"
 # A decoder that was told to stop may be in the middle of the transfer. Were the blocks freed and written again before
 # it has stopped, it could keep another prompt's KV in its prefix cache.
 _SETTLE_SECONDS: Final = 0.2
+# Between two attempts at a release; the first pause is twice the settling time, and each one twice the one before.
+_MAX_PAUSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 5.0
 _CLOSING_SECONDS: Final = 1.0
 _MAX_PENDING: Final = 256
@@ -51,68 +53,25 @@ _MAX_DOUBTFUL: Final = 256
 _MAX_AT_ONCE: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class PrefilledKv:
-    """KV that a prefiller keeps for a decoder. `params` are its parameters, verbatim; `tokens` is an estimate.
-
-    `headers` are the client's that are passed on to the engines: its credential may be theirs.
-    """
-
-    prefiller: Backend
-    params: bytes
-    transfer: KvTransfer
-    tokens: int
-    headers: Mapping[str, str]
-
-
-class Custody:
-    """Around the hand-over of one KV cache, or of none: `with` it. Left before `end`, the KV is an orphan."""
-
-    __slots__ = ("_kv", "_releaser", "failed")
-
-    def __init__(self, releaser: Releaser, kv: PrefilledKv | None, avoid: Collection[Backend]) -> None:
-        self.failed = set(avoid)
-        """Backends that are not to be asked for help."""
-        self._releaser = releaser
-        self._kv = kv
-
-    def end(self, decoder: Backend, has_it: bool) -> None:
-        """The decoder has fetched the KV, as its answer says unless it fetches none; or it has failed to. May be called
-        again.
-        """
-        if self._kv is not None:
-            self._releaser.handed_over(self._kv.prefiller, decoder, has_it)
-            if has_it:
-                self._releaser.fetched(self._kv, decoder, self.failed)
-        self._kv = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._kv is not None:
-            if isinstance(error, UpstreamError):
-                self.failed.add(error.backend)
-                if _is_about_the_pair(error):
-                    self._releaser.handed_over(self._kv.prefiller, error.backend, False)
-            self._releaser.orphaned(self._kv, self.failed)
-
-
 class Releaser:
     """One worker's dealings with KV that nobody fetches. `async with` it; leaving grants pending releases a moment.
 
-    A release outlives its request, is sent once, and says nothing about the health of the decoder that is asked.
+    A release outlives its request, and says nothing about the health of the decoder that is asked. One that no decoder
+    has answered is tried again, for as long as instances are waited for that may be restarting, and the KV is pinned.
     """
 
     def __init__(
-        self, pools: Pools, upstream: Upstream, settings: Kv, ledger: Ledger, misfits: Misfits, metrics: Metrics
+        self,
+        pools: Pools,
+        upstream: Upstream,
+        settings: Settings,
+        ledger: Ledger,
+        misfits: Misfits,
+        metrics: Metrics,
     ) -> None:
         self._pairs = pools.pairs
         self._pools = pools
         self._upstream = upstream
-        self._settings = settings
         self._ledger = ledger
         self._misfits = misfits
         self._metrics = metrics
@@ -123,10 +82,12 @@ class Releaser:
         and the monotonic second at which the prefiller frees it anyhow."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
+        self.configure(settings)
 
-    def configure(self, settings: Kv) -> None:
+    def configure(self, settings: Settings) -> None:
         """Take changed settings for KV that is left behind from now on."""
-        self._settings = settings
+        self._settings = settings.kv
+        self._restart_seconds = settings.admission.wait_seconds
 
     async def __aenter__(self) -> Self:
         await self._background.__aenter__()
@@ -207,17 +168,30 @@ class Releaser:
             self._ledger.pin(prefiller, tokens, seconds, suspected=True)
 
     async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
-        await asyncio.sleep(_SETTLE_SECONDS)
-        async with self._room:
-            released = await self._ask(kv, failed)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(self._restart_seconds, pin.until - pin.since)
+        avoid = set(failed)
+        pause_seconds = _SETTLE_SECONDS
+        while True:
+            await asyncio.sleep(pause_seconds)
+            async with self._room:
+                released = await self._ask(kv, avoid)
+            left_seconds = until - loop.time()
+            if released is not None or left_seconds <= 0:
+                break
+            pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS, left_seconds)
+            logger.debug("no decode instance has released KV on prefill instance %s yet", kv.prefiller.name)
         if released:
             self._ledger.unpin(pin)
         self._ended(kv, "released" if released else "failed")
 
-    async def _ask(self, kv: PrefilledKv, failed: Collection[Backend]) -> bool:
-        """Have a decoder reject a request that names the KV; whether one did."""
+    async def _ask(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
+        """Have a decoder reject a request that names the KV; whether one did. None: no decoder could be asked, or the
+        one that was broke down or was busy, and is in `failed` now; so it is worth another attempt.
+        """
         # KV is gone with its prefiller, and a decoder had better not look for one that is not there.
-        if not self._pools.prefill.is_healthy(kv.prefiller):
+        prefillers = self._pools.prefill
+        if kv.prefiller not in prefillers.backends() or not prefillers.is_healthy(kv.prefiller):
             return False
         body = {
             "model": RELEASE_MODEL,
@@ -226,15 +200,22 @@ class Releaser:
             "kv_transfer_params": orjson.Fragment(kv.params),
         }
         try:
+            decoder = self._decoder(kv.transfer, failed)
             response, answer = await self._upstream.fetch(
-                self._decoder(kv.transfer, failed),
+                decoder,
                 Api.COMPLETIONS.path,
                 orjson.dumps(body),
                 {**kv.headers, "x-request-id": new_attempt_id()},
                 answer_seconds=_ANSWER_SECONDS,
             )
-        except (NoBackendAvailable, UpstreamError):
-            return False
+        except NoBackendAvailable:
+            return None
+        except UpstreamError as error:
+            failed.add(error.backend)
+            return None
+        if response.status == 429 or response.status >= 500:
+            failed.add(decoder)
+            return None
         # An engine that takes any model's name (VLLM_SKIP_MODEL_NAME_VALIDATION) fetches the KV, which frees it, too.
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
@@ -267,11 +248,6 @@ class Releaser:
     def _ended(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()
         logger.debug("orphaned KV on prefill instance %s: %s", kv.prefiller.name, result)
-
-
-def _is_about_the_pair(error: UpstreamError) -> bool:
-    """Whether a decoder's failure before its first output may be one to fetch the KV."""
-    return is_to_blame(error) and error.failure is not Failure.CONNECT
 
 
 def may_have_pinned(error: UpstreamError) -> bool:

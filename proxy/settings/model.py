@@ -112,7 +112,8 @@ class Admission(Section):
     """Most requests that wait in the queue of a worker; further ones are refused with status 503."""
     wait_seconds: Seconds = 60.0
     """Longest wait in the queue; then the request is refused with status 503. Requests wait as long for instances that
-    were up and refuse connections, since these may only be restarting."""
+    were up and refuse connections, since these may only be restarting. So do releases of KV for
+    decoders."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
     """Most memory for all request bodies that a worker holds, with what their elements take when parsed; requests
     beyond it are refused with status 503."""

@@ -129,7 +129,7 @@ class Worker:
         self.prober.configure(settings.health, settings.joining)
         self.inspector.configure(settings.health.transfer_interval_seconds)
         self.upstream.configure(settings.timeouts, _stall_seconds(settings))
-        self.releaser.configure(settings.kv)
+        self.releaser.configure(settings)
         self.gateway.configure(settings)
         self.generation.configure(settings)
         self.generate.configure(settings)
@@ -185,7 +185,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         misfits = shared.misfits
-        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings.kv, ledger, misfits, metrics))
+        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings, ledger, misfits, metrics))
         callback_url = _callback_url(settings, shared.listeners, index)
         background = await stack.enter_async_context(Background(logger, "a message to an engine"))
         kit = Kit(*(pools, upstream, releaser, session, keys, settings, metrics, fitness, background), callback_url)

@@ -8,8 +8,10 @@ import orjson
 import pytest
 
 from proxy.balancer.backend import Backend, Load, Role
+from proxy.balancer.engine_facts import EngineFacts
+from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.kv_transfer import KvTransfer
-from proxy.connectors.releaser import RELEASE_MODEL, PrefilledKv, may_have_pinned
+from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
 from proxy.errors import Failure, UpstreamError
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -128,6 +130,44 @@ async def test_kv_that_arrived_is_no_orphan(gateway: Deployment) -> None:
     assert releases(*gateway.decoders) == []
 
 
+FAILING: list[tuple[str, dict[str, Any]]] = [
+    ("refuse_status", {"status": 500}),
+    ("refuse_status", {"status": 503}),
+    ("refuse_status", {"status": 429}),
+    ("reset_before_headers", {}),
+]
+
+
+@pytest.mark.fault(91)
+@pytest.mark.parametrize(("action", "fields"), FAILING)
+async def test_a_release_that_fails_is_tried_again(deploy: Deploy, action: str, fields: dict[str, Any]) -> None:
+    gateway = await deploy(1, 2)
+    gateway.decoders[1].faults.add(action, times=1, **fields)
+    await leave_during_the_hand_over(gateway)
+    assert await released(gateway) == {("released",): 1.0}
+    assert len(releases(*gateway.decoders)) == 2
+    assert gateway.metrics("pdproxy_instance_consecutive_failures") == {}
+    assert pinned(gateway) == (0, 0)
+
+
+@pytest.mark.fault(91)
+async def test_a_release_waits_for_decoders_that_are_down(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "proxy.connectors.releaser")
+    gateway = await deploy(1, 2, admission={"wait_seconds": 5.0})
+    health, checks = gateway.worker.health, gateway.worker.settings.health
+    decoders = gateway.worker.pools.decode.backends()
+    await leave_during_the_hand_over(gateway)
+    for backend in decoders * checks.fall:
+        health.on_probe(backend, False, "down")
+    await until(lambda: "yet" in caplog.text, "an attempt that finds no decoder")
+    assert len(gateway.prefillers[0].pins) == 1
+    facts = EngineFacts((0, 32), None)
+    for backend in decoders * checks.rise:
+        health.on_probe(backend, True, "up again")
+        health.note_facts(backend, facts)
+    assert await released(gateway) == {("released",): 1.0}
+
+
 # Not released
 
 
@@ -159,23 +199,26 @@ async def test_nothing_is_released_where_that_is_switched_off(deploy: Deploy) ->
     gateway.expects_pinned = 1
 
 
-@pytest.mark.parametrize(
-    ("action", "fields"),
-    [
-        ("refuse_status", {"status": 500}),
-        ("refuse_status", {"status": 400}),  # not the handler's own: it does not know the model's name
-        ("reset_before_headers", {}),
-    ],
-)
-async def test_a_release_that_fails_is_not_repeated(deploy: Deploy, action: str, fields: dict[str, Any]) -> None:
+async def test_a_release_that_is_refused_is_not_repeated(deploy: Deploy) -> None:
+    """By a 400 that is not the handler's own: it does not know the model's name."""
     gateway = await deploy(1, 2)
-    gateway.decoders[1].faults.add(action, **fields)
+    gateway.decoders[1].faults.add("refuse_status", status=400)
     await leave_during_the_hand_over(gateway)
     assert await released(gateway) == {("failed",): 1.0}
     assert len(releases(*gateway.decoders)) == 1
-    assert gateway.metrics("pdproxy_instance_consecutive_failures") == {}
     assert pinned(gateway)[0] == 1
     gateway.expects_pinned = 1
+
+
+async def test_a_release_that_nobody_answers_is_given_up_after_a_while(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    for decoder in gateway.decoders:
+        decoder.faults.add("refuse_status", status=500)
+    await gateway.ask(request(Api.COMPLETIONS))
+    assert await released(gateway) == {("failed",): 2.0}
+    assert len(releases(*gateway.decoders)) > 2
+    assert pinned(gateway)[0] == 2
+    gateway.expects_pinned = 2
 
 
 async def test_a_prefiller_that_is_down_has_nothing_to_release(deploy: Deploy) -> None:
