@@ -2,41 +2,39 @@
 
 One lease, one exchange; the body goes out and the answer comes back byte for byte. The client's body is read before a
 backend is leased, so that a slow sender occupies no engine, the cost is known, and a second try costs nothing. What is
-tried again elsewhere, and how often, is what holds for generation, too.
+tried again elsewhere, how often, and how long a restart is waited for, is what holds for generation, too. An engine's
+limit is not: what is passed through waits for no room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
-from proxy.api import replies
+from proxy.api import exchange
 from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.balancer.backend import Load
 from proxy.balancer.blame import Blame
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
+from proxy.flow.admission import Admission
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.logs import access_line
-from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
-    from proxy.balancer.backend import Backend
+    from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
-    from proxy.flow.admission import Admission
     from proxy.flow.budget import Repeat, RetryBudget
     from proxy.metrics import Metrics
     from proxy.settings import Settings
@@ -69,16 +67,6 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 _RUN_THE_MODEL: Final = frozenset(path for _, path in ROUTES["pooling"])
 
 _PASSED_ON: Final = ("Content-Type", "Accept", "traceparent", "tracestate")
-# About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
-_NOT_PASSED_BACK: Final = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "content-length", "server", "date", "x-request-id"),
-    }
-)
-# Nobody waits for more: not for an answer, and not for an engine to say why there is none.
-_MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
-_MAX_REFUSAL_BYTES: Final = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -89,6 +77,7 @@ class _Record:
     status: int = 499  # until there is an answer, only the client's leaving can end the request
     instance: str = "-"
     bytes_sent: int = 0
+    has_reached_engines: bool = False
     is_committed: bool = False
     broken: tuple[str, str] | None = ("client", "left")  # side and reason, None when the answer is complete
 
@@ -129,11 +118,14 @@ class PassthroughApi:
         is_sglang = settings.connector == "sglang_bootstrap"
         self._groups = (*settings.passthrough, *(("sglang",) if is_sglang else ()))
         self._metrics = metrics
+        self._queue = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
+        """A queue of its own, for one role, and only while all of that role are restarting."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on. The routes stay what they were."""
         self._settings = settings
+        self._queue.configure(settings.admission)
         # `connect` includes the look-up of a name, unlike sock_connect. The rest has a deadline of ours.
         self._timeout = aiohttp.ClientTimeout(total=None, connect=settings.timeouts.connect_seconds)
 
@@ -171,7 +163,28 @@ class PassthroughApi:
         record.key = caller.name
         with self._client_keys.enter(caller), self._admission.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
-            return await self._try(path, request, body, record)
+            return await self._try_admitted(path, request, body, record)
+
+    async def _try_admitted(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
+        """Once, and again after a restart, if connections were refused and nothing else has come of it."""
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._settings.admission.wait_seconds
+        while True:
+            async with self._queue.admit(record.key):
+                try:
+                    return await self._try(path, request, body, record)
+                except (NoBackendAvailable, UpstreamError) as error:
+                    is_unreached = isinstance(error, NoBackendAvailable) or error.failure is Failure.CONNECT
+                    if not is_unreached or record.has_reached_engines or not self._pool.is_restarting():
+                        raise
+                    if loop.time() >= waits_until:
+                        raise
+
+    def _has_room(self) -> bool:
+        return not self._pool.is_restarting()
+
+    def _absent(self) -> Role | None:
+        return self._pool.role if self._pool.is_gone() else None
 
     async def _try(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
         """On one backend after the other, as long as that can help."""
@@ -186,6 +199,7 @@ class PassthroughApi:
                 try:
                     return await self._exchange(path, request, body, lease.backend, record)
                 except UpstreamError as error:
+                    record.has_reached_engines |= error.failure is not Failure.CONNECT
                     failed.append(error.backend)
                     blame.failed(error)
                     await self._await_retry(error, len(failed), turn, record)
@@ -225,12 +239,12 @@ class PassthroughApi:
         try:
             async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, asked as answer:
                 if not 200 <= answer.status < 300:
-                    raise await _refusal(backend, answer)
-                if (answer.content_length or 0) > _MAX_ANSWER_BYTES:
-                    raise _too_large(backend)
+                    raise await exchange.refusal(backend, answer)
+                if (answer.content_length or 0) > exchange.MAX_ANSWER_BYTES:
+                    raise exchange.too_large(backend)
                 return await self._relay(request, answer, backend, record, deadline)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
-            raise _in_our_words(backend, problem) from None
+            raise exchange.in_our_words(backend, problem) from None
 
     async def _relay(
         self,
@@ -241,16 +255,16 @@ class PassthroughApi:
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
         """Copy the answer as it comes; a slow client holds the engine back, and its deadline."""
-        response = web.StreamResponse(status=answer.status, headers=_passed_back(answer))
+        response = web.StreamResponse(status=answer.status, headers=exchange.passed_back(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True
         await self._to_client(response.prepare(request))
         async for chunk in answer.content.iter_any():
-            with _held_back(deadline):
+            with exchange.held_back(deadline):
                 await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
-            if record.bytes_sent > _MAX_ANSWER_BYTES:
-                raise _too_large(backend)
+            if record.bytes_sent > exchange.MAX_ANSWER_BYTES:
+                raise exchange.too_large(backend)
         await self._to_client(response.write_eof())
         record.broken = None
         return response
@@ -280,60 +294,3 @@ class PassthroughApi:
                 "bytes": record.bytes_sent,
             }
         )
-
-
-@contextmanager
-def _held_back(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Time spent in here is not the engine's."""
-    loop, when = asyncio.get_running_loop(), deadline.when()
-    assert when is not None
-    left_seconds = when - loop.time()
-    deadline.reschedule(None)
-    try:
-        yield
-    finally:
-        deadline.reschedule(loop.time() + left_seconds)
-
-
-def _passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """The engine's headers without those that are about its connection to us."""
-    named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
-    left_out = _NOT_PASSED_BACK | named
-    return CIMultiDict(
-        (name, value)
-        for name, value in answer.headers.items()
-        if name.lower() not in left_out and replies.can_be_sent(name, value)
-    )
-
-
-async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:
-    """The error for an answer that is none: the engine's own words, or a redirect, which is not followed."""
-    message = f"{backend.role} instance answered with status {answer.status}"
-    if answer.status < 400:
-        return UpstreamError(Failure.BAD_ANSWER, backend, message)
-    headers = {name.lower(): value for name, value in answer.headers.items()}
-    body = await read_bounded(answer, _MAX_REFUSAL_BYTES)
-    return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=headers)
-
-
-def _too_large(backend: Backend) -> UpstreamError:
-    return upstream_error(Failure.BAD_ANSWER, backend, "the engine's answer is too large")
-
-
-def _in_our_words(backend: Backend, problem: Exception) -> UpstreamError:
-    """An exception of aiohttp in our words."""
-    failure, message = Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"
-    match problem:
-        case aiohttp.ClientConnectorError():
-            failure, message = Failure.CONNECT, f"cannot connect ({connect_problem(problem.os_error)})"
-        case aiohttp.ConnectionTimeoutError():
-            failure, message = Failure.CONNECT, "cannot connect (timed out)"
-        case aiohttp.InvalidURL() | ValueError():
-            failure, message = Failure.CONNECT, "cannot connect (not a host name)"
-        case TimeoutError():
-            failure, message = Failure.TIMEOUT, "the engine did not answer in time"
-        case aiohttp.ClientPayloadError():
-            failure, message = Failure.BROKEN, "the engine closed the connection in the middle of its answer"
-        case aiohttp.ClientConnectionError():
-            failure, message = Failure.RESET, "the engine closed the connection without an answer"
-    return upstream_error(failure, backend, message)

@@ -39,6 +39,9 @@ MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
 _SHARED: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
 
 
+_LOOK_AGAIN_SECONDS: Final = 0.02
+
+
 class Encoding:
     """A connector in front of another one. Its encoders are needed for media alone, so they are none of its roles."""
 
@@ -93,6 +96,9 @@ class Encoding:
         prefer: Backend | None,
     ) -> AsyncIterator[Attempt]:
         journey.begin_encoding()
+        # As admission waits for the others, but only what has media does.
+        while self._encoders.is_restarting():  # noqa: ASYNC110 time alone may end it
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         # The room that admission saw is kept until the connector takes it, which it does before it waits for anything.
         with ExitStack() as room:
             for role in self.roles:

@@ -86,6 +86,8 @@ class Work:
         """Since the last failure those that had failed were asked once more, as there was nobody else."""
         self._soonest = math.inf
         self._last: UpstreamError | None = None
+        self._unreached: NoBackendAvailable | UpstreamError | None = None
+        """Why it is in the queue once more."""
         self._resumes = 0
         self._moves = 0
         """Of the resumes those that an evacuation made."""
@@ -105,6 +107,7 @@ class Work:
             except (NoBackendAvailable, UpstreamError) as error:
                 if not self._may_queue_again(error) or loop.time() >= waits_until:
                     raise
+                self._unreached = error
             self._avoid.clear()
             self._failures.clear()
             self._last = self._prefer = None
@@ -114,6 +117,8 @@ class Work:
         admission = self._gateway.admission
         async with admission.admit(self._caller, patient=not self._is_first, on_wait=self._enter_queue):
             self._journey.leave()
+            if self._unreached is not None and self._is_still_gone(self._unreached):
+                raise self._unreached  # it was let in because nobody waits for that role any longer
             # No await before the first lease: the room that was seen is still there.
             with self._blame, self._gateway.budget.request() as turn:
                 while not await self._try(use, turn):
@@ -122,14 +127,14 @@ class Work:
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
-        if isinstance(error, NoBackendAvailable):
-            role = error.role
-        elif error.failure is Failure.CONNECT:
-            role = error.backend.role
-        else:
+        if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
-        is_waited_for = role in self._gateway.connector.roles and self._gateway.pools.of(role).is_restarting()
-        return is_waited_for and not self._has_reached_engines
+        return self._gateway.pools.of(_role_of(error)).is_restarting() and not self._has_reached_engines
+
+    def _is_still_gone(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether another attempt would end as the last one did, after a prefill for nothing."""
+        pool = self._gateway.pools.of(_role_of(error))
+        return pool.is_gone() and not pool.is_restarting()
 
     def _enter_queue(self) -> None:
         self._journey.enter(Stage.QUEUE)
@@ -401,6 +406,10 @@ class Work:
             error.status = 503
             error.retry_after_seconds = 1.0
         return error
+
+
+def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:
+    return error.role if isinstance(error, NoBackendAvailable) else error.backend.role
 
 
 def _chat_tokens(configured: str, version: EngineVersion) -> ChatTokens:

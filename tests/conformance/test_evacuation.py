@@ -105,6 +105,25 @@ async def test_the_time_may_be_changed_and_has_a_default(deploy: Deploy) -> None
         assert (await task).text == await answer_alone(body)
 
 
+async def test_what_is_passed_through_ends_where_it_began(deploy: Deploy) -> None:
+    """Nobody else can go on with it, and it is over soon: so the instance leaves when it has ended."""
+    gateway = await deploy(2, 1)
+    (leaving, _) = gateway.prefillers
+    leaving.faults.add("slow_headers", path="/tokenize", seconds=0.3)
+
+    async def tokenize() -> int:
+        body = {"model": "sim", "prompt": "Hello"}
+        async with gateway.session.post(gateway.url + "/tokenize", json=body) as response:
+            return response.status
+
+    asked = asyncio.create_task(tokenize())
+    await until(lambda: any(seen.path == "/tokenize" for seen in leaving.requests), "the request")
+    await remove(gateway, leaving, evacuate_after=0)
+    await has_left(gateway, leaving)
+    assert await asked == 200
+    assert not any(seen.path == "/tokenize" for seen in gateway.prefillers[1].requests)
+
+
 async def test_a_prefiller_leaves_while_answers_that_it_began_go_on(deploy: Deploy) -> None:
     gateway = await deploy(2, [slow(), slow()])
     leaving, other = gateway.prefillers

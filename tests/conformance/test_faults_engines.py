@@ -119,7 +119,7 @@ async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) -> None:
-    gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0})
+    gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0}, kv={"release": "never"})
     (there,) = engines_of(gateway, role)
     absent = SimulatedEngine(role=role)  # type: ignore[arg-type]
     await absent.start()
@@ -128,7 +128,60 @@ async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) 
     gateway.roster.remove(Role(role), "127.0.0.1", there.port)
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
-    gateway.may_stay_pinned = 1 if role == "decode" else 0  # nobody could be asked to release it
+    gateway.may_stay_pinned = 1 if role == "decode" else 0
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize("is_missed", [True, False], ids=["missed", "unnoticed"])
+async def test_what_is_passed_through_waits_for_a_restart_of_its_role(deploy: Deploy, is_missed: bool) -> None:
+    gateway = await deploy(2, 1, health=ATTENTIVE if is_missed else {}, admission={"wait_seconds": 60.0})
+    for engine in gateway.prefillers:
+        await engine.kill()
+    if is_missed:
+        await until(gateway.worker.pools.prefill.is_gone, "the engines to be missed")
+
+    async def tokenize() -> int:
+        body = {"model": "sim", "prompt": "Hello"}
+        async with gateway.session.post(gateway.url + "/tokenize", json=body) as response:
+            await response.read()
+            return response.status
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(tokenize()) for _ in range(10)]
+        await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 10.0}, "all to wait")
+        for engine in gateway.prefillers:
+            await engine.restart()
+        if not is_missed:  # what the next health check would find
+            for backend in gateway.worker.pools.prefill.backends():
+                gateway.worker.health.on_probe(backend, True, "passed its health check")
+    assert [task.result() for task in asked] == [200] * 10
+
+
+@pytest.mark.fault(35)
+async def test_what_is_passed_through_waits_for_nobody_else(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 0.2})
+    await gateway.decoders[0].kill()
+    await until(gateway.worker.pools.decode.is_gone, "the decoder to be missed")
+    statuses = []
+    for mends in (True, False):
+        body = {"model": "sim", "prompt": "Hello"}
+        async with gateway.session.post(gateway.url + "/tokenize", json=body) as response:
+            statuses.append((response.status, (await response.json()).get("error", {}).get("code")))
+        if mends:
+            await gateway.prefillers[0].kill()
+    assert statuses == [(200, None), (503, "no_healthy_prefill")]
+
+
+@pytest.mark.fault(35)
+async def test_who_has_waited_for_a_restart_in_vain_is_not_prefilled_once_more(deploy: Deploy) -> None:
+    """The slower one joins the queue later, and is there when the decoder is given up."""
+    gateway = await deploy(1, 1, admission={"wait_seconds": 0.6}, kv={"release": "never"})
+    gateway.prefillers[0].faults.add("slow_headers", seconds=0.3, times=1)
+    await gateway.decoders[0].kill()
+    answers = await asyncio.gather(*(gateway.ask(request(Api.CHAT)) for _ in range(2)))
+    assert [(answer.status, answer.error["code"]) for answer in answers] == [(503, "no_healthy_decode")] * 2
+    assert len(generations(*gateway.prefillers)) == 2
+    gateway.expects_pinned = 2
 
 
 @pytest.mark.fault(35)

@@ -181,6 +181,38 @@ async def test_without_a_healthy_encoder_media_is_refused(encoders: Encoders) ->
     assert gateway.metrics("pdproxy_rejected_total") == {("no_healthy_encode",): 1}
 
 
+@pytest.mark.fault(35)
+async def test_media_wait_while_all_encoders_are_restarting(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(admission={"wait_seconds": 60.0})
+    for engine in encoders.engines:
+        await engine.kill()
+    pool = gateway.worker.pools.of(Role.ENCODE)
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(gateway.ask(body_with(IMAGE))) for _ in range(3)]
+        await until(pool.is_restarting, "the encoders to be missed")
+        assert (await gateway.ask(request(Api.CHAT))).status == 200, "text needs none"
+        for engine in encoders.engines:
+            await engine.restart()
+        for backend in pool.backends():  # what the next health check would find
+            gateway.worker.health.on_probe(backend, True, "passed its health check")
+    assert [task.result().status for task in asked] == [200] * 3
+
+
+@pytest.mark.fault(62)
+async def test_what_a_removed_encoder_works_on_is_encoded_elsewhere(encoders: Encoders) -> None:
+    gateway = await encoders.deploy()
+    leaving = encoders.engines[0]
+    leaving.faults.add("hang_before_headers")
+    body = {"type": "encode", "instances": f"{leaving.host}:{leaving.port}", "evacuate_after": 0}
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(gateway.ask(body_with(IMAGE)))
+        await encodes(leaving, 1)
+        async with gateway.session.post(gateway.url + "/instances/remove", json=body) as response:
+            assert response.status == 200
+    assert asked.result().status == 200
+    assert len(generations(encoders.engines[1])) == 1
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_ends_what_is_being_encoded(encoders: Encoders, stream: bool) -> None:
     gateway = await encoders.deploy()
