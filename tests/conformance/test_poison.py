@@ -95,6 +95,21 @@ async def test_a_poison_request_costs_two_engines_and_no_bystander(
 
 
 @pytest.mark.fault(55)
+@pytest.mark.parametrize("kinds", [1, 4], ids=["copies", "different"])
+async def test_poison_requests_at_the_same_time_cost_two_engines_each_and_none_afterwards(
+    deploy: Deploy, kinds: int
+) -> None:
+    """Copies are not recognised as such before one of them has ended, so that they cost as much as different ones."""
+    gateway = await deploy(2, 12, engine=PACE, resume=PATIENT)
+    engines = laced(gateway, "middle")
+    bodies = [poison(stream=True, max_tokens=200 + number % kinds) for number in range(4)]
+    for _ in range(2):
+        answers = await asyncio.gather(*(gateway.ask(body) for body in bodies))
+        assert [answer.error["code"] for answer in answers] == ["suspect_request"] * 4
+        assert sum(not engine.is_running for engine in engines) <= 8
+
+
+@pytest.mark.fault(55)
 @pytest.mark.parametrize("mode", ["exact", "restart-only"])
 @pytest.mark.parametrize("place", ROLE_OF)
 @pytest.mark.parametrize("connector", CONNECTORS)
