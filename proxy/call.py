@@ -7,7 +7,7 @@ with the bytes the client sent.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.backend import Load
 from proxy.errors import BadRequest
@@ -15,7 +15,6 @@ from proxy.wire import sglang
 from proxy.wire.document import REMOVED, Document, InvalidDocument
 from proxy.wire.lax import flag, whole_number
 from proxy.wire.openai import RESERVED_FIELDS, Api
-from proxy.wire.sglang import NativeApi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
@@ -145,18 +144,18 @@ def read(raw: bytes) -> Document:
         raise BadRequest(str(error), code="invalid_json") from None
 
 
-def parse(api: Api | NativeApi, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
+def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """Parse a request body. Raises BadRequest for what no engine could make sense of."""
     return understand(api, read(raw), cost, headers)
 
 
-def understand(api: Api | NativeApi, document: Document, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
+def understand(api: Api, document: Document, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
     """The call that a request body makes. Raises BadRequest for what no engine could make sense of."""
     try:
         document.check()
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
-    if api is NativeApi.GENERATE:
+    if api is Api.GENERATE:
         return _native(document, cost, headers or {})
     values = document.values
     stream = _boolean(values, "stream")
@@ -200,7 +199,7 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         _media(values.get("image_data")) * cost.image_tokens + _media(values.get("audio_data")) * cost.audio_tokens
     )
     return Call(
-        api=cast("Api", NativeApi.GENERATE),  # which has a path and a name, too
+        api=Api.GENERATE,
         document=document,
         prompt_tokens=max(1, tokens),
         output_tokens=min(sglang.output_limit(values.get("sampling_params")), MAX_OUTPUT_TOKENS),

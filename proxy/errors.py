@@ -115,7 +115,7 @@ _STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.REMOVE
 class UpstreamError(GatewayError):
     """A backend failed while serving one leg of a request.
 
-    `engine_status`, `body` and `content_type` are the engine's own answer when `failure` is STATUS, otherwise None:
+    `engine_status`, `body` and `headers` are the engine's own answer when `failure` is STATUS:
     such an answer reaches the client byte for byte.
     """
 
@@ -149,6 +149,26 @@ class UpstreamError(GatewayError):
         told = self.headers.get("retry-after", "")
         if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
             self.retry_after_seconds = float(told[:9])
+
+    def as_given_up(self, reason: str, *, keeps_body: bool) -> UpstreamError:
+        """This error as the client is told of it when its answer had begun and cannot be completed.
+
+        `keeps_body` False: what the engine says is about a request that the client did not send, so it is not for it.
+        """
+        if not keeps_body:
+            self.body = None
+        if self.body is None:
+            self.message = f"{self.message}; the answer could not be resumed: {reason}"
+            self.status = 503
+            self.retry_after_seconds = 1.0
+        return self
+
+    def as_stopped(self, status: int, code: str) -> UpstreamError:
+        """This error as the client is told of it when its request must not be sent to another engine."""
+        self.body = self.retry_after_seconds = None
+        self.status, self.code = status, code
+        self.message = f"{self.message}; another one had gone down over this request, which is stopped"
+        return self
 
     @property
     def is_breakdown(self) -> bool:

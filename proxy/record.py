@@ -13,8 +13,6 @@ from proxy.wire.openai import prompt_details
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.wire.openai import Api
-
 
 class Stage(StrEnum):
     """Where a unit of a request is; the letter stands second in the access line's `term`."""
@@ -125,7 +123,8 @@ class Journey:
 class Record:
     """One client request, with a Journey for each unit it was split into."""
 
-    api: Api
+    api: str
+    """The dialect's label."""
     request_id: str
     caller: str = "-"
     """The name of the key that the client showed; `-` when clients need none."""
@@ -182,7 +181,7 @@ class Record:
         return {
             "id": self.request_id,
             "key": self.caller,
-            "api": self.api.value,
+            "api": self.api,
             "stream": self.stream,
             "code": status,
             "term": term,

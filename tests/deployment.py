@@ -25,7 +25,7 @@ from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.settings import Loaded, Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.supervisor import Listeners, Shared
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS
 from proxy.worker import build, listening
 from tests.asking import api_of, ask, until
 
@@ -203,7 +203,7 @@ class Deployment:
 
 def generations(*engines: SimulatedEngine) -> list[Seen]:
     """The generation requests that engines saw, without health checks, releases and the like."""
-    paths = {api.path for api in Api}
+    paths = {api.path for api in OPENAI_APIS}
     return [seen for engine in engines for seen in engine.requests if seen.path in paths and not _is_release(seen)]
 
 

@@ -17,7 +17,6 @@ from proxy.settings import Cost
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import RESERVED_FIELDS, Api
-from proxy.wire.sglang import NativeApi
 
 COST = Cost(bytes_per_token=4, image_tokens=1000, audio_tokens=500, default_output_tokens=256)
 
@@ -395,7 +394,7 @@ def test_a_call_without_another_prompt_keeps_its_cost() -> None:
 
 
 def native(**fields: Any) -> Call:
-    return parse(NativeApi.GENERATE, orjson.dumps(fields), COST, {"traceparent": "x"})
+    return parse(Api.GENERATE, orjson.dumps(fields), COST, {"traceparent": "x"})
 
 
 @pytest.mark.parametrize(

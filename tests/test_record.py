@@ -9,7 +9,6 @@ import pytest
 from proxy.balancer.backend import Role
 from proxy.errors import NoBackendAvailable
 from proxy.record import Journey, Record, Stage
-from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from tests.clock import Clock
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def record(clock: Clock) -> Record:
-    return Record(Api.CHAT, "r1", stream=True, clock=clock)
+    return Record("chat", "r1", stream=True, clock=clock)
 
 
 def walk(journey: Journey, clock: Clock, *steps: tuple[Stage | None, float]) -> None:

@@ -36,7 +36,7 @@ from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
 from proxy.upstream import upstream_error
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Sequence
@@ -60,6 +60,7 @@ class AscendLayerwise:
     """Decode → callback → prefill, which runs beside the decode leg."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    apis: Sequence[Api] = OPENAI_APIS
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:

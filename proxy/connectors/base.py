@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.metrics import Metrics
     from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response, Upstream
+    from proxy.wire.openai import Api
 
 
 # Slower than this no decoder writes an answer, or somebody would have noticed.
@@ -104,6 +105,8 @@ class Attempt:
     first_token_seconds: float | None = None
     """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
     still under way."""
+    prefill_answer: PrefillAnswer | None = None
+    """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
@@ -122,11 +125,24 @@ class Attempt:
         self.journey.enter(Stage.STREAM)
 
 
+class PrefillAnswer(Protocol):
+    """A prefiller's answer, which may come later than the decoder's first words."""
+
+    @property
+    def so_far(self) -> bytes | None:
+        """The whole body; None until it has come."""
+
+    async def whole(self) -> bytes:
+        """Wait for it. Raises UpstreamError."""
+
+
 class Connector(Protocol):
     """One KV-transfer protocol: how a call gets from prefiller to decoder."""
 
     roles: tuple[Role, ...]
     """Roles that need a healthy backend before the gateway is ready."""
+    apis: Sequence[Api]
+    """What its engines speak."""
     continues_answers: bool
     """Engines can tell token ids and go on from them, so answers are watched and taken up again on other engines."""
 

@@ -51,6 +51,7 @@ class Encoding:
         self._pools = kit.pools
         self._upstream = kit.upstream
         self.roles: tuple[Role, ...] = connector.roles
+        self.apis = connector.apis
         self.continues_answers = connector.continues_answers
         self._take(kit.settings)
 

@@ -31,6 +31,7 @@ from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.record import Journey, Stage
+from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -75,6 +76,7 @@ class InTurn(ABC):
     """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    apis: Sequence[Api] = OPENAI_APIS
     continues_answers = True
     least_tokens = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.balancer.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.balancer.capabilities import Capability
     from proxy.balancer.engine_facts import EngineVersion
 
 
@@ -29,20 +32,12 @@ class KvTransfer(StrEnum):
 # mooncake_hybrid_connector.py nor in its mooncake/pull_scheduler.py (MooncakeConnectorV2).
 _MARKS: Final = {"tp_size": KvTransfer.NIXL, "remote_pcp_size": KvTransfer.ASCEND_MOONCAKE}
 
-# A decoder that rejects a request in its handler has the prefiller free the KV that the request names: vLLM wraps its
-# handlers in `_with_kv_transfer_rejection_cleanup` since 0.23. Whether the message goes out is up to the connector.
-# NIXL sends it since 0.23, too, but first has to shake hands with a prefiller it does not know yet, and where that
-# fails, because the prefiller has just died, the decoder's engine core ends as well (vLLM PR #57570). 0.32 is the first
-# version that was read to have the repair; before that it is not worth the risk, as the lease is only 30 s.
-# After a handshake the message waits for the engine's next step, so that of an idle decoder may come after the lease.
-# vLLM-Ascend's MooncakeConnectorV1 sends it since PR #14142, which no release before 0.28 has.
-_RELEASES_SINCE: Final[Mapping[KvTransfer, EngineVersion]] = {
-    KvTransfer.NIXL: (0, 32),
-    KvTransfer.ASCEND_MOONCAKE: (0, 28),
+_RELEASES: Final[Mapping[KvTransfer, Capability]] = {
+    KvTransfer.NIXL: NIXL_RELEASE,
+    KvTransfer.ASCEND_MOONCAKE: ASCEND_MOONCAKE_RELEASE,
 }
 
-# vLLM's `kv_lease_duration`, which is 30 s unless configured, replaced VLLM_NIXL_ABORT_REQUEST_TIMEOUT in 0.23.
-_NIXL_LEASE_SINCE: Final[EngineVersion] = (0, 23)
+# vLLM's `kv_lease_duration` unless configured.
 _NIXL_LEASE_SECONDS: Final = 30.0
 # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT and VLLM_NIXL_ABORT_REQUEST_TIMEOUT, unless configured.
 _ABORT_SECONDS: Final = 480.0
@@ -55,11 +50,11 @@ def kv_transfer(params: Mapping[str, Any]) -> KvTransfer:
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
     """Whether a decoder of this version, None if unknown, may be asked to let KV go by rejecting a request."""
-    since = _RELEASES_SINCE.get(transfer)
-    return since is not None and decoder is not None and decoder >= since
+    release = _RELEASES.get(transfer)
+    return release is not None and release.is_in(decoder)
 
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
     """How long a prefiller of this version, None if unknown, keeps KV that nobody fetches."""
-    has_lease = transfer is KvTransfer.NIXL and prefiller is not None and prefiller >= _NIXL_LEASE_SINCE
+    has_lease = transfer is KvTransfer.NIXL and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS

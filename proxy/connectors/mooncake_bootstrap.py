@@ -33,6 +33,7 @@ from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER, Ranks
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
+from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Sequence
@@ -58,6 +59,7 @@ class MooncakeBootstrap:
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     # The decoder is any vLLM: it tells token ids, and both engines take `prompt_token_ids` among the parameters, which
     # vLLM reads before the KV connector sees them (renderers/online_renderer.py).
+    apis: Sequence[Api] = OPENAI_APIS
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:

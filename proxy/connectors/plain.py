@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from proxy.balancer.backend import Role
 from proxy.connectors.alone import Alone
 from proxy.connectors.ranks import Ranks
+from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -28,6 +29,7 @@ class Plain:
     """Sends a call to one engine as it is."""
 
     roles: tuple[Role, ...] = (Role.DECODE,)
+    apis: Sequence[Api] = OPENAI_APIS
     continues_answers = True
 
     def __init__(self, kit: Kit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.capabilities import FORCED_TOOL_PREFILL
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ _CHANGES: Final[dict[str, object]] = {
     "return_token_ids": REMOVED,
 }
 
-# Before this version a forced tool call fails with 500 on a one-token answer, after the KV cache was pinned: `assert
-# content is not None` in vLLM 0.18 entrypoints/openai/engine/serving.py. The prompt is the same with "auto".
-_TOOL_CHOICE_FIXED: Final = (0, 23)
-
 
 def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping[str, object]) -> bytes:
     """The body of the prefill leg. `prefiller`: its version, None if unknown. `kv_params` are the protocol's own."""
@@ -37,6 +34,6 @@ def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping
         changes["max_completion_tokens"] = 1
     tool_choice = call.values.get("tool_choice")
     is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
-    if is_forced and prefiller is not None and prefiller < _TOOL_CHOICE_FIXED:
-        changes["tool_choice"] = "auto"
+    if is_forced and not FORCED_TOOL_PREFILL.is_in(prefiller):
+        changes["tool_choice"] = "auto"  # with which the prompt is the same
     return call.body(changes)

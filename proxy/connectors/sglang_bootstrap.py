@@ -9,7 +9,6 @@ wait for it for minutes: it is told to abort the request.
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend import Role
@@ -31,7 +30,7 @@ from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
 from proxy.record import Journey, Stage
 from proxy.wire import sglang
-from proxy.wire.sglang import NativeApi
+from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
@@ -60,6 +59,7 @@ class SglangBootstrap:
     """Prefill and decode leg side by side."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
+    apis: Sequence[Api] = (*OPENAI_APIS, Api.GENERATE)
     continues_answers = False
 
     def __init__(self, kit: Kit) -> None:
@@ -125,14 +125,14 @@ class SglangBootstrap:
 
                         # The decoder knows from the prefiller how much of the prompt was cached
                         # (`_commit_transfer_to_req`), so what it tells is not corrected.
-                        yield SglangAttempt(
+                        yield Attempt(
                             response,
                             journey,
                             prefiller=prefiller.backend,
                             kv_handed_over=False,
                             on_arrival=on_arrival,
                             first_token_seconds=self._decode_seconds(call),
-                            prefill_answer=PrefillAnswer(legs, prefill_leg),
+                            prefill_answer=_PrefillAnswer(legs, prefill_leg),
                         )
             except BaseException as error:
                 if isinstance(error, UpstreamError):
@@ -229,8 +229,8 @@ class _Legs:
             self.journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
 
 
-class PrefillAnswer:
-    """What the prefiller answers, which may be later than the decoder's first words."""
+class _PrefillAnswer:
+    """See PrefillAnswer."""
 
     def __init__(self, legs: _Legs, leg: PrefillLeg) -> None:
         self._legs = legs
@@ -246,13 +246,6 @@ class PrefillAnswer:
         await self._leg.ended()
         assert self._legs.answer is not None
         return self._legs.answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SglangAttempt(Attempt):
-    """An attempt of which the prefiller has something to tell, too."""
-
-    prefill_answer: PrefillAnswer
 
 
 def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
@@ -281,7 +274,7 @@ def _nobodys_bootstrap(attempt_id: str) -> dict[str, object]:
 
 def _is_about_prompt(call: Call) -> bool:
     """Whether a prefiller's answer is all that is asked for: the prompt's log probabilities, and one token at most."""
-    if call.api.value == NativeApi.GENERATE:
+    if call.api is Api.GENERATE:
         return sglang.is_about_prompt({**call.values, **call.changes})
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 

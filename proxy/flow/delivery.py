@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.segment import Segment
 from proxy.flow.resume import Action
 from proxy.flow.seam import Mismatch
-from proxy.flow.transcript import Segment, Transcript
+from proxy.flow.transcript import Transcript
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.token import Shape
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.call import Call
-    from proxy.flow.answer import WholeAnswer
-    from proxy.flow.client import ClientStream
+    from proxy.flow.assembly import Assembly
     from proxy.flow.resume import Resumption
     from proxy.flow.seam import Seam
     from proxy.wire.sse import Event
@@ -61,10 +61,11 @@ class Delivery:
     def __init__(
         self,
         call: Call,
+        new_segment: Callable[[], Segment] = Segment,
         *,
         is_observed: bool,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
-        whole: WholeAnswer | None = None,
+        whole: Assembly | None = None,
     ) -> None:
         self.transcript = Transcript()
         self.has_output = False
@@ -75,8 +76,8 @@ class Delivery:
         """What was read last made no sense, so it is not known any more what the client has."""
         self.is_touched = False
         """The present decoder has said something that counts: the answer cannot simply be asked for again."""
-        self.segment = Segment()
-        """Of the present decoder."""
+        self.segment = new_segment()
+        """The present decoder's stream."""
         self.usage: dict[str, Any] | None = None
         """Of the whole answer, when it has ended; None where no engine told, and no token ids either."""
         self.counts_reasoning = False
@@ -89,6 +90,7 @@ class Delivery:
         """The last payload given out; a pattern for a merged usage chunk."""
         self.call = call
         self.is_observed = is_observed
+        self._new_segment = new_segment
         self._whole = whole
         self._rewrite = rewrite if whole is None else whole.add
         self._seam: Seam | None = None
@@ -151,13 +153,14 @@ class Delivery:
         """The transcript cannot be relied on: the answer can only begin anew."""
         self.has_lost_track = self.is_touched = True
 
-    def begin_stream(self, segment: Segment) -> None:
-        """Another decoder begins to answer, whose words come with this segment."""
-        self.segment = segment
+    def begin_stream(self) -> Segment:
+        """Another decoder begins to answer: what reads its stream."""
+        self.segment = segment = self._new_segment()
         self.usage = None
         self._is_checked = False
         self._shape = None
         self._shapes_left = _MAX_SHAPES
+        return segment
 
     # What a decoder says
 
@@ -204,7 +207,7 @@ class Delivery:
             return self._given(self._finished(payload, choice))
         return self._given(self._as_bytes(segment, event, payload))
 
-    def last_words(self, segment: Segment) -> bytes:
+    def recomputed(self, segment: Segment) -> bytes:
         """The chunk with which a decoder gives up: its text counts, its finish does not, nor do its tool calls.
 
         Old parsers make up what closes the arguments (vLLM 0.18 `chat_completion/serving.py`).
@@ -253,12 +256,6 @@ class Delivery:
             self._held.append(event.raw)
             return b""
         return event.raw
-
-    def close(self, details: dict[str, Any] | None, client: ClientStream | None) -> None:
-        """End an answer that no engine ends, or whose usage no engine tells."""
-        ending = self.closing(details)
-        if client is not None:
-            client.write(ending)
 
     def closing(self, details: dict[str, Any] | None) -> bytes:
         """What is missing at the end of an answer: the finish, and usage, unless they were told."""

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
 from proxy.flow.seam import Mismatch
-from proxy.flow.transcript import Meaning, Segment
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
     from typing import Any
 
     from proxy.connectors.base import Attempt
     from proxy.errors import UpstreamError
+    from proxy.flow.answers import TokenClock
     from proxy.flow.client import ClientStream
     from proxy.flow.delivery import Delivery
+    from proxy.flow.unit_guard import UnitGuard
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
 
@@ -33,26 +34,25 @@ _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 
 
 class Relay:
-    """Copies one attempt's stream. Owns its Segment. A Sink for the engine's answer."""
+    """Copies one attempt's stream. A Sink for the engine's answer."""
 
     def __init__(
         self,
         attempt: Attempt,
         delivery: Delivery,
-        client: ClientStream | None,
-        on_begin: Callable[[], None],
-        on_output: Callable[[], None],
+        guard: UnitGuard,
+        client: ClientStream | None = None,
+        clock: TokenClock | None = None,
     ) -> None:
-        """`client` None: the answer is collected and not streamed. `on_begin` is called when the decoder begins to
-        answer, `on_output` with each write that holds part of the answer.
+        """`client` None: the answer is collected and not streamed. The guard is told of the first output, the clock of
+        each write that holds part of the answer; they are for an answer that is streamed.
         """
-        self.segment = Segment()
+        self.segment = delivery.begin_stream()
         self._attempt = attempt
         self._delivery = delivery
-        delivery.begin_stream(self.segment)
+        self._guard = guard
         self._client = client
-        self._on_begin = on_begin
-        self._on_output = on_output
+        self._tick = None if clock is None else clock.tick
         self._splitter = EventSplitter()
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
@@ -93,7 +93,8 @@ class Relay:
         if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
             if token:
                 self._give(token)
-                self._on_output()
+                if self._tick is not None:
+                    self._tick()
             return True
         try:
             events = self._splitter.feed(data)
@@ -128,8 +129,8 @@ class Relay:
                 break
         if output:
             self._give(b"".join(output))
-        if has_content:
-            self._on_output()
+        if has_content and self._tick is not None:
+            self._tick()
         return is_progress
 
     def _give(self, output: bytes) -> None:
@@ -164,7 +165,7 @@ class Relay:
         elif meaning is Meaning.RECOMPUTED:
             if not self._opened:
                 self._open()
-            part = delivery.last_words(segment)
+            part = delivery.recomputed(segment)
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave the request up for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
         else:
@@ -188,7 +189,7 @@ class Relay:
         self._opened = True
         self._attempt.kv_arrived()
         self._attempt.response.limit_silence(self._idle_seconds)
-        self._on_begin()
+        self._guard.first_output()
 
     def _end(self, error: UpstreamError | None) -> None:
         if not self._ended:

@@ -14,16 +14,27 @@ if TYPE_CHECKING:
 
 
 class Api(StrEnum):
-    """The two generation endpoints that go through prefill and decode; the value is the metric label."""
+    """The engines' generation endpoints, which go through prefill and decode; the value is the metric label."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    GENERATE = "generate"
+    """SGLang's own."""
 
     @property
     def path(self) -> str:
         """The route, the same on the gateway and on the engines."""
-        return "/v1/chat/completions" if self is Api.CHAT else "/v1/completions"
+        return _PATHS[self]
 
+
+_PATHS: Final = {
+    Api.CHAT: "/v1/chat/completions",
+    Api.COMPLETIONS: "/v1/completions",
+    Api.GENERATE: "/generate",
+}
+
+OPENAI_APIS: Final = (Api.CHAT, Api.COMPLETIONS)
+"""Those of OpenAI's API."""
 
 RESERVED_FIELDS: Final = frozenset(
     {

@@ -7,7 +7,6 @@ two legs, its router's `mini_lb.py`.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from proxy.errors import BadRequest
@@ -16,17 +15,6 @@ from proxy.wire.sglang_errors import payloads_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-
-class NativeApi(StrEnum):
-    """SGLang's own generation endpoint; the value is the metric label."""
-
-    GENERATE = "generate"
-
-    @property
-    def path(self) -> str:
-        """The route, the same on the gateway and on the engines."""
-        return "/generate"
 
 
 RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {

@@ -18,11 +18,10 @@ from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.cors import Cors
 from proxy.api.drain import Drain
 from proxy.api.front import Front
-from proxy.api.generate import GenerateApi
+from proxy.api.generation import GenerationApi
 from proxy.api.instances import InstancesApi
 from proxy.api.keys import ClientKeys
 from proxy.api.models import ModelsApi
-from proxy.api.openai import GenerationApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
@@ -92,7 +91,6 @@ class Worker:
     gateway: Gateway
     evacuation: Evacuation
     generation: GenerationApi
-    generate: GenerateApi
     passthrough: PassthroughApi
     administrators: Administrators
     instances: InstancesApi
@@ -132,7 +130,6 @@ class Worker:
         self.releaser.configure(settings)
         self.gateway.configure(settings)
         self.generation.configure(settings)
-        self.generate.configure(settings)
         self.cors.configure(settings.listen)
         self.passthrough.configure(settings)
         self.administrators.configure(text_of(settings.auth.admin_key))
@@ -221,7 +218,6 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             is_ready=probes.is_ready,
         )
         generation = GenerationApi(gateway, client_keys, drain, settings, metrics)
-        generate = GenerateApi(gateway, client_keys, drain, settings, metrics)
         models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
         passthrough = PassthroughApi(
             *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
@@ -241,7 +237,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         ]
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
-        clients = [route for api in (generation, generate, models, passthrough, probes) for route in api.routes()]
+        clients = [route for api in (generation, models, passthrough, probes) for route in api.routes()]
         if is_sglang:
             clients += SglangApi(serving, session, keys, client_keys, probes, metrics).routes()
         signposts = Signposts(clients)
@@ -264,7 +260,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(inspector, upstream, releaser, gateway, evacuation, generation, generate, passthrough, administrators),
+            *(inspector, upstream, releaser, gateway, evacuation, generation, passthrough, administrators),
             *(instances, front, admin_front, cors, callback_front, index),
         )
         await stack.enter_async_context(follower)

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.api import replies
-from proxy.api.generate import GenerateApi
+from proxy.api.generation import GenerationApi
 from proxy.api.keys import ClientKeys
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import Answer, read, until
@@ -61,7 +61,7 @@ class Site:
 async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
     keys = ClientKeys(worker.callers)
-    api = GenerateApi(worker.gateway, keys, worker.drain, worker.settings, worker.metrics)
+    api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, worker.metrics)
     app = web.Application()
     replies.install(app, worker.metrics)
     app.add_routes(api.routes())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.connectors import CONNECTORS
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request, until
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def add_faults(engine: SimulatedEngine, chance: random.Random) -> None:
 
 
 def a_request(chance: random.Random) -> dict[str, Any]:
-    api = chance.choice(list(Api))
+    api = chance.choice(list(OPENAI_APIS))
     fields: dict[str, Any] = {"stream": chance.random() < 0.6, "max_tokens": chance.choice([1, 5, 30])}
     if chance.random() < 0.2:
         fields["n"] = 3

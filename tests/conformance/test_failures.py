@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from proxy.connectors import CONNECTORS
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request
 from tests.deployment import generations
 
@@ -249,7 +249,7 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     return sections | ({"layerwise": {"callback_seconds": 0.08}} if names and connector == "ascend_layerwise" else {})
 
 
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize(("connector", "mode", "failure", "stream"), combinations())
 async def test_a_failing_engine(
     deploy: Deploy, connector: str, mode: str, failure: Case, stream: bool, api: Api

@@ -18,7 +18,7 @@ import pytest
 from yarl import URL
 
 from proxy.connectors import CONNECTORS
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, ask, request, until
 from tests.canned import CannedEngine, data, event_stream
 from tests.flow.test_relay import ENDING, chunk, held_back
@@ -161,7 +161,7 @@ async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(depl
 
 
 def a_request(number: int, chance: random.Random) -> dict[str, Any]:
-    api = chance.choice(list(Api))
+    api = chance.choice(list(OPENAI_APIS))
     return request(api, f"canary {number:04}", stream=chance.random() < 0.6, max_tokens=24)
 
 

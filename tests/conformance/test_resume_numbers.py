@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request
 from tests.conformance.resuming import WITH_USAGE, thoughts
 from tests.deployment import generations
@@ -14,7 +14,7 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from tests.conftest import Deploy
 
-LIMITS = [("max_tokens", api) for api in Api] + [("max_completion_tokens", Api.CHAT)]
+LIMITS = [("max_tokens", api) for api in OPENAI_APIS] + [("max_completion_tokens", Api.CHAT)]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -12,7 +12,7 @@ import pytest
 from proxy.balancer.backend import Load, Role
 from proxy.call import parse
 from proxy.record import Journey
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import data, event_stream, http, json_answer
 from tests.connectors.meeting import ActingEngine, answers, answers_when, hangs, resets, says
@@ -517,7 +517,7 @@ async def test_an_answer_goes_on_by_its_token_ids_with_another_transfer(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("samples", [1, 2])
 async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool, samples: int) -> None:
     gateway = await deploy(2, 2, connector="mooncake_bootstrap", engine={"dp_size": 3})
@@ -543,7 +543,7 @@ async def test_every_rank_of_a_prefiller_has_its_turn(deploy: Deploy) -> None:
 
 @pytest.mark.parametrize("profile", ["v0.23", "v0.30", "v0.33"])
 @pytest.mark.parametrize("fault", ["reset_after_tokens", "recompute"])
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 async def test_an_answer_survives_its_decoder(deploy: Deploy, api: Api, fault: str, profile: str) -> None:
     engine = {"profile_name": profile, "dp_size": 2}
     gateway = await deploy(1, 2, connector="mooncake_bootstrap", engine=engine)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, http, json_answer
 from tests.deployment import generations
@@ -33,7 +33,7 @@ async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(depl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool) -> None:
     gateway = await deploy(decoders=2, connector="plain")
     body = request(api, stream=stream)

@@ -14,7 +14,7 @@ from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
 from proxy.errors import Failure, UpstreamError
 from proxy.sim.engine import SimulatedEngine
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
 from tests.deployment import generations, kv_params, releases
 
@@ -123,7 +123,7 @@ async def test_an_engine_that_takes_any_model_has_fetched_the_kv(deploy: Deploy)
 
 
 async def test_kv_that_arrived_is_no_orphan(gateway: Deployment) -> None:
-    for api in Api:
+    for api in OPENAI_APIS:
         for stream in (True, False):
             assert (await gateway.ask(request(api, stream=stream))).is_done
     assert gateway.metrics("pdproxy_kv_orphans_total") == {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, http, json_answer
 from tests.deployment import generations
@@ -94,7 +94,7 @@ async def test_cached_tokens_are_the_prefillers(deploy: Deploy, told: bytes, see
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("samples", [1, 2])
 async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool, samples: int) -> None:
     gateway = await store(deploy, 2, 2)

@@ -10,13 +10,13 @@ import orjson
 import pytest
 
 from proxy.call import Call, parse
+from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Action, Resumption
 from proxy.flow.seam import Mismatch, Seam
-from proxy.flow.transcript import Meaning, Segment
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
 from tests.canned import data
@@ -44,8 +44,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
 
     DONE: the answer is whole. CONTENT: it broke off. `details`: the prefiller's, which handed its KV cache over.
     """
-    segment, output = Segment(), []
-    delivery.begin_stream(Segment())
+    segment, output = delivery.begin_stream(), []
     for event in EventSplitter().feed(stream):
         match segment.read(event):
             case Meaning.OPENING:
@@ -58,7 +57,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
             case Meaning.USAGE:
                 output.append(delivery.told_usage(segment, event, details, handed_over=details is not None))
             case Meaning.RECOMPUTED:
-                output.append(delivery.last_words(segment))
+                output.append(delivery.recomputed(segment))
                 if not delivery.is_stopped:
                     return b"".join(output), Meaning.RECOMPUTED
                 output.append(delivery.closing(details))
@@ -374,7 +373,7 @@ def test_the_tool_calls_of_last_words_are_made_up(is_resumed: bool) -> None:
         (["a long stop string"], ""),
     ],
 )
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 def test_the_end_of_the_last_words_is_withheld_as_the_engine_did(api: Api, stop: object, told: str) -> None:
     delivery = Delivery(call_of(request(api, stream=True, stop=stop)), is_observed=True)
     name = "text" if api is Api.COMPLETIONS else "content"

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from yarl import URL
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer, answer_alone, read, request, until
 from tests.canned import CannedEngine, data, event_stream, json_answer
@@ -63,7 +63,7 @@ ON_THE_WIRE = [
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("faults", ON_THE_WIRE, ids=lambda faults: "-".join(faults))
 async def test_an_answer_is_the_same_however_it_travels(
     gateway: Deployment, faults: dict[str, dict[str, int]], api: Api, samples: int

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, output_limit, plan
 from proxy.flow.seam import Mismatch
-from proxy.flow.transcript import Meaning, Transcript
+from proxy.flow.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.wire.kimi import KimiParser

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.call import parse
-from proxy.flow.answer import WholeAnswer
+from proxy.dialects.segment import Meaning
+from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.flow.transcript import Meaning, Segment
 from proxy.settings import Cost
 from proxy.wire import kimi
 from proxy.wire.openai import Api
@@ -32,10 +32,9 @@ def chunk(delta: dict[str, Any], ids: Sequence[int] | None, **more: Any) -> byte
 def delivered(events: Sequence[bytes], body: dict[str, Any], *, by_shape: bool) -> tuple[bytes, list[Any], int]:
     """What the client gets, what is known of the answer, and how many events were not parsed."""
     call = parse(Api.CHAT, orjson.dumps(body), Cost())
-    whole = None if body["stream"] else WholeAnswer()
+    whole = None if body["stream"] else Assembly()
     delivery = Delivery(call, is_observed=True, whole=whole)
-    segment, output, told = Segment(), [], 0
-    delivery.begin_stream(segment)
+    segment, output, told = delivery.begin_stream(), [], 0
     for raw in events:
         token = delivery.token(raw) if by_shape else None
         if token is not None:

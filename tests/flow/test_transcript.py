@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.flow.transcript import Meaning, Segment, Transcript
+from proxy.dialects.segment import Meaning, Segment
+from proxy.flow.transcript import Transcript
 from proxy.wire.sse import Event
 
 DONE = b"[DONE]"

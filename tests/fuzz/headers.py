@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
-from proxy.api.openai import _PASSED_ON
+from proxy.api.generation import _PASSED_ON
 from proxy.api.passthrough import _passed_back
 from proxy.api.replies import _is_acceptable_id, error_response
 from proxy.balancer.engine_keys import EngineKeys

@@ -8,7 +8,7 @@ import orjson
 
 from proxy.call import parse
 from proxy.connectors.base import Attempt
-from proxy.flow.answer import WholeAnswer
+from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
 from proxy.record import Journey
@@ -21,11 +21,12 @@ from tests.fuzz.cutting import cut, singly, spelled, words
 
 if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
+    from proxy.flow.unit_guard import UnitGuard
 
 # Which of them was asked for, the first byte says.
 _BODIES = [
     request(api, stream=True, **fields)
-    for api in Api
+    for api in (Api.CHAT, Api.COMPLETIONS)
     for fields in ({}, {"return_token_ids": True}, {"stream_options": {"include_usage": True}, "logprobs": 1}, {"n": 2})
 ]
 
@@ -46,6 +47,13 @@ WORDS: Final = words(
 
 
 _SHORT_BYTES = 600
+
+
+class Guard:
+    """Needs to know nothing."""
+
+    def first_output(self) -> None:
+        """The answer has begun."""
 
 
 class Client:
@@ -78,19 +86,19 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     is_observed, is_whole = "n" not in body and kind % 3 > 0, kind % 5 == 0
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
     call = parse(api, orjson.dumps(body), Cost())
-    whole = WholeAnswer() if is_observed and is_whole else None
+    whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), 200, {})
     attempt = Attempt(response, Journey(), None, kv_handed_over=True, on_arrival=lambda works: None)
     client = Client()
-    relay = Relay(attempt, delivery, None if whole else cast("ClientStream", client), lambda: None, lambda: None)
+    relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
     for piece in filter(None, pieces):
         relay.received(piece)
     relay.ended(None)
     if relay._error is not None:
         return b"".join(client.parts), relay._error.code
     if delivery.is_stopped:
-        delivery.close(None, None if whole else cast("ClientStream", client))
+        client.write(delivery.closing(None))
     if whole is not None:
         return orjson.dumps(whole.values(delivery)), ""
     return b"".join(client.parts), ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import ask, request
 from tests.scenarios.program import gateway
 
@@ -27,7 +27,7 @@ async def test_keys_and_prompts_are_in_no_line(
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
     async with gateway(*engines, "--log-level", "debug", "--log-format", log_format, **secrets) as program:
         url = program.url
-        bodies = [request(api, CANARY, stream=stream, user=CANARY) for api in Api for stream in (True, False)]
+        bodies = [request(api, CANARY, stream=stream, user=CANARY) for api in OPENAI_APIS for stream in (True, False)]
         for body in bodies:
             await ask(session, url, body, authorization=f"Bearer {CANARY}-client")
         prefiller.faults.add("refuse_status", status=500, body={"error": CANARY})

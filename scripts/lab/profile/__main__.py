@@ -36,7 +36,7 @@ _PARTS: Final = tuple(
         ("the client's side: aiohttp", r"aiohttp/|proxy/api/(front|connection|heads|objections|body)"),
         ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|_observe|proxy/record"),
         ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|budget)"),
-        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/flow/fanout"),
+        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/fanout"),
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
         ("the answer: events, transcript, client", r"proxy/wire|proxy/flow/(relay|delivery|transcript|client|answer)"),
         ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),

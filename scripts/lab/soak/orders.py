@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 
 MODEL = "sim"
 _BOOK_SIZE = 300
@@ -91,7 +91,7 @@ def _order(number: int, draw: random.Random) -> Order:
     kind = draw.random()
     if kind < 0.05:
         return _mistake(number, draw)
-    api = draw.choice(list(Api))
+    api = draw.choice(list(OPENAI_APIS))
     fields = {"model": MODEL, **_prompt(number, api, draw), **_length(draw), **_options(api, draw)}
     if kind < 0.11:
         # Some leave during the prefill, some in the middle of the answer, and some are answered before.

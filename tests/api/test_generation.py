@@ -13,7 +13,7 @@ import openai
 import orjson
 import pytest
 
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
 from tests.deployment import generations
@@ -177,7 +177,7 @@ async def test_neither_prompts_nor_answers_nor_keys_are_logged(
     ]
     bodies = [
         request(api, CANARY + "prompt", user=CANARY + "user", stream=stream, max_tokens=20)
-        for api in Api
+        for api in OPENAI_APIS
         for stream in (True, False)
     ]
     bodies.append({"prompt": 7, "model": CANARY + "model"})
@@ -240,7 +240,7 @@ async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, capl
     lost.faults.add("recompute", tokens=5)
     answer = await deployment.ask(request(Api.COMPLETIONS, "four", stream=True), x_request_id="mine")
     assert answer.is_done
-    (line,) = [record.fields for record in caplog.records if record.name == "proxy.flow.work"]
+    (line,) = [record.fields for record in caplog.records if record.name == "proxy.flow.resuming"]
     assert line == {
         "cause": "recomputed",
         "action": "completion_tokens",

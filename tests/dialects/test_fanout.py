@@ -9,8 +9,9 @@ import orjson
 import pytest
 
 from proxy.call import Call, parse
+from proxy.dialects.base import Unit
+from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
 from proxy.errors import BadRequest
-from proxy.flow.fanout import StreamMerger, Unit, is_single, merge_answers, merge_usage, split
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 
@@ -254,8 +255,8 @@ def data_of(event: bytes) -> Any:
 
 def test_merged_chunks_look_like_those_of_one_stream() -> None:
     first, second = split_up(chat(n=2))
-    merger = StreamMerger([first, second])
-    rewrite_first, rewrite_second = merger.rewriter(first), merger.rewriter(second)
+    merged = MergedStreams([first, second], tells_usage=True)
+    rewrite_first, rewrite_second = merged.unit(first).render, merged.unit(second).render
     chunks = [
         data_of(rewrite_second(payload("b", "x"))),
         data_of(rewrite_first(payload("a", "y"))),
@@ -272,19 +273,19 @@ def test_merged_chunks_look_like_those_of_one_stream() -> None:
 def test_rewriting_leaves_the_payload_alone() -> None:
     units = split_up(chat(n=2))
     before = payload("a", "x")
-    StreamMerger(units).rewriter(units[1])(before)
+    MergedStreams(units, tells_usage=True).unit(units[1]).render(before)
     assert before == payload("a", "x")
 
 
 def test_the_usage_chunk_belongs_to_the_merged_stream() -> None:
     units = split_up(chat(n=2))
-    merger = StreamMerger(units)
-    merger.rewriter(units[0])(payload("a", "x"))
-    chunk = data_of(merger.usage_event(payload("b", "y"), [usage(10, 1), usage(10, 2)]))
+    merged = MergedStreams(units, tells_usage=True)
+    merged.unit(units[0]).render(payload("a", "x"))
+    chunk = data_of(merged.ending([usage(10, 1), usage(10, 2)], payload("b", "y")))
     assert (chunk["id"], chunk["created"], chunk["model"], chunk["choices"]) == ("chatcmpl-a", ord("a"), "m", [])
     assert chunk["usage"] == {"prompt_tokens": 10, "total_tokens": 13, "completion_tokens": 3}
 
 
 def test_without_all_usages_there_is_no_usage_chunk() -> None:
     units = split_up(chat(n=2))
-    assert StreamMerger(units).usage_event(payload("a", "x"), [usage(1, 1), None]) == b""
+    assert MergedStreams(units, tells_usage=True).ending([usage(1, 1), None], payload("a", "x")) == b""

@@ -8,12 +8,12 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.flow.answer import WholeAnswer
+from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Action, Resumption, can_be_observed
 from proxy.flow.seam import Seam
 from proxy.sim.engine import SimulatedEngine
-from proxy.wire.openai import Api
+from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request
 from tests.canned import CannedEngine, data, http, json_answer
 from tests.flow.test_delivery import ENGINE, THINKING, TOOLS, call_of, chunk, take
@@ -113,7 +113,7 @@ SHOWN: dict[str, dict[str, Any]] = {
 
 def put_together(body: dict[str, Any], stream: bytes) -> Any:
     """The answer to an unstreamed request out of an engine's stream."""
-    whole = WholeAnswer()
+    whole = Assembly()
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     assert take(delivery, stream)[0] == b""
     assert not delivery.has_output
@@ -166,7 +166,7 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
             assert choice["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("api", Api)
+@pytest.mark.parametrize("api", OPENAI_APIS)
 async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
@@ -176,7 +176,7 @@ async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Ap
 
 def test_what_was_generated_twice_is_told_once() -> None:
     """Log probabilities as well as ids: those behind the kept ones come again."""
-    whole = WholeAnswer()
+    whole = Assembly()
     body = request(Api.CHAT, logprobs=True)
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")) + data(_told(8, "")))
@@ -189,7 +189,7 @@ def test_what_was_generated_twice_is_told_once() -> None:
 
 
 def test_an_answer_that_began_anew_has_nothing_of_the_first_try() -> None:
-    whole = WholeAnswer()
+    whole = Assembly()
     delivery = Delivery(call_of(request(Api.CHAT, logprobs=True)), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")))
     delivery.begin_anew()

@@ -1,9 +1,9 @@
-"""POST /v1/chat/completions and /v1/completions: bytes in, Call, gateway, answer; and the account of how it ended."""
+"""The routes that generate, one for each dialect: bytes in, Call, gateway, answer; and the account of how it ended."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -12,11 +12,11 @@ from proxy import call as calls
 from proxy.api.body import read_json
 from proxy.api.drain import ShuttingDown
 from proxy.api.replies import REQUEST_ID
+from proxy.dialects import DIALECTS
 from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.client import ClientStalled, ClientStream
 from proxy.logs import access_line
 from proxy.record import Record
-from proxy.wire.openai import Api, error_event
 from proxy.wire.weight import LONG_BYTES, wide_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
+    from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
     from proxy.metrics import Metrics
     from proxy.settings import Settings
@@ -35,7 +36,7 @@ _PASSED_ON: Final = ("traceparent", "tracestate")
 
 
 class GenerationApi:
-    """The two routes that go through the connector."""
+    """The routes that go through the connector."""
 
     def __init__(self, gateway: Gateway, keys: ClientKeys, drain: Drain, settings: Settings, metrics: Metrics) -> None:
         self._gateway = gateway
@@ -57,23 +58,22 @@ class GenerationApi:
         self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
-        return [web.post(Api.CHAT.path, self._chat), web.post(Api.COMPLETIONS.path, self._completions)]
+        """One for each dialect that the engines can serve."""
+        return [
+            web.route(method, dialect.path, partial(self._serve, dialect))
+            for dialect in DIALECTS
+            if self._gateway.speaks(dialect)
+            for method in dialect.methods
+        ]
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(Api.CHAT, request)
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(Api.COMPLETIONS, request)
-
-    async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""
-        record = Record(api, request[REQUEST_ID])
-        inflight = self._inflight(api)
+        record = Record(dialect.label, request[REQUEST_ID])
+        inflight = self._inflight(dialect.label)
         inflight.inc()
         try:
             with self._drain:
-                return await self._answer(api, request, record)
+                return await self._answer(dialect, request, record)
         except BaseException as error:
             record.error = error
             raise
@@ -81,7 +81,7 @@ class GenerationApi:
             inflight.dec()
             self._observe(record)
 
-    async def _answer(self, api: Api, request: web.Request, record: Record) -> web.StreamResponse:
+    async def _answer(self, dialect: Dialect, request: web.Request, record: Record) -> web.StreamResponse:
         caller = self._keys.identify(request)
         record.caller = caller.name
         admission = self._gateway.admission
@@ -94,13 +94,13 @@ class GenerationApi:
             del raw  # which the document has, if it needs it
             if is_long:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile
-            call = calls.understand(api, document, self._settings.cost, self._passed_on(request))
+            call = dialect.parse(document, self._settings.cost, self._passed_on(request))
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream = call.stream
             if call.stream:
-                return await self._stream(call, request, record)
-            body = await self._gateway.complete(call, record)
+                return await self._stream(dialect, call, request, record)
+            body = await self._gateway.complete(dialect, call, record)
             return web.Response(body=body, content_type="application/json")
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
@@ -109,16 +109,18 @@ class GenerationApi:
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 
-    async def _stream(self, call: calls.Call, request: web.Request, record: Record) -> web.StreamResponse:
+    async def _stream(
+        self, dialect: Dialect, call: calls.Call, request: web.Request, record: Record
+    ) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
             with self._drain:
-                await self._gateway.stream(call, client, record)
+                await self._gateway.stream(dialect, call, client, record)
         except GatewayError as error:
             if not client.is_committed:
                 raise
             record.error = error
-            client.break_off(error_event(error))
+            client.break_off(dialect.error_event(error))
         except ClientStalled as stalled:
             record.error = stalled
         finally:

@@ -6,35 +6,27 @@ One prefill answer carries the KV parameters of one sequence (vLLM returns those
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from proxy.call import text_tokens
+from proxy.dialects.base import Unit
 from proxy.errors import BadRequest
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from proxy.call import Call
+    from proxy.connectors.base import Attempt
+    from proxy.dialects.base import UnitRendering
     from proxy.settings import Cost
 
 
 # vLLM takes it for no seed (`SamplingParams.__post_init__`).
 _NO_SEED: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One prompt, one sample. `index` is the choice's index in the client's answer."""
-
-    call: Call
-    index: int
-    is_first_sample: bool
-    """The first sample of its prompt: the one whose prompt tokens count in the merged usage."""
 
 
 def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
@@ -119,27 +111,42 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
     return merged
 
 
-class StreamMerger:
+class MergedStreams:
     """Makes the chunks of several streams look like those of one. Owns the common id, taken from the first chunk."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], *, tells_usage: bool) -> None:
+        """`tells_usage`: the client asked for the usage chunk."""
         self._units = units
+        self._tells_usage = tells_usage
         self._common: dict[str, Any] = {}
 
-    def rewriter(self, unit: Unit) -> Callable[[dict[str, Any]], bytes]:
-        """The function that turns one unit's payloads into the bytes for the client."""
+    def unit(self, unit: Unit) -> UnitRendering:
+        """See Rendering."""
+        return _MergedUnit(self._common, unit.index)
 
-        def rewrite(payload: dict[str, Any]) -> bytes:
-            if not self._common:
-                self._common = {name: payload[name] for name in ("id", "created") if name in payload}
-            choices = [{**choice, "index": unit.index} for choice in payload["choices"]]
-            return data_event({**payload, **self._common, "choices": choices})
-
-        return rewrite
-
-    def usage_event(self, last_payload: dict[str, Any], usages: Sequence[dict[str, Any] | None]) -> bytes:
-        """The usage chunk of the whole; empty when an engine reported no usage."""
-        usage = merge_usage(self._units, usages)
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """The usage chunk of the whole; empty when it is not wanted, or an engine reported no usage."""
+        usage = merge_usage(self._units, usages) if self._tells_usage else None
         if usage is None:
             return b""
         return data_event({**last_payload, **self._common, "choices": [], "usage": usage})
+
+
+class _MergedUnit:
+    def __init__(self, common: dict[str, Any], index: int) -> None:
+        self._common = common
+        self._index = index
+
+    def begin(self, attempt: Attempt) -> None:
+        """Nothing waits."""
+
+    def render(self, payload: dict[str, Any]) -> bytes:
+        """The payload with what all chunks have in common."""
+        if not self._common:
+            self._common.update((name, payload[name]) for name in ("id", "created") if name in payload)
+        choices = [{**choice, "index": self._index} for choice in payload["choices"]]
+        return data_event({**payload, **self._common, "choices": choices})
+
+    async def rest(self) -> bytes:
+        """Nothing waits."""
+        return b""

@@ -1,0 +1,16 @@
+"""The APIs that clients speak: one file per dialect, and the table of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.dialects.openai import ChatCompletions, Completions
+from proxy.dialects.sglang_generate import SglangGenerate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.dialects.base import Dialect
+
+DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), SglangGenerate())
+"""A dialect is served where the connector's engines speak its `api`."""

@@ -1,0 +1,144 @@
+"""What the gateway needs of an API that clients speak: its requests as calls, its answers as bytes.
+
+A Dialect has no state and does no IO. What belongs to one client request, such as an id that all chunks have in common,
+is in the Rendering that it makes for that request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from proxy.dialects.segment import Segment
+from proxy.wire import openai
+from proxy.wire.openai import DONE_EVENT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt
+    from proxy.errors import GatewayError
+    from proxy.settings import Cost
+    from proxy.upstream import Response
+    from proxy.wire.document import Document
+    from proxy.wire.openai import Api
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One prompt and one sample of a client request. `index` is the choice's index in the client's answer."""
+
+    call: Call
+    index: int
+    is_first_sample: bool
+    """The first sample of its prompt: the one whose prompt tokens count in the merged usage."""
+
+
+class Whole(Protocol):
+    """One unit's answer that is not streamed."""
+
+    def body(self) -> bytes:
+        """JSON, as far as possible in the engine's own bytes."""
+
+    def values(self) -> dict[str, Any]:
+        """The same, parsed; some members may be fragments that orjson alone can write."""
+
+
+class UnitRendering(Protocol):
+    """What the client gets of one unit's streams."""
+
+    def begin(self, attempt: Attempt) -> None:
+        """Another decoder begins to answer: what waited of the one before is not for the client."""
+
+    def render(self, payload: dict[str, Any]) -> bytes:
+        """The client's bytes for one parsed event; empty if there is nothing in it for the client, or not yet."""
+
+    async def rest(self) -> bytes:
+        """What still waits when the stream has ended. Raises UpstreamError."""
+
+
+class Rendering(Protocol):
+    """How the answer to one streamed client request is written, from the streams of all its units."""
+
+    def unit(self, unit: Unit) -> UnitRendering | None:
+        """None: the client gets the engine's own bytes."""
+
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """What follows the units' streams: `usages` of them in their order, None where an engine told none;
+        `last_payload` is the last event that the client was given of the last unit.
+        """
+
+
+class Dialect(ABC):
+    """An API that clients speak. The engines are asked through `api`."""
+
+    api: ClassVar[Api]
+    """The engines' API that serves it."""
+    methods: ClassVar[Sequence[str]] = ("POST",)
+    """Of HTTP, by which it is asked."""
+    done_event: ClassVar[bytes] = DONE_EVENT
+    """The last bytes of a complete stream."""
+
+    @property
+    def path(self) -> str:
+        """The route on the gateway."""
+        return self.api.path
+
+    @property
+    def label(self) -> str:
+        """The metric label, and `api` in the access line."""
+        return self.api.value
+
+    # Requests
+
+    @abstractmethod
+    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+        """The call that a request body makes. Raises BadRequest for what no engine could make sense of."""
+
+    @abstractmethod
+    def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
+        """The units of a call in the order of their indexes. Raises BadRequest when there are more than `max_units`."""
+
+    @abstractmethod
+    def is_single(self, call: Call) -> bool:
+        """Whether the answer is one choice, with one sequence of tokens behind it."""
+
+    # What engines answer
+
+    def new_segment(self) -> Segment:
+        """The reader of one engine's stream."""
+        return Segment()
+
+    @abstractmethod
+    def check_answer(self, response: Response, values: dict[str, Any]) -> None:
+        """Raise UpstreamError for an engine's whole answer that is broken, incomplete or tells of a failure."""
+
+    @abstractmethod
+    def usage(self, values: dict[str, Any]) -> Any:
+        """The usage object in an engine's whole answer, as OpenAI's; whatever it really is."""
+
+    @abstractmethod
+    async def corrections(self, call: Call, values: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+        """The members of an engine's whole answer that the client gets otherwise, REMOVED for those it does not get.
+        Raises UpstreamError when what they are made of does not come.
+        """
+
+    # What clients get
+
+    def is_merged(self, call: Call, units: Sequence[Unit]) -> bool:
+        """Whether a whole answer is made by `merge`, and not the single unit's own."""
+        return len(units) > 1
+
+    @abstractmethod
+    def merge(self, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """One body out of the units' answers, which are in the order of the units."""
+
+    @abstractmethod
+    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """For one streamed client request."""
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """The event that tells a client in the middle of a stream that the answer is not complete."""
+        return openai.error_event(error)

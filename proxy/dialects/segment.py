@@ -1,0 +1,138 @@
+"""One decoder's stream: what each of its events means for the client. No IO.
+
+An answer is complete only when every choice has a finish reason and the stream said `[DONE]`. vLLM 0.18 to 0.30 ends a
+choice that was preempted or failed before its first token without any finish chunk, so a clean end of the HTTP body
+proves nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import orjson
+
+from proxy.wire.openai import DONE
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
+
+if TYPE_CHECKING:
+    from proxy.wire.sse import Event
+
+_PROMPT_IDS: Final = b'"prompt_token_ids":['
+
+
+class Meaning(Enum):
+    """What an event is, for the relay."""
+
+    OTHER = auto()  # a comment or an object nobody here knows: passed on untouched
+    OPENING = auto()  # the role chunk: nothing of the answer yet
+    CONTENT = auto()  # part of the answer
+    USAGE = auto()  # the usage chunk, without choices
+    DONE = auto()  # `[DONE]`
+    ERROR = auto()  # the engine's error event
+    RECOMPUTED = auto()  # the decoder gives up and asks for a new prefill; not a finish, whatever finish_reason says
+    MALFORMED = auto()  # data that is not JSON, or choices that are none
+
+
+class Segment:
+    """State of one decoder stream; one choice, or the several an engine streams side by side."""
+
+    has_usage_chunk: ClassVar[bool] = True
+    """Usage comes in a chunk of its own, and not with each event."""
+
+    __slots__ = ("data", "done", "finish_reasons", "is_mute", "open_choices", "payload", "prompt_ids", "usage")
+
+    def __init__(self) -> None:
+        self.payload: Any = None
+        """The parsed data of the last event read; None when it was not JSON. Without the prompt's token ids."""
+        self.data: bytes | None = None
+        """The bytes of that data, likewise."""
+        self.prompt_ids: bytes | None = None
+        """The token ids of the prompt as the JSON array that the engine wrote; None until it does."""
+        self.finish_reasons: dict[int, str] = {}
+        self.open_choices: set[int] = set()
+        self.usage: dict[str, Any] | None = None
+        """The last usage seen."""
+        self.done = False
+        self.is_mute = False
+        """The last chunk had neither text nor token ids nor a finish, nor anything else of an answer."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice that began has finished, and at least one did."""
+        return bool(self.finish_reasons) and not self.open_choices
+
+    @property
+    def is_complete(self) -> bool:
+        """It is finished, and the stream said so."""
+        return self.done and self.is_finished
+
+    def read(self, event: Event) -> Meaning:
+        """Take the next event."""
+        self.payload = None
+        self.data = data = event.data
+        if data is None:
+            return Meaning.OTHER
+        if data == DONE:
+            self.done = True
+            return Meaning.DONE
+        if self.prompt_ids is None and (begin := data.find(_PROMPT_IDS)) >= 0:
+            # As long as the prompt, and needed only if the decoder is lost: cut out unparsed. The bytes cannot occur
+            # inside a JSON string, where the quotes would be escaped.
+            begin += len(_PROMPT_IDS) - 1
+            end = data.find(b"]", begin) + 1
+            if end:
+                self.prompt_ids = data[begin:end]
+                self.data = data = b"%bnull%b" % (data[:begin], data[end:])
+        if len(data) > LONG_BYTES and is_heavier(data, MAX_ANSWER_ELEMENTS):
+            return Meaning.MALFORMED
+        try:
+            self.payload = payload = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            return Meaning.MALFORMED
+        if not isinstance(payload, dict):
+            return Meaning.OTHER
+        usage = payload.get("usage")
+        has_usage = isinstance(usage, dict) and bool(usage)
+        if has_usage:
+            self.usage = usage
+        choices = payload.get("choices")
+        if choices:
+            try:
+                return self._read_choices(choices)
+            except (AttributeError, TypeError):  # not a list of objects
+                return Meaning.MALFORMED
+        if payload.get("error"):
+            return Meaning.ERROR
+        return Meaning.USAGE if has_usage else Meaning.OTHER
+
+    def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
+        has_content = False
+        self.is_mute = True
+        for choice in choices:
+            index = choice.get("index", 0)
+            reason = choice.get("finish_reason")
+            if choice.get("stop_reason") == "recomputed":
+                return Meaning.RECOMPUTED
+            if reason is not None:
+                self.finish_reasons[index] = reason
+                self.open_choices.discard(index)
+                has_content = True
+                self.is_mute = False
+                continue
+            if index not in self.finish_reasons:  # SGLang sends hidden states after the finish
+                self.open_choices.add(index)
+            if is_mute(choice):
+                # The chunk `{"delta": {"role": "assistant", "content": ""}}` precedes a chat choice's first token.
+                has_content |= "role" not in (choice.get("delta") or ())
+            else:
+                has_content = True
+                self.is_mute = False
+        return Meaning.CONTENT if has_content else Meaning.OPENING
+
+
+def is_mute(choice: dict[str, Any]) -> bool:
+    """Does this choice of a chunk tell nothing?"""
+    if choice.get("token_ids") or choice.get("text") or choice.get("logprobs"):
+        return False
+    return not any(value for name, value in (choice.get("delta") or {}).items() if name != "role")

@@ -1,0 +1,227 @@
+"""SGLang's own API, POST /generate: one event has the answer so far, and a list of prompts gets a list of answers.
+
+A request for several answers is split like any other, because each sequence needs a bootstrap room of its own; so each
+has its own backends, retries and place in the queue, and one engine's failure does not end them all. What only the
+prefiller knows of the prompt is put into the decoder's answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy import call as calls
+from proxy.dialects.base import Dialect, Unit
+from proxy.dialects.segment import Meaning, Segment
+from proxy.errors import Failure
+from proxy.wire import sglang
+from proxy.wire.openai import DONE, Api, data_event
+from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
+from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt, PrefillAnswer
+    from proxy.dialects.base import UnitRendering, Whole
+    from proxy.settings import Cost
+    from proxy.upstream import Response
+    from proxy.wire.document import Document
+    from proxy.wire.sse import Event
+
+
+class SglangGenerate(Dialect):
+    """Only where engines speak it."""
+
+    api = Api.GENERATE
+    methods = ("POST", "PUT")
+
+    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+        """See Dialect."""
+        return calls.understand(self.api, document, cost, headers)
+
+    def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
+        """A unit for each prompt and sample; their prompts count the same number of tokens."""
+        items = sglang.items_of(call.values, max_units)
+        tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
+        return [
+            Unit(call.changed(item.changes, prompt_tokens=tokens) if item.changes else call, index, item.is_first)
+            for index, item in enumerate(items)
+        ]
+
+    def is_single(self, call: Call) -> bool:
+        """See Dialect."""
+        return not sglang.is_batch(call.values)
+
+    def new_segment(self) -> Segment:
+        """See Dialect."""
+        return _Segment()
+
+    def check_answer(self, response: Response, values: dict[str, Any]) -> None:
+        """It must have ended, and not with an error."""
+        if told := error_of(values):
+            raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
+        if _finish_of(values) is None:
+            raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
+
+    def usage(self, values: dict[str, Any]) -> Any:
+        """What `meta_info` counts."""
+        return sglang.usage_of(values)
+
+    async def corrections(self, call: Call, values: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+        """What the prefiller's answer adds."""
+        parts = _parts(call, attempt)
+        if parts is None:
+            return {}
+        completed = (await parts.whole()).complete(values)
+        return {name: value for name, value in completed.items() if value is not values.get(name)}
+
+    def is_merged(self, call: Call, units: Sequence[Unit]) -> bool:
+        """A list of one prompt gets a list of one answer."""
+        return sglang.is_batch(call.values)
+
+    def merge(self, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """A list of the answers."""
+        return b"[%b]" % b",".join(answer.body() for answer in answers)
+
+    def rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
+        """Events with the index of their answer, and with the prefiller's parts."""
+        return _Rendering(is_batch=sglang.is_batch(call.values))
+
+
+class _Segment(Segment):
+    """A stream whose every event has the answer so far, and the last one the reason for its end."""
+
+    has_usage_chunk = False
+
+    __slots__ = ()
+
+    def read(self, event: Event) -> Meaning:
+        """Take the next event."""
+        self.payload, self.data = None, event.data
+        if event.data is None:
+            return Meaning.OTHER
+        if event.data == DONE:
+            self.done = True
+            return Meaning.DONE
+        if len(event.data) > LONG_BYTES and is_heavier(event.data, MAX_ANSWER_ELEMENTS):
+            return Meaning.MALFORMED
+        try:
+            self.payload = payload = orjson.loads(event.data)
+        except orjson.JSONDecodeError:
+            return Meaning.MALFORMED
+        if told := error_of(payload):
+            self.payload = orjson.loads(told.body)
+            return Meaning.ERROR
+        usage = sglang.usage_of(payload)
+        if usage is None:
+            return Meaning.OTHER
+        self.usage = usage
+        if (finish := _finish_of(payload)) is not None:
+            self.finish_reasons[0] = str(finish)
+        return Meaning.CONTENT
+
+
+class _Rendering:
+    """See Rendering."""
+
+    def __init__(self, *, is_batch: bool) -> None:
+        self._is_batch = is_batch
+
+    def unit(self, unit: Unit) -> UnitRendering | None:
+        """None where the engine's events are what the client is to have."""
+        if not self._is_batch and not _needs_prefiller(unit.call):
+            return None
+        return _UnitRendering(unit.call, unit.index if self._is_batch else None)
+
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """Usage is part of every event."""
+        return b""
+
+
+class _UnitRendering:
+    """One unit's events. What the decoder says before the prefiller's answer has come waits for that."""
+
+    def __init__(self, call: Call, index: int | None) -> None:
+        self._call = call
+        self._index = index
+        self._parts: _PrefillerParts | _LonePrefiller | None = None
+        self._waiting: list[dict[str, Any]] = []
+
+    def begin(self, attempt: Attempt) -> None:
+        """See UnitRendering."""
+        self._parts = _parts(self._call, attempt)
+        self._waiting.clear()
+
+    def render(self, payload: dict[str, Any]) -> bytes:
+        """Take an event; what can be sent now."""
+        self._waiting.append(payload)
+        if self._parts is None:
+            return self._events(None)
+        parts = self._parts.so_far
+        return b"" if parts is None else self._events(parts)
+
+    async def rest(self) -> bytes:
+        """See UnitRendering."""
+        return self._events(await self._parts.whole()) if self._waiting and self._parts is not None else b""
+
+    def _events(self, parts: sglang.PrefilledParts | sglang.LoneAnswer | None) -> bytes:
+        events = []
+        for payload in self._waiting:
+            index = {} if self._index is None else {"index": self._index}
+            events.append(data_event({**(payload if parts is None else parts.complete(payload)), **index}))
+        self._waiting.clear()
+        return b"".join(events)
+
+
+class _PrefillerParts:
+    """The prefiller's parts of one answer, once they have come."""
+
+    def __init__(self, answer: PrefillAnswer) -> None:
+        self._answer = answer
+        self._parts: sglang.PrefilledParts | None = None
+
+    @property
+    def so_far(self) -> sglang.PrefilledParts | None:
+        """None until the prefiller has answered."""
+        answer = self._answer.so_far
+        if self._parts is None and answer is not None:
+            self._parts = sglang.PrefilledParts(answer)
+        return self._parts
+
+    async def whole(self) -> sglang.PrefilledParts:
+        """Wait for them. Raises UpstreamError."""
+        await self._answer.whole()
+        parts = self.so_far
+        assert parts is not None
+        return parts
+
+
+class _LonePrefiller:
+    """In place of them where there is no decoder: the prefiller's answer is all there is."""
+
+    def __init__(self, call: Call) -> None:
+        params = call.changes.get("sampling_params", call.values.get("sampling_params"))
+        self.so_far = sglang.LoneAnswer(sglang.output_limit(params))
+
+    async def whole(self) -> sglang.LoneAnswer:
+        return self.so_far
+
+
+def _parts(call: Call, attempt: Attempt) -> _PrefillerParts | _LonePrefiller | None:
+    """None when the decoder's answer has all that is asked for."""
+    if not _needs_prefiller(call):
+        return None
+    return _LonePrefiller(call) if attempt.prefill_answer is None else _PrefillerParts(attempt.prefill_answer)
+
+
+def _needs_prefiller(call: Call) -> bool:
+    return sglang.wants_prefillers_answer({**call.values, **call.changes})
+
+
+def _finish_of(payload: dict[str, Any]) -> Any:
+    """Why an answer has ended; None while it goes on."""
+    meta = payload.get("meta_info")
+    return meta.get("finish_reason") if isinstance(meta, dict) else None

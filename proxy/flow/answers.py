@@ -1,0 +1,188 @@
+"""One unit's answer in the making: how it is taken from an engine, and what becomes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.connectors.base import parse_answer
+from proxy.flow.assembly import Assembly
+from proxy.flow.delivery import Delivery, observed
+from proxy.flow.relay import Relay
+from proxy.wire.document import REMOVED
+
+if TYPE_CHECKING:
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt
+    from proxy.dialects.base import Dialect, UnitRendering
+    from proxy.flow.client import ClientStream
+    from proxy.flow.parts import FlowParts
+    from proxy.flow.unit_guard import UnitGuard
+    from proxy.metrics import Metrics
+    from proxy.record import Journey, Record
+    from proxy.wire.document import Document
+
+
+class Answer(ABC):
+    """What the attempts of one unit work on."""
+
+    def __init__(self, delivery: Delivery, client: ClientStream | None = None) -> None:
+        """`client` None: the answer is not streamed."""
+        self.delivery = delivery
+        self._client = client
+        self.call = observed(delivery.call) if delivery.is_observed else delivery.call
+        """As the engines are asked."""
+
+    @abstractmethod
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """Take an attempt's whole answer; the guard is told of its first output.
+
+        Raises UpstreamError, ClientStalled.
+        """
+
+    def close(self, journey: Journey) -> None:
+        """End an answer that no engine ends."""
+        self._end(journey)
+        journey.saw_completion_usage(self.delivery.usage)
+
+    def _end(self, journey: Journey) -> None:
+        ending = self.delivery.closing(journey.prompt_details)
+        if self._client is not None:
+            self._client.write(ending)
+
+
+class EngineBody(Answer):
+    """Read whole, and passed on as the engine wrote it, but for the dialect's corrections."""
+
+    def __init__(self, call: Call, dialect: Dialect) -> None:
+        super().__init__(Delivery(call, is_observed=False))
+        self._dialect = dialect
+        self._raw = b""
+        self._answer: Document | None = None
+        self._corrections: dict[str, Any] = {}
+
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """See Answer. An answer that comes in one piece has no first output before its end."""
+        response, dialect = attempt.response, self._dialect
+        body = await response.read()
+        attempt.kv_arrived()
+        answer = parse_answer(response, body)
+        dialect.check_answer(response, answer.values)
+        attempt.saw_usage(dialect.usage(answer.values))
+        self._corrections = await dialect.corrections(self.call, answer.values, attempt)
+        self._raw, self._answer = body, answer
+
+    def body(self) -> bytes:
+        """See Whole."""
+        assert self._answer is not None
+        return self._answer.with_changes(self._corrections) if self._corrections else self._raw
+
+    def values(self) -> dict[str, Any]:
+        """See Whole."""
+        assert self._answer is not None
+        values = {**self._answer.values, **self._corrections}
+        return {name: value for name, value in values.items() if value is not REMOVED}
+
+
+class _Relayed(Answer):
+    """Taken from a stream, event by event."""
+
+    def __init__(self, delivery: Delivery, parts: FlowParts, client: ClientStream | None = None) -> None:
+        super().__init__(delivery, client)
+        self._metrics = parts.metrics
+        self._timeouts = parts.settings.timeouts
+
+    async def _relay(self, relay: Relay, attempt: Attempt) -> None:
+        delivery = self.delivery
+        try:
+            await relay.run(self._timeouts)
+        finally:
+            if relay.malformed_events:
+                self._metrics.sse_bad_events_total.inc(relay.malformed_events)
+        segment = relay.segment
+        if not segment.has_usage_chunk:
+            attempt.saw_usage(segment.usage)
+            return
+        if delivery.is_stopped or delivery.usage is None:
+            self._end(attempt.journey)
+        attempt.saw_usage(delivery.usage)
+
+
+class AssembledBody(_Relayed):
+    """Streamed by the engine, so that it can be continued, and put together here."""
+
+    def __init__(self, call: Call, dialect: Dialect, parts: FlowParts) -> None:
+        self._assembly = Assembly()
+        super().__init__(Delivery(call, dialect.new_segment, is_observed=True, whole=self._assembly), parts)
+
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """See Answer."""
+        await self._relay(Relay(attempt, self.delivery, guard), attempt)
+
+    def body(self) -> bytes:
+        """See Whole."""
+        return orjson.dumps(self.values())
+
+    def values(self) -> dict[str, Any]:
+        """See Whole."""
+        return self._assembly.values(self.delivery)
+
+
+class StreamedAnswer(_Relayed):
+    """Streamed to the client."""
+
+    def __init__(
+        self,
+        call: Call,
+        dialect: Dialect,
+        client: ClientStream,
+        record: Record,
+        parts: FlowParts,
+        *,
+        is_observed: bool,
+        rendering: UnitRendering | None,
+        shares_client: bool,
+    ) -> None:
+        """`rendering` None: the client gets the engine's own bytes. `shares_client`: other units' answers go there,
+        too.
+        """
+        rewrite = None if rendering is None else rendering.render
+        super().__init__(Delivery(call, dialect.new_segment, is_observed=is_observed, rewrite=rewrite), parts, client)
+        self._stream = client
+        self._clock = TokenClock(record, parts.metrics)
+        self._rendering = rendering
+        self._shares_client = shares_client
+
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """See Answer."""
+        rendering = self._rendering
+        if rendering is not None:
+            rendering.begin(attempt)
+        await self._relay(Relay(attempt, self.delivery, guard, self._stream, self._clock), attempt)
+        if rendering is not None:
+            self._stream.write(await rendering.rest())
+        if self._shares_client:
+            await self._stream.attend()  # the other units may take long
+
+
+class TokenClock:
+    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike."""
+
+    def __init__(self, record: Record, metrics: Metrics) -> None:
+        self._record = record
+        self._metrics = metrics
+        self._writes = 0
+        self._gap_from = 0.0
+
+    def tick(self) -> None:
+        """Part of the answer went to the client."""
+        self._writes += 1
+        phase = self._writes & 7
+        if phase == 1:
+            if self._writes == 1:
+                self._record.first_token()
+            self._gap_from = self._record.clock()
+        elif phase == 2:
+            self._metrics.inter_token_seconds.observe(self._record.clock() - self._gap_from)

@@ -1,0 +1,222 @@
+"""One unit's attempts: the only loop that repeats or resumes a request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.flow.resuming import Resuming
+from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.flow.suspects import SuspectRequest
+from proxy.flow.unit_guard import UnitGuard
+from proxy.record import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from proxy.balancer.backend import Backend, Role
+    from proxy.flow.answers import Answer
+    from proxy.flow.parts import FlowParts
+    from proxy.flow.suspicion import Suspicion
+    from proxy.record import Record
+
+# Between two looks for a backend that could go on with an answer.
+_LOOK_AGAIN_SECONDS: Final = 0.25
+
+
+class AttemptLoop:
+    """One unit's attempts: opened on fresh backends until its answer is complete, or must not be tried again.
+
+    An attempt that failed before its decoder said anything is *repeated*; an answer that had begun is *resumed*.
+    """
+
+    def __init__(self, parts: FlowParts, answer: Answer, record: Record, suspicion: Suspicion) -> None:
+        """`suspicion`: that of the client request which this is a unit of."""
+        self._parts = parts
+        self._settings = parts.settings
+        self._metrics = parts.metrics
+        self._answer = answer
+        self._delivery = answer.delivery
+        self._record = record
+        self._is_first = not record.journeys
+        self._journey = record.journey()
+        self._permit = parts.budget.request()
+        self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
+        self._resuming = Resuming(parts, answer, self._journey)
+        # Of the next attempt.
+        self._call = answer.call
+        self._avoid: set[Backend] = set()
+        self._prefer: Backend | None = None
+        # Of the attempts so far.
+        self._failures: dict[Role, int] = {}
+        self._has_reached_engines = False
+        self._has_asked_all = False
+        """Since the last failure those that had failed were asked once more, as there was nobody else."""
+        self._soonest = math.inf
+        self._last: UpstreamError | None = None
+        self._unreached: NoBackendAvailable | UpstreamError | None = None
+        """Why it is in the queue once more."""
+
+    async def run(self) -> None:
+        """Open attempts until one has brought the whole answer.
+
+        Raises Overloaded, NoBackendAvailable, UpstreamError, ClientStalled.
+        """
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._settings.admission.wait_seconds
+        while True:
+            try:
+                return await self._run_admitted()
+            except (NoBackendAvailable, UpstreamError) as error:
+                if not self._may_queue_again(error) or loop.time() >= waits_until:
+                    raise
+                self._unreached = error
+            self._avoid.clear()
+            self._failures.clear()
+            self._last = self._prefer = None
+
+    async def _run_admitted(self) -> None:
+        # A request that was let in is let in whole: its further units wait as long as it takes.
+        admission = self._parts.admission
+        async with admission.admit(self._record.caller, patient=not self._is_first, on_wait=self._enter_queue):
+            self._journey.leave()
+            if self._unreached is not None and self._is_still_gone(self._unreached):
+                raise self._unreached  # it was let in because nobody waits for that role any longer
+            # No await before the first lease: the room that was seen is still there.
+            with self._guard.blame, self._permit:
+                while not await self._attempt():
+                    pass
+        self._guard.served()
+
+    def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
+        if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
+            return False
+        return self._parts.pools.of(_role_of(error)).is_restarting() and not self._has_reached_engines
+
+    def _is_still_gone(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether another attempt would end as the last one did, after a prefill for nothing."""
+        pool = self._parts.pools.of(_role_of(error))
+        return pool.is_gone() and not pool.is_restarting()
+
+    def _enter_queue(self) -> None:
+        self._journey.enter(Stage.QUEUE)
+
+    async def _attempt(self) -> bool:
+        """One attempt: whether the answer is complete, or else what to do next is decided."""
+        guard = self._guard
+        try:
+            # An attempt whose place does not matter begins without an await.
+            avoid = await self._confine() if guard.bears_on_choice else self._avoid
+            try:
+                async with self._parts.connector.open(self._call, avoid, self._journey, self._prefer) as attempt:
+                    self._prefer = attempt.prefiller
+                    await self._answer.take(attempt, guard)
+                    return True
+            except NoBackendAvailable as nobody:
+                if left := guard.leave(nobody.role):
+                    self._avoid |= left
+                else:
+                    await self._look_again(nobody)
+                return False
+            except UpstreamError as error:
+                return await self._failed(error)
+        finally:
+            self._journey.leave()
+            guard.end_attempt()
+
+    async def _confine(self) -> Collection[Backend]:
+        """The backends to avoid; raises the last error when its turn to be repeated does not come again."""
+        is_repeating = self._permit.is_repeating
+        avoid = await self._guard.confine(self._avoid)
+        if is_repeating and not await self._permit.begin(self._settings.resume.deadline_seconds):
+            assert self._last is not None
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise self._resuming.given_up(self._last, "too many others are being taken up")
+        return avoid
+
+    async def _failed(self, error: UpstreamError) -> bool:
+        """Decide what to do after an attempt failed: True when the answer is over all the same, or raise."""
+        self._last = error
+        self._has_asked_all = False
+        self._has_reached_engines |= error.failure is not Failure.CONNECT
+        self._avoid.add(error.backend)
+        if await self._guard.broke_down(error, self._journey, self._record):
+            if self._delivery.is_touched or self._delivery.goes_on:
+                self._metrics.resume_failures_total.labels(error.failure.value).inc()
+            raise error.as_stopped(SuspectRequest.status, SuspectRequest.code)
+        if not self._delivery.is_touched:
+            self._prefer = None  # the KV may never have arrived, and who knows on whose account
+        if self._resuming.is_incident(error):
+            return await self._resume(error)
+        await self._repeat(error)
+        return False
+
+    async def _resume(self, error: UpstreamError) -> bool:
+        """True when the answer is over, False when it is up to the next attempt. Raises when it cannot be saved."""
+        resuming = self._resuming
+        resumption = await resuming.decide(error, self._call)
+        self._failures.clear()
+        self._avoid = {error.backend}
+        if resumption.call is None:
+            self._answer.close(self._journey)
+            return True
+        self._call = resumption.call
+        if not await self._permit.begin(self._settings.resume.deadline_seconds):
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise resuming.given_up(error, "too many others are being taken up")
+        if resuming.count > 1:
+            self._journey.leave()
+            await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
+        return False
+
+    async def _repeat(self, error: UpstreamError) -> None:
+        """Wait for the next try of an attempt whose decoder said nothing, or raise."""
+        role, retry = error.backend.role, self._settings.retry
+        attempts = self._failures[role] = self._failures.get(role, 0) + 1
+        if error.retry_after_seconds is not None:  # where all are busy, the client may come when the first one is not
+            self._soonest = error.retry_after_seconds = min(error.retry_after_seconds, self._soonest)
+        resuming = self._resuming
+        if not may_retry(
+            error, sent_to_client=resuming.is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
+        ):
+            if error.failure is Failure.CONNECT and resuming.is_searching:
+                # The last instance of a role is not taken out, however often it refuses: it may be on its way back.
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                return
+            raise resuming.given_up(error, "no instance could go on") if self._delivery.goes_on else error
+        # What was never sent costs the engines nothing to repeat.
+        if error.failure is not Failure.CONNECT and not await self._permit.begin(retry.budget_wait_seconds):
+            self._metrics.retry_budget_exhausted_total.inc()
+            raise error
+        self._metrics.retries_total.labels(role.value, error.failure.value).inc()
+        if not self._delivery.goes_on:
+            self._delivery.begin_anew()
+        self._journey.leave()
+        await asyncio.sleep(backoff_seconds(retry, attempts))
+
+    async def _look_again(self, nobody: NoBackendAvailable) -> None:
+        """There was no backend: decide whether there may be one soon, or raise."""
+        last, resuming = self._last, self._resuming
+        is_innocent = last is not None and (last.is_stale or last.failure is Failure.RECOMPUTED)
+        if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_asked_all:
+            # A decoder that is short of memory is not sick, one that closed an idle connection may never have been
+            # asked, and others may be well again: where there is no other, the same one is asked again.
+            self._avoid.clear()
+            self._has_asked_all = True
+        elif resuming.is_searching:
+            self._avoid.clear()  # a suspect avoids those that refused it, too
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        # What the last engine said is more to the point, except that it could not be reached.
+        elif last is None or (last.failure is Failure.CONNECT and resuming.action is None):
+            if self._guard.awaits_verdict:
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            raise nobody
+        else:
+            raise resuming.given_up(last, "no instance could go on") if resuming.action else last from None
+
+
+def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:
+    return error.role if isinstance(error, NoBackendAvailable) else error.backend.role
