@@ -2,29 +2,31 @@
 
 The nouns, used in this sense everywhere; DESIGN.md has the same list:
 
-Role        `prefill`, `decode` or `encode`; an instance of it is a prefiller, a decoder or an encoder
-Backend     one engine endpoint: role, host, port, scoreboard slot; a frozen value
-Roster      which backends there are, the same for all workers: joining, enabled, draining
-Pool        the backends of one role; the only one that knows which are eligible now
-Load        what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
-Scoreboard  load per backend across workers; each worker writes its own row
-Policy      given eligible backends and their loads, choose one; pure
-Lease       one request's claim on one backend; leaving it gives the load back and reports how it went
-Health      what probes and the outcomes of requests say about a backend
-Pairs       prefillers and decoders between which hand-overs fail, kept apart for a while
-Misfit      a way in which a healthy backend does not fit the others or this gateway; logged once, never held against it
-Ledger      KV cache that prefillers keep although no decoder will fetch it
-Call        one parsed client request; immutable, knows its cost
-Admission   the queue in front of the pools: calls wait there until there is room for them
-Work        the loop over the attempts at one call: the only place that repeats or resumes
-Connector   one KV-transfer protocol: which payloads, in which order, both in one file
-Attempt     one try at a call: the decoder's open response and the leases behind it
-Segment     what one decoder's stream has told so far
-Transcript  the client's answer so far, over all segments: its text and token ids
-Delivery    what the client has of one answer; the only one that gives it more
-Seam        how the stream of another decoder is joined to what the client has
-Suspicion   what is known of one client request under which engines went down, for all of its units
-Record      what happened to one request, for its log line and the metrics; it has a Journey for each unit
+Role         `prefill`, `decode` or `encode`; an instance of it is a prefiller, a decoder or an encoder
+Backend      one engine endpoint: role, host, port, scoreboard slot; a frozen value
+Roster       which backends there are, the same for all workers: joining, enabled, draining
+Pool         the backends of one role; the only one that knows which are eligible now
+Load         what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
+Scoreboard   load per backend across workers; each worker writes its own row
+Policy       given eligible backends and their loads, choose one; pure
+Lease        one request's claim on one backend; leaving it gives the load back and reports how it went
+Health       what probes and the outcomes of requests say about a backend
+Pairs        prefillers and decoders between which hand-overs fail, kept apart
+Misfit       a way in which a healthy backend does not fit the others or this gateway; logged once, not held against it
+Ledger       KV cache that prefillers keep although no decoder will fetch it
+Dialect      one API that clients speak: how its requests become calls, and answers become its bytes
+Call         one parsed client request; immutable, knows its cost
+Admission    the queue in front of the pools: calls wait there until there is room for them
+AttemptLoop  one unit's attempts: the only place that repeats or resumes
+Connector    one KV-transfer protocol: which payloads, in which order, both in one file
+Attempt      one try at a call: the decoder's open response and the leases behind it
+Segment      the reader of one decoder's stream: what each event means, and what the stream has told so far
+Answer       one unit's answer in the making: how it is taken from an attempt; has a Delivery
+Transcript   the client's answer so far, over all segments: its text and token ids
+Delivery     what the client has of one answer; the only one that gives it more
+Seam         how the stream of another decoder is joined to what the client has
+Suspicion    what is known of one client request under which engines went down, for all of its units
+Record       what happened to one request, for its log line and the metrics; it has a Journey for each unit
 """
 
 __version__ = "0.1.0"

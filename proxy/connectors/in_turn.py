@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Document
+    from proxy.wire.openai import Api
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
 _ASK_FOR_KV: Final = {

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from proxy.connectors.releaser import Releaser
     from proxy.settings import Settings
     from proxy.upstream import Response
+    from proxy.wire.openai import Api
 
 
 class MooncakeBootstrap:

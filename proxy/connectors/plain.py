@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Attempt, Kit
     from proxy.record import Journey
     from proxy.settings import Settings
+    from proxy.wire.openai import Api
 
 
 class Plain:
