@@ -1,12 +1,12 @@
 """The soak behind scripts/soak: mixed traffic, one fault after the other, and a judge of what became of it.
 
-orders      what is asked for: a book of requests from a seed
-told        what an answer says, whole or streamed, in one form
+workload    what clients ask for, from a seed
+answers     what an answer says, whole or streamed, in one form
 traffic     the clients, a process of their own
-scene       engines, the network before each of them, and the gateway: all real processes
-taps        what passes between the gateway and an engine, noted as legs
+cluster     engines, the network before each of them, and the gateway: all real processes, which are programs
+recorder    what passes between the gateway and an engine, noted as legs
 faults      what goes wrong, one backend at a time
 evidence    everything that was noted, read from the files it was noted in
-invariants  what must hold: pure functions of the evidence
+invariants  what must hold: pure functions of the evidence, which are in checks_answers, checks_order and checks_load
 report      the table at the end
 """

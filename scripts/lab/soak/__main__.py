@@ -15,19 +15,19 @@ import orjson
 import uvloop
 
 from lab.common.processes import clean_environment
+from lab.soak.cluster import LIMITS, started
 from lab.soak.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
-from lab.soak.faults import Misfortune
+from lab.soak.faults import FaultInjector
 from lab.soak.invariants import INVARIANTS, judged
-from lab.soak.orders import book, order_number
+from lab.soak.recorder import Recorder
 from lab.soak.report import details, table
-from lab.soak.scene import LIMITS, staged
-from lab.soak.taps import Tap
+from lab.soak.workload import request_number, workload
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from lab.soak.cluster import Cluster
     from lab.soak.evidence import Leg, Sample
-    from lab.soak.scene import Scene
 
 _WARM_UP_SECONDS = 5.0
 _QUIET_SECONDS = 5.0
@@ -85,36 +85,36 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
     assert soak is not None
     for ending in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(ending, soak.cancel)
-    orders = book(options.seed)
+    requests = workload(options.seed)
     legs: list[Leg] = []
     samples: list[Sample] = []
     lag = _Lag()
 
     def sent_by_client(user: str) -> bytes | None:
-        return orders[order_number(user)].body(user) if user.startswith("soak-") else None
+        return requests[request_number(user)].body(user) if user.startswith("soak-") else None
 
-    def watch(instance: str) -> Tap:
-        return Tap(instance, legs.append, sent_by_client)
+    def watch(instance: str) -> Recorder:
+        return Recorder(instance, legs.append, sent_by_client)
 
     answers = directory / "answers.jsonl"
-    async with staged(directory, options.workers, options.engines, watch) as scene:
-        misfortune = Misfortune(scene, options.seed, kills_workers=options.workers > 1)
-        words = (scene.port, options.seed, options.clients, answers)
+    async with started(directory, options.workers, options.engines, watch) as cluster:
+        injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1)
+        words = (cluster.port, options.seed, options.clients, answers)
         async with _traffic(*map(str, words)) as traffic:
             _say("a few seconds without faults")
             await traffic.ask(_WARM_UP_SECONDS)
             await asyncio.sleep(_QUIET_SECONDS)
-            base = await scene.sample()
-            sampling = asyncio.create_task(_keep_sampling(scene, samples))
+            base = await cluster.sample()
+            sampling = asyncio.create_task(_keep_sampling(cluster, samples))
             lagging = asyncio.create_task(lag.keep_looking())
             asking = asyncio.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
-            await misfortune.strike_for(options.seconds, _tell)
+            await injector.run_for(options.seconds, _tell)
             await asking
             await asyncio.sleep(_QUIET_SECONDS)
             sampling.cancel()
             lagging.cancel()
-            rest = await scene.sample()
-            engines = {engine.name: await scene.state(engine) for engine in scene.engines}
+            rest = await cluster.sample()
+            engines = {engine.name: await cluster.state(engine) for engine in cluster.engines}
     lines = log_lines((directory / "gateway.log").read_text(errors="replace"))
     down = absences(lines, rest.at) if options.workers == 1 else []
     return Evidence(
@@ -122,8 +122,8 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         answers=[_answer(line) for line in answers.read_bytes().splitlines()],
         lines=lines,
         legs=legs,
-        faults=misfortune.faults,
-        absences=[*misfortune.absences, *down],
+        faults=injector.faults,
+        absences=[*injector.absences, *down],
         samples=samples,
         base=base,
         rest=rest,
@@ -181,9 +181,9 @@ async def _traffic(*words: str) -> AsyncIterator[_Traffic]:
         await process.wait()
 
 
-async def _keep_sampling(scene: Scene, samples: list[Sample]) -> None:
+async def _keep_sampling(cluster: Cluster, samples: list[Sample]) -> None:
     while True:
-        samples.append(await scene.sample())
+        samples.append(await cluster.sample())
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 

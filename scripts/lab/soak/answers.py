@@ -1,90 +1,97 @@
-"""What clients got, and what was written down of it."""
+"""What an answer says, streamed or not, in one form: two answers that say the same to a client are equal."""
 
 from __future__ import annotations
 
-from collections import Counter
-from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lab.soak.evidence import KILL_WORKER, Outcome
+import orjson
 
-if TYPE_CHECKING:
-    from lab.soak.evidence import Evidence
-
-# A clean request takes as long as most do, and at most so much longer.
-_LONGER_SECONDS = 1.0
+DONE = b"data: [DONE]"
 
 
-def one_end(evidence: Evidence) -> list[str]:
-    lines = Counter(line["id"] for line in evidence.ends)
-    asked = {answer.id: answer for answer in evidence.answers}
-    wrong = [f"{name}: {times} access lines" for name, times in lines.items() if times > 1]
-    wrong += [f"{name}: an access line, and no client asked" for name in lines if name not in asked]
-    # Who left at once may not have been heard, and a dead worker cannot write.
-    return wrong + [
-        f"{answer.id}: no access line, and the client got {answer.outcome} {answer.problem}".rstrip()
-        for answer in evidence.answers
-        if answer.id not in lines and answer.outcome is not Outcome.LEFT and not evidence.died_with_worker(answer)
-    ]
+class Unreadable(Exception):
+    """An answer that is none; the text says what is wrong."""
 
 
-def right_answers(evidence: Evidence) -> list[str]:
-    units = {answer.id: answer.units for answer in evidence.answers}
-    finished = Counter(leg.user for leg in evidence.legs if leg.stage == "decode" and leg.is_finished)
-    wrong = [f"{a.id}: {a.problem}" for a in evidence.answers if a.outcome is Outcome.WRONG]
-    return wrong + [
-        f"{user}: {times} decodes succeeded for {units[user]} sequences"
-        for user, times in finished.items()
-        if user in units and times > units[user]
-    ]
+def payloads(body: bytes) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, without `[DONE]`. Raises Unreadable."""
+    events = [event for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data: ")]
+    if events and events[-1] == DONE:
+        events.pop()
+    return [_json(event.removeprefix(b"data: ")) for event in events]
 
 
-def done_means_success(evidence: Evidence) -> list[str]:
-    terms = {line["id"]: (line["term"], line["code"]) for line in evidence.ends}
-    return [
-        f"{answer.id}: {'ends with' if answer.is_done else 'lacks'} [DONE], and the log says {terms[answer.id][0]}"
-        for answer in evidence.answers
-        if answer.stream and answer.status == 200 and answer.id in terms and answer.outcome is not Outcome.LEFT
-        if answer.is_done != (terms[answer.id] == ("--", 200))
-    ]
+def content(body: bytes, *, stream: bool) -> dict[str, Any]:
+    """What an answer says: of each choice its reasoning, text, tool calls, token ids and end, and the usage.
+
+    Raises Unreadable.
+    """
+    parts = payloads(body) if stream else [_json(body)]
+    try:
+        usages = [part["usage"] for part in parts if part.get("usage") and not (stream and part["choices"])]
+        choices = [choice for part in parts for choice in part["choices"]]
+        return {
+            "choices": {
+                index: _choice([choice for choice in choices if choice["index"] == index])
+                for index in sorted({choice["index"] for choice in choices})
+            },
+            "usage": [{name: usage[name] for name in ("prompt_tokens", "completion_tokens")} for usage in usages],
+        }
+    except (KeyError, TypeError) as error:
+        raise Unreadable(f"the answer has not the shape of one: {error!r}") from None
 
 
-def same_codes(evidence: Evidence) -> list[str]:
-    codes = {line["id"]: line["code"] for line in evidence.ends}
-    wrong = [
-        f"{answer.id}: the client got {answer.status}, and the log says {codes[answer.id]}"
-        for answer in evidence.answers
-        if answer.status is not None and answer.id in codes and codes[answer.id] != answer.status
-    ]
-    # A worker may die between counting and writing.
-    slack = sum(fault.kind == KILL_WORKER for fault in evidence.faults)
-    # Labels are named like the members of a line.
-    for metric, *labels in (("pdproxy_requests_total", "api", "code"), ("pdproxy_request_end_total", "term")):
-        counted = evidence.rest.by(metric, *labels)
-        written = Counter(tuple(str(line[label]) for label in labels) for line in evidence.ends)
-        wrong += [
-            f"{metric}{value}: {counted.get(value, 0):.0f} counted, {written[value]} written"
-            for value in {*counted, *written}
-            if abs(counted.get(value, 0) - written[value]) > slack
-        ]
-    return wrong
+def difference(answer: dict[str, Any], expected: dict[str, Any]) -> str:
+    """What is wrong with an answer; empty when nothing is. Usage is compared if it was expected and there is any."""
+    if answer["usage"] and expected["usage"] and answer["usage"] != expected["usage"]:
+        return f"usage is {answer['usage']}, not {expected['usage']}"
+    if answer["choices"].keys() != expected["choices"].keys():
+        return f"there are choices {sorted(answer['choices'])}, not {sorted(expected['choices'])}"
+    for index, choice in expected["choices"].items():
+        for name, value in choice.items():
+            got = answer["choices"][index][name]
+            if got != value:
+                return f"{name} of choice {index} is {_shortened(got, value)}"
+    return ""
 
 
-def usage_when_asked(evidence: Evidence) -> list[str]:
-    return [
-        f"{answer.id}: {'has' if answer.has_usage else 'lacks'} usage"
-        for answer in evidence.answers
-        if answer.stream and answer.outcome is Outcome.COMPLETE and answer.has_usage != answer.asks_usage
-    ]
+def _shortened(got: Any, value: Any) -> str:
+    """Where two values part, without all of what they say."""
+    ours, theirs = str(got), str(value)
+    at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    begin = max(0, at - 20)
+    return f"…{ours[begin : at + 20]!r} at {at} of {len(ours)}, not …{theirs[begin : at + 20]!r} of {len(theirs)}"
 
 
-def soon_well(evidence: Evidence) -> list[str]:
-    clean = [answer for answer in evidence.answers if answer.is_clean and answer.outcome is Outcome.COMPLETE]
-    usual = median([answer.ended - answer.began for answer in clean]) if clean else 0.0
-    wrong = [f"{f.kind} {f.target}: not all instances came back" for f in evidence.faults if not f.is_healed]
-    for fault in evidence.faults:
-        until = fault.began + evidence.limits.health_seconds
-        # Asked in that time, and not kept waiting.
-        if not any(fault.began <= a.began <= until and a.ended <= until + usual + _LONGER_SECONDS for a in clean):
-            wrong.append(f"{fault.kind} {fault.target}: nobody was served within a health interval of it")
-    return wrong
+def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    messages = [part.get("delta") or part.get("message") or {} for part in parts]
+    return {
+        "reasoning": "".join(message.get("reasoning") or "" for message in messages),
+        "text": "".join(message.get("content") or "" for message in messages)
+        + "".join(part.get("text") or "" for part in parts),
+        "tool_calls": _tool_calls(messages),
+        "token_ids": [token for part in parts for token in part.get("token_ids") or ()],
+        "finish": [part["finish_reason"] for part in parts if part.get("finish_reason")],
+    }
+
+
+def _tool_calls(messages: list[dict[str, Any]]) -> list[list[str]]:
+    """Name and arguments of each."""
+    calls: list[list[str]] = []
+    for number, part in ((n, part) for message in messages for n, part in enumerate(message.get("tool_calls") or ())):
+        function = part.get("function") or {}
+        index = part.get("index", number)
+        if index == len(calls):
+            calls.append([function.get("name") or "", ""])
+        calls[index][1] += function.get("arguments") or ""
+    return calls
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise Unreadable(f"this is no JSON: {data[:80]!r}") from None
+    if not isinstance(value, dict):
+        raise Unreadable(f"this is no object: {data[:80]!r}")
+    return value

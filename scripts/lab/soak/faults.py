@@ -13,15 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lab.common.toxics import Direction, Latency, Slicer
+from lab.soak.cluster import STALL_SECONDS, until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
-from lab.soak.scene import STALL_SECONDS, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lab.soak.scene import Engine, Scene
+    from lab.soak.cluster import Cluster, Engine
 
-Damage = Callable[["Scene", "Engine"], Awaitable[None]]
+Damage = Callable[["Cluster", "Engine"], Awaitable[None]]
 
 _DEAD_SECONDS = 0.5
 _STOPPED_SECONDS = STALL_SECONDS + 2.0
@@ -32,16 +32,16 @@ GRACE_SECONDS = 1.0
 """Between a fault that is over and the next."""
 
 
-async def kill(scene: Scene, engine: Engine) -> None:
+async def kill(cluster: Cluster, engine: Engine) -> None:
     """`kill -9`, and a new process soon after."""
     with engine.network.refusing():
         engine.program.send(signal.SIGKILL)
         await asyncio.sleep(_DEAD_SECONDS)
         await engine.program.end()
-        await scene.start(engine)
+        await cluster.start(engine)
 
 
-async def stop(scene: Scene, engine: Engine) -> None:
+async def stop(cluster: Cluster, engine: Engine) -> None:
     """It stands still for longer than an engine may be silent, and goes on as if nothing had been."""
     engine.program.send(signal.SIGSTOP)
     try:
@@ -50,14 +50,14 @@ async def stop(scene: Scene, engine: Engine) -> None:
         engine.program.send(signal.SIGCONT)
 
 
-async def partition(scene: Scene, engine: Engine) -> None:
+async def partition(cluster: Cluster, engine: Engine) -> None:
     """Nothing gets through, and nobody is told; in the end connections that are still open are cut."""
     with engine.network.lost():
         await asyncio.sleep(_LOST_SECONDS)
         engine.network.reset_all()
 
 
-async def slow_down(scene: Scene, engine: Engine) -> None:
+async def slow_down(cluster: Cluster, engine: Engine) -> None:
     """Everything takes a while and comes in pieces. That is no failure, and nobody should notice."""
     with ExitStack() as stack:
         for direction in Direction:
@@ -66,13 +66,13 @@ async def slow_down(scene: Scene, engine: Engine) -> None:
         await asyncio.sleep(_SLOW_SECONDS)
 
 
-async def inject(rule: dict[str, Any], scene: Scene, engine: Engine) -> None:
+async def inject(rule: dict[str, Any], cluster: Cluster, engine: Engine) -> None:
     """The engine does some requests wrong, by itself."""
-    await scene.inject(engine, rule)
+    await cluster.inject(engine, rule)
     try:
         await asyncio.sleep(_INJECTED_SECONDS)
     finally:
-        await scene.clear_faults(engine)
+        await cluster.clear_faults(engine)
 
 
 _ONE_ROLE: dict[str, dict[str, dict[str, Any]]] = {
@@ -96,17 +96,17 @@ _DAMAGES: dict[str, Damage] = {"kill": kill, "stop": stop, "partition": partitio
 DRAIN = "drain"
 
 
-class Misfortune:
+class FaultInjector:
     """One fault after the other, in an order that depends on the seed alone. Owns the notes of them."""
 
-    def __init__(self, scene: Scene, seed: int, *, kills_workers: bool) -> None:
+    def __init__(self, cluster: Cluster, seed: int, *, kills_workers: bool) -> None:
         self.faults: list[Fault] = []
         self.absences: list[Absence] = []
-        self._scene = scene
+        self._cluster = cluster
         self._kills_workers = kills_workers
         self._draw = random.Random(seed)
 
-    async def strike_for(self, seconds: float, tell: Callable[[Fault], None]) -> None:
+    async def run_for(self, seconds: float, tell: Callable[[Fault], None]) -> None:
         """One fault at a time until then; the last one is undone, too."""
         until = time.monotonic() + seconds
         for kind, role in self._deck():
@@ -114,7 +114,7 @@ class Misfortune:
                 return
             began = time.time()
             target = await self._do(kind, role)
-            is_healed = await self._scene.is_well_soon()
+            is_healed = await self._cluster.is_well_soon()
             fault = Fault(kind=kind, target=target, began=began, ended=time.time(), is_healed=is_healed)
             self.faults.append(fault)
             tell(fault)
@@ -133,25 +133,25 @@ class Misfortune:
     async def _do(self, kind: str, role: str) -> str:
         """Do it to somebody, and tell to whom."""
         if kind == KILL_WORKER:
-            pid = self._draw.choice(self._scene.workers())
+            pid = self._draw.choice(self._cluster.workers())
             os.kill(pid, signal.SIGKILL)
             return str(pid)
-        engine = self._draw.choice([engine for engine in self._scene.engines if engine.role == role])
+        engine = self._draw.choice([engine for engine in self._cluster.engines if engine.role == role])
         if kind == DRAIN:
             await self._drain(engine)
         else:
             damage = _DAMAGES.get(kind) or partial(inject, _ONE_ROLE[engine.role][kind])
-            await damage(self._scene, engine)
+            await damage(self._cluster, engine)
         return engine.name
 
     async def _drain(self, engine: Engine) -> None:
         """As an operator restarts an engine: taken out, waited for, started again, put back."""
-        scene = self._scene
-        await scene.change("remove", engine)
+        cluster = self._cluster
+        await cluster.change("remove", engine)
         removed_at = time.time()
-        await until(partial(scene.lacks, engine))
+        await until(partial(cluster.lacks, engine))
         await engine.program.end()
-        await scene.start(engine)
+        await cluster.start(engine)
         self.absences.append(Absence(instance=engine.instance, began=removed_at, ended=time.time(), why="was removed"))
-        await scene.change("add", engine)
-        await until(partial(scene.has, engine))
+        await cluster.change("add", engine)
+        await until(partial(cluster.has, engine))

@@ -19,10 +19,10 @@ import aiohttp
 import orjson
 import uvloop
 
+from lab.soak.answers import DONE, Unreadable, content, difference, payloads
+from lab.soak.cluster import ENGINE_OPTIONS
 from lab.soak.evidence import Answer, Outcome
-from lab.soak.orders import Order, book, user_name
-from lab.soak.scene import ENGINE_OPTIONS
-from lab.soak.told import DONE, Unreadable, payloads, told, unlike
+from lab.soak.workload import Request, user_name, workload
 from proxy.sim.engine import SimulatedEngine
 
 if TYPE_CHECKING:
@@ -40,20 +40,20 @@ class Traffic:
         self._clients = clients
         self._answers = answers
         self._draw = random.Random(seed)
-        *self._orders, self._clean = book(seed)
+        *self._requests, self._clean = workload(seed)
         self._expected: dict[int, dict[str, Any]] = {}
         self._serials = count()
 
     async def learn(self) -> None:
         """Ask an engine without a gateway what the answers are."""
         async with SimulatedEngine(**ENGINE_OPTIONS) as engine, aiohttp.ClientSession() as session:
-            for order in (order for order in (*self._orders, self._clean) if order.status == 200):
-                async with session.post(engine.url + order.api.path, data=order.body("")) as response:
-                    expected = told(await response.read(), stream=order.stream)
-                if "stop" in order.fields:
+            for request in (request for request in (*self._requests, self._clean) if request.status == 200):
+                async with session.post(engine.url + request.api.path, data=request.body("")) as response:
+                    expected = content(await response.read(), stream=request.stream)
+                if "stop" in request.fields:
                     # If an answer breaks off inside a stop string, some tokens behind it count, too.
                     expected["usage"] = None
-                self._expected[order.number] = expected
+                self._expected[request.number] = expected
 
     async def ask(self, seconds: float) -> None:
         """So long, and until the last answer has ended."""
@@ -71,57 +71,57 @@ class Traffic:
     async def _client(self, session: aiohttp.ClientSession, until: float) -> None:
         loop = asyncio.get_running_loop()
         while loop.time() < until:
-            await self._one(session, self._draw.choice(self._orders))
+            await self._one(session, self._draw.choice(self._requests))
             await asyncio.sleep(self._draw.uniform(0.0, 0.1))
 
-    async def _one(self, session: aiohttp.ClientSession, order: Order, *, is_clean: bool = False) -> None:
+    async def _one(self, session: aiohttp.ClientSession, request: Request, *, is_clean: bool = False) -> None:
         serial = next(self._serials)
-        user = user_name(serial, order)
+        user = user_name(serial, request)
         received = _Received()
         began = time.time()
         outcome, problem = Outcome.CUT, ""
-        leaves_after = order.leaves_after_seconds
+        leaves_after = request.leaves_after_seconds
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS if leaves_after is None else leaves_after):
                 # Some clients come anew each time, and so to any of several workers.
                 headers = {"X-Request-Id": user, **({"Connection": "close"} if serial % 3 == 0 else {})}
-                await received.read(session, self._url + order.api.path, order.body(user), headers)
+                await received.read(session, self._url + request.api.path, request.body(user), headers)
         except TimeoutError:
             outcome = Outcome.SILENT if leaves_after is None else Outcome.LEFT
         except aiohttp.ClientError as error:
             problem = f"{type(error).__name__}: {error}"
         else:
-            outcome, problem = self._judged(order, received)
+            outcome, problem = self._judged(request, received)
         answer = Answer(
             id=user,
             began=began,
             ended=time.time(),
-            api=order.api.value,
-            stream=order.stream,
-            units=order.units,
-            asks_usage=order.asks_usage,
+            api=request.api.value,
+            stream=request.stream,
+            units=request.units,
+            asks_usage=request.asks_usage,
             is_clean=is_clean,
             status=received.status,
             outcome=outcome,
             problem=problem,
             is_done=received.body.rstrip().endswith(DONE),
-            has_usage=order.stream and received.has_usage,
+            has_usage=request.stream and received.has_usage,
         )
         self._answers.write(orjson.dumps(answer) + b"\n")
 
-    def _judged(self, order: Order, received: _Received) -> tuple[Outcome, str]:
+    def _judged(self, request: Request, received: _Received) -> tuple[Outcome, str]:
         """What became of a request whose answer ended as HTTP answers do."""
-        if received.status != order.status:
+        if received.status != request.status:
             return Outcome.ERROR, f"status {received.status}: {_error(received.body)}"
-        if order.status != 200:
+        if request.status != 200:
             return Outcome.REFUSED, ""
         try:
             if error := received.error:
                 return Outcome.ERROR, f"event: {error}"
-            problem = unlike(told(received.body, stream=order.stream), self._expected[order.number])
+            problem = difference(content(received.body, stream=request.stream), self._expected[request.number])
         except Unreadable as unreadable:
             problem = str(unreadable)
-        if order.stream and not received.body.rstrip().endswith(DONE):
+        if request.stream and not received.body.rstrip().endswith(DONE):
             problem = problem or "the stream ends without [DONE]"
         return (Outcome.WRONG, problem) if problem else (Outcome.COMPLETE, "")
 

@@ -1,4 +1,4 @@
-"""What is asked for: a book of requests, the same for the same seed.
+"""What clients ask for: a fixed set of requests, the same for the same seed.
 
 Most are ordinary, some have several prompts or samples, some are mistakes, and some are from clients that leave early.
 Each is written as no JSON library would write it, so that whoever serialises it again is found out.
@@ -14,8 +14,7 @@ from typing import Any
 from proxy.wire.openai import OPENAI_APIS, Api
 
 MODEL = "sim"
-_BOOK_SIZE = 300
-_USER = "%USER%"
+_SIZE = 300
 _TEXT = (
     "Write down what the river said to the bridge, in the words of the bridge; then let the river answer. “Enough!” "
     "cried the café, señor, über alles 日本語 🙂 and again: once more, slowly, from the beginning to the end.\n"
@@ -30,8 +29,8 @@ _ODDITIES = '"temperature" : 1.00e0,\t"x_big": 36893488147419103232, "x_text": "
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """One request of the book."""
+class Request:
+    """One request of the workload."""
 
     number: int
     api: Api
@@ -65,29 +64,29 @@ class Order:
         return f"{members[:-1]} ,{_ODDITIES} }}".encode()
 
 
-def order_number(user: str) -> int:
-    """Which order a request was, by the name it was sent under; see `user_name`."""
+def request_number(user: str) -> int:
+    """The number of the request that was sent under this name; see `user_name`."""
     return int(user.rpartition(".")[2])
 
 
-def user_name(serial: int, order: Order) -> str:
+def user_name(serial: int, request: Request) -> str:
     """The name of a request: its id, and the `user` in its body."""
-    return f"soak-{serial}.{order.number}"
+    return f"soak-{serial}.{request.number}"
 
 
-def clean_order() -> Order:
+def clean_request() -> Request:
     """What is asked all the time to see whether the gateway serves: a short answer to a short question."""
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "Are you well?"}], "max_tokens": 4}
-    return Order(_BOOK_SIZE, Api.CHAT, fields)
+    return Request(_SIZE, Api.CHAT, fields)
 
 
-def book(seed: int) -> list[Order]:
-    """All orders; the clean one is the last."""
+def workload(seed: int) -> list[Request]:
+    """All requests; the last one is `clean_request`."""
     draw = random.Random(seed)
-    return [*(_order(number, draw) for number in range(_BOOK_SIZE)), clean_order()]
+    return [*(_request(number, draw) for number in range(_SIZE)), clean_request()]
 
 
-def _order(number: int, draw: random.Random) -> Order:
+def _request(number: int, draw: random.Random) -> Request:
     kind = draw.random()
     if kind < 0.05:
         return _mistake(number, draw)
@@ -95,15 +94,15 @@ def _order(number: int, draw: random.Random) -> Order:
     fields = {"model": MODEL, **_prompt(number, api, draw), **_length(draw), **_options(api, draw)}
     if kind < 0.11:
         # Some leave during the prefill, some in the middle of the answer, and some are answered before.
-        return Order(number, api, fields | {"max_tokens": 200}, leaves_after_seconds=round(draw.uniform(0.0, 1.5), 3))
+        return Request(number, api, fields | {"max_tokens": 200}, leaves_after_seconds=round(draw.uniform(0.0, 1.5), 3))
     if kind < 0.17:
         fields["n"] = draw.randint(2, 3)
     elif kind < 0.21 and api is Api.COMPLETIONS:
         fields["prompt"] = [_text(number, draw), _text(number, draw)]
-    return Order(number, api, fields)
+    return Request(number, api, fields)
 
 
-def _mistake(number: int, draw: random.Random) -> Order:
+def _mistake(number: int, draw: random.Random) -> Request:
     """Some the gateway refuses by itself, others only an engine can."""
     text = _text(number, draw)
     mistakes: list[tuple[dict[str, Any], int]] = [
@@ -115,7 +114,7 @@ def _mistake(number: int, draw: random.Random) -> Order:
         ({"model": MODEL}, 400),
     ]
     fields, status = draw.choice(mistakes)
-    return Order(number, Api.COMPLETIONS, fields, status)
+    return Request(number, Api.COMPLETIONS, fields, status)
 
 
 def _prompt(number: int, api: Api, draw: random.Random) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from lab.common.toxics import Direction
-from lab.soak.taps import Tap, edits
+from lab.soak.recorder import Recorder, edits
 from proxy.connectors.releaser import RELEASE_MODEL
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Network:
-    """A connection with a tap, and a clock that goes on by a second with everything that passes."""
+    """A connection with a recorder, and a clock that goes on by a second with everything that passes."""
 
     def __init__(self) -> None:
         self.legs: list[Leg] = []
         self.seconds = 0.0
-        self.tap = Tap("127.0.0.1:7200", self.legs.append, {"soak-1.7": CLIENT}.get, lambda: self.seconds)
+        self.recorder = Recorder("127.0.0.1:7200", self.legs.append, {"soak-1.7": CLIENT}.get, lambda: self.seconds)
 
     def ask(self, body: bytes, path: str = "/v1/completions", pieces: int = 1) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: a1\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -44,7 +44,7 @@ class Network:
             self._pass(DOWN, b"0\r\n\r\n")
 
     def _pass(self, direction: Direction, data: bytes) -> None:
-        self.tap.on_data(direction, data)
+        self.recorder.on_data(direction, data)
         self.seconds += 1.0
 
 
@@ -87,7 +87,7 @@ def test_requests_follow_each_other_on_a_connection_in_any_pieces(network: Netwo
 def test_what_is_not_a_success(network: Network, chunks: tuple[bytes, ...], ends: bool) -> None:
     network.ask(DECODE)
     network.answer(*chunks, ends=ends)
-    network.tap.on_close()
+    network.recorder.on_close()
     [leg] = network.legs
     assert not leg.is_finished
     assert leg.is_whole is ends
@@ -95,7 +95,7 @@ def test_what_is_not_a_success(network: Network, chunks: tuple[bytes, ...], ends
 
 def test_a_connection_that_is_lost_before_the_answer(network: Network) -> None:
     network.ask(DECODE)
-    network.tap.on_close()
+    network.recorder.on_close()
     [leg] = network.legs
     assert (leg.answered, leg.status, leg.is_whole, leg.ended) == (None, None, False, 1.0)
 
@@ -103,9 +103,9 @@ def test_a_connection_that_is_lost_before_the_answer(network: Network) -> None:
 def test_what_an_engine_says_to_nobody_does_not_count(network: Network) -> None:
     network.ask(DECODE)
     network.answer(WHOLE[0], ends=False)
-    network.tap.on_end(UP)
+    network.recorder.on_end(UP)
     network.answer(WHOLE[1], DONE)
-    network.tap.on_end(DOWN)
+    network.recorder.on_end(DOWN)
     [leg] = network.legs
     assert (leg.ended, leg.is_whole, leg.is_finished) == (3.0, False, False)
 
@@ -119,8 +119,8 @@ def test_a_release_is_told_apart(network: Network) -> None:
 
 def test_bytes_that_are_no_http_are_no_error_here(network: Network) -> None:
     network.ask(DECODE)
-    network.tap.on_data(DOWN, b"\x00\x01\x02")
-    network.tap.on_close()
+    network.recorder.on_data(DOWN, b"\x00\x01\x02")
+    network.recorder.on_close()
     assert not network.legs[0].is_whole
 
 

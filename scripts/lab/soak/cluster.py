@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lab.common.toxics import Watcher
 
 ENGINE_OPTIONS: dict[str, Any] = {"eos_after": 150, "tool_call_parser": "kimi_k2", "prompt_tokens_details": False}
-"""What decides what engines say: those of the scene and the one that is asked alone."""
+"""What decides what engines say: those of the cluster and the one that is asked alone."""
 STALL_SECONDS = 1.0
 LIMITS = Limits(handoff_seconds=4.0, health_seconds=0.5)
 _ENGINE_FLAGS = (
@@ -91,7 +91,7 @@ class Engine:
         return f"{self.role} {self.instance}"
 
 
-class Scene:
+class Cluster:
     """All of it."""
 
     def __init__(self, engines: list[Engine], gateway: Program, port: int, session: aiohttp.ClientSession) -> None:
@@ -194,7 +194,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def staged(directory: Path, workers: int, per_role: int, watch: Callable[[str], Watcher]) -> AsyncIterator[Scene]:
+async def started(
+    directory: Path, workers: int, per_role: int, watch: Callable[[str], Watcher]
+) -> AsyncIterator[Cluster]:
     """Start everything, and stop it in the end. Logs and configuration are written to the directory."""
     gateway_port, *ports = quiet_ports(1 + 4 * per_role)
     roles = ["prefill"] * per_role + ["decode"] * per_role
@@ -207,16 +209,16 @@ async def staged(directory: Path, workers: int, per_role: int, watch: Callable[[
         ]
         gateway = Program(["--config", str(directory / "gateway.yaml")], gateway_log)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10.0)) as session:
-            scene = Scene(engines, gateway, gateway_port, session)
+            cluster = Cluster(engines, gateway, gateway_port, session)
             instances = {role: [e.instance for e in engines if e.role == role] for role in ("prefill", "decode")}
             # JSON is YAML, too.
             (directory / "gateway.yaml").write_text(json.dumps(settings(gateway_port, workers, **instances), indent=1))
             try:
                 for engine in engines:
                     await engine.network.__aenter__()
-                await asyncio.gather(*map(scene.start, engines))
-                await scene.start_gateway()
-                yield scene
+                await asyncio.gather(*map(cluster.start, engines))
+                await cluster.start_gateway()
+                yield cluster
             finally:
                 await asyncio.gather(*(program.end() for program in (gateway, *(e.program for e in engines))))
                 for engine in engines:

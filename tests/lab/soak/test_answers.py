@@ -7,8 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lab.soak.orders import book, order_number, user_name
-from lab.soak.told import Unreadable, told, unlike
+from lab.soak.answers import Unreadable, content, difference
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import ask
 from tests.conformance.resuming import WITH_USAGE, chat, completion, story, thoughts
@@ -19,9 +18,9 @@ from tests.conformance.resuming import WITH_USAGE, chat, completion, story, thou
 )
 async def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     async with SimulatedEngine(tool_call_parser="kimi_k2") as engine, aiohttp.ClientSession() as session:
-        whole = told((await ask(session, engine.url, body)).body, stream=False)
-        streamed = told((await ask(session, engine.url, body | WITH_USAGE)).body, stream=True)
-    assert not unlike(streamed, whole)
+        whole = content((await ask(session, engine.url, body)).body, stream=False)
+        streamed = content((await ask(session, engine.url, body | WITH_USAGE)).body, stream=True)
+    assert not difference(streamed, whole)
     assert streamed == whole
     assert whole["choices"][0]["finish"]
 
@@ -50,33 +49,18 @@ def message(content: str = "a b", **fields: Any) -> bytes:
     ],
 )
 def test_differences_are_told(answer: bytes, expected: str) -> None:
-    found = unlike(told(answer, stream=False), told(message(), stream=False))
+    found = difference(content(answer, stream=False), content(message(), stream=False))
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
 def test_usage_that_is_not_expected_is_not_compared() -> None:
-    other = told(message(usage=b'{"prompt_tokens":1,"completion_tokens":3}'), stream=False)
-    assert unlike(other, told(message(), stream=False))
-    assert not unlike(other, told(message(), stream=False) | {"usage": None})
+    other = content(message(usage=b'{"prompt_tokens":1,"completion_tokens":3}'), stream=False)
+    assert difference(other, content(message(), stream=False))
+    assert not difference(other, content(message(), stream=False) | {"usage": None})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[1]}'])
 def test_what_is_no_answer(body: bytes) -> None:
     with pytest.raises(Unreadable):
-        told(body, stream=False)
-
-
-async def test_orders_get_the_status_they_deserve_of_an_engine_and_are_the_same_for_a_seed() -> None:
-    orders = book(7)
-    assert [order.body("x") for order in orders] == [order.body("x") for order in book(7)]
-    assert orders != book(8)
-    assert {order.status for order in orders} == {200, 400, 404}
-    assert any(order.leaves_after_seconds is not None for order in orders)
-    assert any(order.units > 1 for order in orders)
-    async with SimulatedEngine(tool_call_parser="kimi_k2") as engine, aiohttp.ClientSession() as session:
-        for order in (order for order in orders[::10] if order.status == 200):
-            async with session.post(engine.url + order.api.path, data=order.body(user_name(1, order))) as response:
-                assert response.status == 200
-            assert engine.requests[-1].body["user"] == user_name(1, order)
-            assert order_number(user_name(1, order)) == order.number
+        content(body, stream=False)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import httptools
 
 from lab.common.toxics import Direction
+from lab.soak.answers import DONE
 from lab.soak.evidence import Leg
-from lab.soak.told import DONE
 from proxy.connectors.releaser import RELEASE_MODEL
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _GENERATION = (b"/v1/chat/completions", b"/v1/completions")
 _KEPT_BYTES = 4096
 
 
-class Tap:
+class Recorder:
     """Watches one connection and notes a Leg for each exchange.
 
     `sent_by_client`: the body that a client sent under a name, None when nobody did.
@@ -111,41 +111,41 @@ class _Exchange:
 class _Requests:
     """What httptools calls with the parts of a request."""
 
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def on_message_begin(self) -> None:
-        self._tap.begin()
+        self._recorder.begin()
 
     def on_url(self, url: bytes) -> None:
-        if self._tap.exchange is not None:
-            self._tap.exchange.path += url
+        if self._recorder.exchange is not None:
+            self._recorder.exchange.path += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._tap.exchange is not None and name.lower() == b"x-request-id":
-            self._tap.exchange.attempt = value.decode("latin-1")
+        if self._recorder.exchange is not None and name.lower() == b"x-request-id":
+            self._recorder.exchange.attempt = value.decode("latin-1")
 
     def on_body(self, data: bytes) -> None:
-        if self._tap.exchange is not None:
-            self._tap.exchange.body += data
+        if self._recorder.exchange is not None:
+            self._recorder.exchange.body += data
 
 
 class _Answers:
     """What httptools calls with the parts of an answer."""
 
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def on_headers_complete(self) -> None:
-        self._tap.answered()
+        self._recorder.answered()
 
     def on_body(self, data: bytes) -> None:
-        exchange = self._tap.exchange
+        exchange = self._recorder.exchange
         if exchange is not None:
             exchange.answer = (exchange.answer + data)[-_KEPT_BYTES:]
 
     def on_message_complete(self) -> None:
-        self._tap.end(is_whole=True)
+        self._recorder.end(is_whole=True)
 
 
 def edits(client: bytes, engine: bytes) -> set[str]:
