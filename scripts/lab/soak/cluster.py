@@ -34,6 +34,8 @@ _ENGINE_FLAGS = (
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
 )
 _PATIENCE_SECONDS = 20.0
+_START_SECONDS = 60.0
+"""All programs start at once, on machines that may be busy with something else."""
 
 
 def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
@@ -181,14 +183,14 @@ class Cluster:
             return False
 
         try:
-            await until(answers)
+            await until(answers, _START_SECONDS)
         except TimeoutError:
             sys.exit(f"{name} did not start; see its log in the directory of the run")
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: float = _PATIENCE_SECONDS) -> None:
     """Ask again and again. Raises TimeoutError."""
-    async with asyncio.timeout(_PATIENCE_SECONDS):
+    async with asyncio.timeout(patience_seconds):
         while not await condition():  # noqa: ASYNC110 other processes have no events
             await asyncio.sleep(0.1)
 

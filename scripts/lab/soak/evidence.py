@@ -171,8 +171,8 @@ class Evidence:
 
     @cached_property
     def ends(self) -> list[dict[str, Any]]:
-        """The access lines."""
-        return [line for line in self.lines if line.get("logger") == "proxy.access"]
+        """The access lines of requests. One without an id only says how many were left out in a flood of refusals."""
+        return [line for line in self.lines if line.get("logger") == "proxy.access" and "id" in line]
 
     @property
     def lag_seconds(self) -> float:

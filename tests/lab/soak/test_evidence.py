@@ -57,3 +57,10 @@ def test_the_table_says_what_counts() -> None:
     explained = details(of_failure, verdicts)
     assert f"soak-2.7 during kill decode {D}: cut reset" in explained
     assert "the engine is gone" in explained
+
+
+def test_a_line_about_lines_that_were_left_out_is_the_end_of_no_request() -> None:
+    left_out = {"logger": "proxy.access", "at": 12.0, "message": "left out: request", "term": "PQ", "suppressed": 7}
+    of_flood = evidence(lines=[line(), left_out])
+    assert of_flood.ends == [line()]
+    assert not any(judged(of_flood).values())
