@@ -96,7 +96,7 @@ def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int 
     """
     names = tuple(names)
     if len(names) > capacity:
-        raise ValueError(f"there are {len(names)} client keys, but {capacity} is the most there can be")
+        raise ValueError(f"there are {len(names)} client keys, but {capacity} is the limit")
     slots = {name: before[name] for name in names if name in before}
     kept, had = set(slots.values()), set(before.values())
     free = sorted(set(range(capacity)) - kept, key=lambda slot: (slot in had, slot))

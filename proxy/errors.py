@@ -106,7 +106,7 @@ class Failure(StrEnum):
     BROKEN = "broken"  # the answer had begun and ended before it was complete
     MISSING_KV = "missing_kv"  # a prefiller answered without the KV parameters a decoder needs
     NOT_RESUMED = "not_resumed"  # the decoder was given the beginning of an answer and did not go on with it
-    RECOMPUTED = "recomputed"  # the decoder gave the request up for lack of KV memory and asks for a new prefill
+    RECOMPUTED = "recomputed"  # the decoder gave up the request for lack of KV memory and asks for a new prefill
 
 
 _STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.REMOVED: 503, Failure.BOOTSTRAP: 503}
@@ -167,7 +167,7 @@ class UpstreamError(GatewayError):
         """This error as the client is told of it when its request must not be sent to another engine."""
         self.body = self.retry_after_seconds = None
         self.status, self.code = status, code
-        self.message = f"{self.message}; another one had gone down over this request, which is stopped"
+        self.message = f"{self.message}; another one had gone down while serving this request, which is stopped"
         return self
 
     @property

@@ -319,7 +319,7 @@ def test_a_kept_key_keeps_its_slot_and_a_new_one_gets_the_lowest_free(
 
 
 def test_more_keys_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are 5 client keys, but 4 is the most there can be"):
+    with pytest.raises(ValueError, match="there are 5 client keys, but 4 is the limit"):
         assign_slots("abcde", {}, 4)
 
 

@@ -21,7 +21,7 @@ BAD_NAME = ": entry 1: name must be 1 to 64 letters, digits, `.`, `_` or `-`, an
 BAD_KEY = ": entry 1: key must be printable ASCII without spaces, as it is sent in an HTTP header"
 NO_TEXT = ": entry 1: key must be text: put it in quotes"
 ONE_OF_TWO = ": entry 1 must have either a key or its key_sha256"
-ODD = ": this is not YAML of a known kind"
+ODD = ": this is not valid YAML"
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_only_a_digest_of_a_key_is_kept_and_not_shown_either(file: Path) -> None
         (f"keys:\n- {{name: a, key: !{SECRET} x}}", f", line 2{ODD}"),
         (f"keys:\n- {{name: a, key: *{SECRET}}}", f", line 2{ODD}"),
         (f"keys: [{{name: a, key: {SECRET}", ", line 1: expected ',' or '}', but got '<stream end>'"),
-        ("\0", " is not YAML of a known kind"),
+        ("\0", " is not valid YAML"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence_that_says_where(file: Path, text: str, sentence: str) -> None:

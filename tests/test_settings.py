@@ -305,19 +305,19 @@ def test_hosts_are_paired_with_ports_in_order(hosts: str, ports: str, endpoints:
         ("--decode x", "--decode: 'x' has no port: write it as host:port"),
         (
             "--prefiller-hosts http://127.0.0.1",
-            "--prefiller-hosts: 'http://127.0.0.1' is not a host alone: --prefill takes URLs and host:port",
+            "--prefiller-hosts: 'http://127.0.0.1' is not just a host: --prefill takes URLs and host:port",
         ),
         (
             "--decoder-hosts a 127.0.0.1:7100",
-            "--decoder-hosts: '127.0.0.1:7100' is not a host alone: --decode takes URLs and host:port",
+            "--decoder-hosts: '127.0.0.1:7100' is not just a host: --decode takes URLs and host:port",
         ),
         (
             "--encoder-hosts [::1]:7100",
-            "--encoder-hosts: '[::1]:7100' is not a host alone: --encode takes URLs and host:port",
+            "--encoder-hosts: '[::1]:7100' is not just a host: --encode takes URLs and host:port",
         ),
         (
             "--decoder-hosts http://me:hush@a:1",
-            "--decoder-hosts: 'a:1' is not a host alone: --decode takes URLs and host:port",
+            "--decoder-hosts: 'a:1' is not just a host: --decode takes URLs and host:port",
         ),
     ],
 )
@@ -354,10 +354,10 @@ def test_encoders_are_given_like_prefillers_and_decoders(line: str) -> None:
         ("--prefill a:1 --decode b:1 --encode c:1-2 c:2", "c:2 is given twice as an encoder"),
         (
             "--prefill a:1 --decode b:1 --encode c:1 --connector sglang_bootstrap",
-            "connector sglang_bootstrap has no encoders: those of SGLang are asked in another way",
+            "connector sglang_bootstrap has no encoders: SGLang's encoders work in another way",
         ),
         ("--prefill [::1]:1 --decode [0:0::1]:1", "[::1]:1 is given both as a prefiller and as a decoder"),
-        ("--prefill a:1 --decode b:1-2000", "2001 instances are given, but 1024 is the most there can be"),
+        ("--prefill a:1 --decode b:1-2000", "2001 instances are given, but 1024 is the limit"),
         (
             "",
             (
@@ -689,7 +689,7 @@ def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
     assert mistake(environ={"PROXY_AUTH__ADMIN_KEY_FILE": str(empty)}) == f"auth.admin_key_file {empty} is empty"
     assert "auth.admin_key_file /nowhere cannot be read" in mistake(environ={"PROXY_AUTH__ADMIN_KEY_FILE": "/nowhere"})
     both = {"PROXY_AUTH__ADMIN_KEY_FILE": str(empty), "PROXY_AUTH__ADMIN_KEY": "hush"}
-    assert mistake(environ=both) == "auth.admin_key and auth.admin_key_file are both given, but one of them is enough"
+    assert mistake(environ=both) == "auth.admin_key and auth.admin_key_file are both given: give only one of them"
 
 
 def test_a_key_never_appears_in_a_sentence_or_a_representation(file: Path) -> None:

@@ -313,7 +313,7 @@ def test_workers_that_always_fail_end_the_program_with_their_traceback() -> None
         assert gateway.process.stdout is not None
         log = gateway.process.stdout.read()
         assert "RuntimeError: cannot work" in log
-        assert "giving up" in log
+        assert "restart limit reached, shutting down" in log
 
 
 def test_a_dead_workers_live_gauges_vanish_and_the_directory_is_private_and_removed() -> None:

@@ -71,7 +71,7 @@ async def read_body(
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
         raise GatewayError(
-            "the body has a Content-Encoding, and this gateway decompresses nothing: send it without",
+            "the body has a Content-Encoding, which this gateway does not support: send it uncompressed",
             code="content_encoding",
             status=415,
         )

@@ -91,7 +91,7 @@ class BroadcastApi:
     def _handler(self, path: str) -> Handler:
         async def tell_all(request: web.Request) -> web.Response:
             body = await read_body(request, _BODY, option=None)
-            logger.info("all instances are told: %s", path, extra={"fields": {"by": author(request)}})
+            logger.info("sent to all instances: %s", path, extra={"fields": {"by": author(request)}})
             message = _Message(path, list(request.query.items()), body, request.headers.get(hdrs.CONTENT_TYPE, ""))
             backends = [backend for pool in self._pools.values() for backend in pool.backends()]
             done = await asyncio.gather(*(self._tell(backend, message) for backend in backends))
@@ -118,5 +118,5 @@ class BroadcastApi:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             problem = type(error).__name__
         if problem:
-            logger.error("%s instance %s did not do %s: %s", backend.role, backend.name, message.path, problem)
+            logger.error("%s instance %s failed on %s: %s", backend.role, backend.name, message.path, problem)
         return not problem

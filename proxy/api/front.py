@@ -197,12 +197,12 @@ class Front:
         now = self._clock()
         if now >= self._next_full_line:
             self._next_full_line = now + _FULL_LINE_SECONDS
-            logger.warning("no room for more than %d client connections", self._max_connections)
+            logger.warning("the limit of %d client connections is reached: new ones are refused", self._max_connections)
         connection.close()  # what it sends is not looked at
         if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
             transport.abort()
             return
-        error = Overloaded("this gateway has as many connections as it can hold", code="too_many_connections")
+        error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
         transport.write(replies.last_words(error, replies.new_request_id()))
         transport.write_eof()
         self._turned_away[connection] = (now, transport)

@@ -75,12 +75,14 @@ def objection(request: web.BaseRequest) -> GatewayError | None:
         return malformed("the Host header is not valid")
     for name in _CREDENTIALS:
         if len(headers.getall(name, ())) > 1:
-            return malformed("it has two credentials of a kind")
+            return malformed("it has more than one credential of the same kind")
     if request.method == hdrs.METH_CONNECT:
-        return GatewayError("this gateway is no tunnel", code="method_not_allowed", status=405)
+        return GatewayError("this gateway does not support CONNECT", code="method_not_allowed", status=405)
     # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.
     if not (target.startswith("/") or target == "*" or target.lower().startswith(("http://", "https://"))):
         return malformed("the request target is not valid")
     if hdrs.EXPECT in headers:  # the one that can be met was taken out
-        return GatewayError("this gateway meets no expectation but 100-continue", code="expectation_failed", status=417)
+        return GatewayError(
+            "the only expectation that this gateway meets is 100-continue", code="expectation_failed", status=417
+        )
     return None

@@ -77,7 +77,9 @@ async def ask(
 
 def bad_answer(backend: Backend, what: str) -> UpstreamError:
     """The error for an answer of another shape than it must have."""
-    return UpstreamError(Failure.BAD_ANSWER, backend, f"{backend.role} instance did not {what} as engines do")
+    return UpstreamError(
+        Failure.BAD_ANSWER, backend, f"{backend.role} instance did not {what} in the way that engines do"
+    )
 
 
 def nobody(errors: Sequence[UpstreamError], what: str) -> GatewayError:
@@ -85,6 +87,6 @@ def nobody(errors: Sequence[UpstreamError], what: str) -> GatewayError:
     for error in errors:
         if error.is_clients_fault:
             return error
-    found = GatewayError(f"no instance could be asked for {what}", code="no_healthy_instance", status=503)
+    found = GatewayError(f"no instance answered when asked for {what}", code="no_healthy_instance", status=503)
     found.retry_after_seconds = 1.0
     return found

@@ -47,17 +47,17 @@ _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\ud7ff\ue000-\U0010ffff]*")
 
 HTTP_ERRORS: Final = {
-    400: ("bad_request", "the request is not one this gateway understands"),
+    400: ("bad_request", "this gateway does not understand the request"),
     404: ("not_found", "there is no such route on this gateway"),
-    405: ("method_not_allowed", "this route does not take that method"),
+    405: ("method_not_allowed", "this route does not support that method"),
     408: ("request_timeout", "the request did not arrive in time"),
-    411: ("length_required", "the request does not tell the length of its body"),
+    411: ("length_required", "the request does not state the length of its body"),
     413: ("request_too_large", "the request body is larger than this gateway accepts"),
-    415: ("unsupported_media_type", "this gateway does not take a body of that kind"),
-    417: ("expectation_failed", "this gateway meets no expectation but 100-continue"),
+    415: ("unsupported_media_type", "this gateway does not accept a body of that type"),
+    417: ("expectation_failed", "the only expectation that this gateway meets is 100-continue"),
     431: ("headers_too_large", "the headers of the request are larger than this gateway accepts"),
     500: ("internal_error", "the gateway failed; its log has the details"),
-    501: ("not_implemented", "this gateway does not do that"),
+    501: ("not_implemented", "this gateway does not support that"),
     505: ("http_version_not_supported", "this gateway speaks HTTP/1.1"),
 }
 

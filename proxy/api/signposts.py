@@ -31,7 +31,10 @@ _NOT_SERVED: Final = (
     ("/messages", "Anthropic's Messages API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/generate", "SGLang's own API is served with the connector sglang_bootstrap, and OpenAI's always"),
-    *((path, "there are no pages here, but the README") for path in ("/docs", "/redoc", "/openapi.json")),
+    *(
+        (path, "there are no such pages here; the README has links to the documentation")
+        for path in ("/docs", "/redoc", "/openapi.json")
+    ),
 )
 
 
@@ -92,5 +95,5 @@ class Signposts:
 
 
 def _error(hint: str | None) -> GatewayError:
-    words = hint or "GET / tells which there are"
+    words = hint or "GET / lists those there are"
     return GatewayError(f"there is no such route on this gateway; {words}", code="not_found", status=404)

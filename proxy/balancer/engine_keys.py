@@ -32,7 +32,7 @@ class EngineKeys:
             )
         if not backend.trusted:
             return 'asks for a key and is sent none, as it was added without "send_key": true'
-        return "refuses the key it is sent: is the one in OPENAI_API_KEY or auth.engine_api_key the engines'?"
+        return "refuses the key it is sent: check that OPENAI_API_KEY or auth.engine_api_key is the engines' key"
 
     @property
     def passes_on(self) -> bool:

@@ -65,8 +65,8 @@ class Fitness:
             self.report(
                 prefiller,
                 MisfitKind.NO_KV_PARAMS,
-                "answers prefills without kv_transfer_params, so that decoders compute its prompts once more: is "
-                "--kv-transfer-config set, and is it a connector that this gateway's connector serves?",
+                "answers prefills without kv_transfer_params, so decoders compute its prompts again: check its "
+                "--kv-transfer-config, and that this gateway's connector serves it",
             )
 
     def refused_key(self, backend: Backend) -> None:

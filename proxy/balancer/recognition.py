@@ -110,7 +110,7 @@ def unsuited(told: Told, connector: str, bootstrap_port: int | None) -> tuple[Mi
     if connector == "plain" or not setup.tells_transfer:
         return None
     if not setup.kv_connectors:
-        return MisfitKind.CONNECTOR, "was started without a --kv-transfer-config, so that it can hand over no KV cache"
+        return MisfitKind.CONNECTOR, "was started without a --kv-transfer-config, so it cannot hand over KV cache"
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     # What a prefiller names goes to the decoder with vllm_store, too.
     if served_by & {None, connector} or (connector == "vllm_store" and "vllm_pull" in served_by):
@@ -124,8 +124,8 @@ def _wrong_kind(kind: str, connector: str) -> str:
     if kind == "SGLang":
         return f"is SGLang, which connector {connector} does not serve: use sglang_bootstrap, or auto"
     return (
-        f"is vLLM, which takes no notice of what connector {connector} tells it, so that every engine computes all by "
-        "itself: use the connector that suits its --kv-transfer-config, or auto"
+        f"is vLLM, which ignores what connector {connector} sends it, so every engine computes everything by itself: "
+        "use the connector that suits its --kv-transfer-config, or auto"
     )
 
 
@@ -154,7 +154,7 @@ def _wrong_port(told: Told, bootstrap_port: int | None) -> tuple[MisfitKind, str
     its = told.setup.bootstrap_port
     if told.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
         return None
-    hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}, where they meet nobody"
+    hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}, where there is none"
     return MisfitKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
 
 
@@ -167,8 +167,8 @@ def _vllm(engines: Sequence[Told]) -> Finding:
     if not found:
         return Finding(
             "vllm_pull",
-            f"{_count_of(engines)} are vLLM and do not tell how their KV cache travels, as they would with "
-            "VLLM_SERVER_DEV_MODE=1: name the connector if decoders do not pull it",
+            f"{_count_of(engines)} are vLLM and do not report how their KV cache travels, as they would with "
+            "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache",
         )
     if len(found) > 1:
         told = " and ".join(f"{name} has {told}" for told, name in found.values())

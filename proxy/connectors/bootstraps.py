@@ -183,7 +183,7 @@ class Bootstraps:
             reason = connect_problem(error.os_error)
             problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({reason})")
         except (aiohttp.ClientError, ValueError):
-            problem = (Failure.BAD_ANSWER, f"what answers at port {port} is no bootstrap server of vLLM's")
+            problem = (Failure.BAD_ANSWER, f"what answers at port {port} is not a bootstrap server of vLLM")
         if problem is None:
             known.engines, known.problem = engines, None
             known.due = self._clock() + _FRESH_SECONDS

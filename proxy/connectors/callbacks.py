@@ -71,7 +71,7 @@ async def _read(request: web.Request) -> bytes:
         async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise GatewayError("this is longer than any callback", code="request_too_large", status=413) from None
+        raise GatewayError("the body is longer than any callback", code="request_too_large", status=413) from None
     except TimeoutError:
         raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
 
@@ -89,7 +89,7 @@ def _parse(body: bytes) -> tuple[str, Document]:
     values = params.values
     engine_id, cached_tokens = values.get("request_id"), values.get("remote_cached_tokens")
     if not isinstance(engine_id, str) or values.get("do_remote_decode") is not True:
-        raise BadRequest("this is not how a decoder calls back")
+        raise BadRequest("this is not a decoder's callback")
     if type(cached_tokens) is not int or cached_tokens < 0:
         raise BadRequest("remote_cached_tokens must be a number of tokens", param="remote_cached_tokens")
     return engine_id, params

@@ -83,7 +83,7 @@ def asks_for_echoed_logprobs(call: Call) -> bool:
 def echo_refused() -> BadRequest:
     """The error for such a request if it also generates."""
     return BadRequest(
-        "echo with logprobs is not supported with prefill/decode disaggregation, but with max_tokens 0 or 1",
+        "with prefill/decode disaggregation echo with logprobs is only supported with max_tokens 0 or 1",
         param="echo",
     )
 
@@ -99,7 +99,7 @@ def _problem(call: Call) -> BadRequest | None:
         return BadRequest("best_of larger than n is not supported", param="best_of")
     if values.get("prompt_logprobs") is not None:
         return BadRequest(
-            "prompt_logprobs is not supported with prefill/decode disaggregation, but with max_tokens 1",
+            "with prefill/decode disaggregation prompt_logprobs is only supported with max_tokens 1",
             param="prompt_logprobs",
         )
     return echo_refused() if asks_for_echoed_logprobs(call) else None

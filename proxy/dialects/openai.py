@@ -44,7 +44,7 @@ class OpenAi(Dialect):
             raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
         for choice in choices:
             if choice.get("stop_reason") == "recomputed":
-                raise response.fail(Failure.RECOMPUTED, "gave the request up for lack of KV memory")
+                raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             if choice.get("finish_reason") is None:
                 raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
 

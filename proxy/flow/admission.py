@@ -274,7 +274,7 @@ class Hold:
         admission = self._admission
         others = admission._held_bytes - self._held_bytes
         if others and body_bytes > self._held_bytes and others + body_bytes > admission._max_held_bytes:
-            raise _overloaded("buffers_full", "the gateway holds as many request bodies as it can")
+            raise _overloaded("buffers_full", "the gateway has reached its limit of request bodies in memory")
         admission._held_bytes = others + body_bytes
         self._held_bytes = body_bytes
 

@@ -134,7 +134,7 @@ class AttemptLoop:
         if is_repeating and not await self._permit.begin(self._settings.resume.deadline_seconds):
             assert self._last is not None
             self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.given_up(self._last, "too many others are being taken up")
+            raise self._resuming.given_up(self._last, "the retry budget had no place for it in time")
         return avoid
 
     async def _failed(self, error: UpstreamError) -> bool:
@@ -166,7 +166,7 @@ class AttemptLoop:
         self._call = resumption.call
         if not await self._permit.begin(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
-            raise resuming.given_up(error, "too many others are being taken up")
+            raise resuming.given_up(error, "the retry budget had no place for it in time")
         if resuming.count > 1:
             self._journey.leave()
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
@@ -186,7 +186,7 @@ class AttemptLoop:
                 # The last instance of a role is not taken out, however often it refuses: it may be on its way back.
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 return
-            raise resuming.given_up(error, "no instance could go on") if self._delivery.goes_on else error
+            raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
         # What was never sent costs the engines nothing to repeat.
         if error.failure is not Failure.CONNECT and not await self._permit.begin(retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
@@ -215,7 +215,7 @@ class AttemptLoop:
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
             raise nobody
         else:
-            raise resuming.given_up(last, "no instance could go on") if resuming.action else last from None
+            raise resuming.given_up(last, "no instance could continue it") if resuming.action else last from None
 
 
 def _role_of(error: NoBackendAvailable | UpstreamError) -> Role:

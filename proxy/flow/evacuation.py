@@ -42,7 +42,7 @@ class Evacuation:
         self._upstream = upstream
         self._budget = budget
         self._clock = clock
-        self._told: set[Backend] = set()  # of which the log has said that it is evacuated, or that it cannot be
+        self._told: set[Backend] = set()  # of which the log has said that it is being evacuated, or that it cannot be
 
     def look(self) -> None:
         """Take away what is due. Nearly free while nothing is."""
@@ -63,9 +63,9 @@ class Evacuation:
         if backend not in self._told:
             self._told.add(backend)
             what = (
-                "is evacuated"
+                "is being evacuated"
                 if is_possible
-                else "cannot be evacuated yet: there is no other to go on with its answers"
+                else "cannot be evacuated yet: no other instance can continue its answers"
             )
             level = logging.INFO if is_possible else logging.WARNING
             fields = {"fields": {"left": exchanges}} | logs.ALWAYS

@@ -120,11 +120,11 @@ class Relay:
                     self._read_other(meaning, event, output)
             except Mismatch:
                 fail = self._attempt.response.fail
-                self._end(fail(Failure.NOT_RESUMED, "did not go on with the answer it was given"))
+                self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
             except _ODD_SHAPES:
                 self._delivery.lose_track()
                 fail = self._attempt.response.fail
-                self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of a kind that no engine sends"))
+                self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of unexpected types"))
             if self._ended or self.segment.done:
                 break
         if output:
@@ -166,7 +166,7 @@ class Relay:
             if not self._opened:
                 self._open()
             part = delivery.recomputed(segment)
-            given_up = attempt.response.fail(Failure.RECOMPUTED, "gave the request up for lack of KV memory")
+            given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
         else:
             self.malformed_events += meaning is Meaning.MALFORMED

@@ -151,7 +151,7 @@ class Resuming:
         self._metrics.resumed_tokens_total.inc(prefilled)
         self._journey.resumes += 1
         logger.info(
-            "an answer goes on after its decoder was lost",
+            "an answer is continued after its decoder was lost",
             extra={
                 "fields": {
                     "cause": cause,

@@ -49,7 +49,9 @@ class SuspectRequest(GatewayError):
     code = CODE
 
     def __init__(self) -> None:
-        super().__init__("this request has broken down two instances, and is not sent to another one for a while")
+        super().__init__(
+            "two instances went down while serving this request; it is not sent to another one for a while"
+        )
 
 
 class Suspects:
@@ -258,7 +260,7 @@ class Suspects:
             self._metrics.suspect_requests_total.inc()
             names = sorted(lost.name for lost in suspicion.lost(now))
             logger.warning(
-                "instances went down while they worked on this request: it is stopped, and refused if it comes again",
+                "instances went down while serving this request: it is stopped, and refused if it comes again",
                 extra={"fields": {"instances": ", ".join(names), "role": backend.role.value}},
             )
 

@@ -105,7 +105,9 @@ class LineHandler(logging.Handler):
         dropped = self._writer.dropped - self._told_dropped
         if dropped:
             self._told_dropped += dropped
-            self._add("proxy.logs", logging.WARNING, "lines were lost: nobody took them", {"dropped": dropped})
+            self._add(
+                "proxy.logs", logging.WARNING, "lines were dropped: the log was not read in time", {"dropped": dropped}
+            )
 
     def _add(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
         """Write a line of our own."""

@@ -162,7 +162,7 @@ class Monitor:
         self._metrics.overload_state.set(self.overload)
         if self.overload is not before:
             level = logging.WARNING if self.overload > before else logging.INFO
-            logger.log(level, "memory is at %.1f %% of what there is: %s", 100 * share, _MEANINGS[self.overload])
+            logger.log(level, "memory use is at %.1f %% of the limit: %s", 100 * share, _MEANINGS[self.overload])
         if self.closes_connections and now >= self._shrink_at:
             self._shrink_at = now + _SHRINK_SECONDS
             self._shrink_heap()

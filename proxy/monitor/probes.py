@@ -96,7 +96,7 @@ class ProbeServer:
         target, _, version = rest.partition(" ")
         try:
             if b"\r\n\r\n" not in request or not version.startswith("HTTP/1."):
-                raise BadRequest("this is not an HTTP/1.1 request, or too long a one")
+                raise BadRequest("this is not an HTTP/1.1 request, or it is too long")
             self._check(method, target.partition("?")[0])
         except GatewayError as error:
             status, body = error.status, error_body(error)
@@ -116,8 +116,8 @@ class ProbeServer:
         if path not in _ALIVE_PATHS | _READY_PATHS:
             raise GatewayError("there is no such route on this port", code="not_found", status=404)
         if method not in ("GET", "HEAD"):
-            raise GatewayError("this route does not take that method", code="method_not_allowed", status=405)
+            raise GatewayError("this route does not support that method", code="method_not_allowed", status=405)
         if not self._is_alive():
-            raise GatewayError("the event loop does not run", code="event_loop_stalled", status=503)
+            raise GatewayError("the event loop has stalled", code="event_loop_stalled", status=503)
         if path in _READY_PATHS and not self._is_ready():
             raise GatewayError("the gateway is not ready", code="not_ready", status=503)

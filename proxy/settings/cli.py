@@ -152,7 +152,7 @@ def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -
 def _host_alone(word: str, url_flag: str) -> str:
     """Raises ValueError, which says where an address goes that has a port."""
     if "://" in word or re.fullmatch(r"[^:]+:[0-9-]+|\[.*\]:[0-9-]+", word):
-        raise ValueError(f"{shown(word.rpartition('@')[2])} is not a host alone: {url_flag} takes URLs and host:port")
+        raise ValueError(f"{shown(word.rpartition('@')[2])} is not just a host: {url_flag} takes URLs and host:port")
     return plain_host(word)
 
 

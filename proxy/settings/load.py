@@ -118,7 +118,7 @@ def _keys(
         is_given = option in values and values[option].value is not None
         if path is not None:
             if is_given:
-                raise SettingsError(f"{option} and {option}_file are both given, but one of them is enough")
+                raise SettingsError(f"{option} and {option}_file are both given: give only one of them")
             yield option, Sourced(_read_key(option, path), str(path))
         elif option == "auth.engine_api_key" and not is_given and (key := environ.get("OPENAI_API_KEY")):
             yield option, Sourced(key, "OPENAI_API_KEY")

@@ -441,9 +441,9 @@ class Settings(Section):
         if self.connector == "plain" and self.prefill:
             raise ValueError("connector plain has no prefillers: give every engine as a decoder")
         if self.connector == "sglang_bootstrap" and self.encode:
-            raise ValueError("connector sglang_bootstrap has no encoders: those of SGLang are asked in another way")
+            raise ValueError("connector sglang_bootstrap has no encoders: SGLang's encoders work in another way")
         if len(nouns) > MAX_BACKENDS:
-            raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the most there can be")
+            raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the limit")
         return self
 
     @model_validator(mode="after")
@@ -461,16 +461,16 @@ class Settings(Section):
 
     @property
     def doors(self) -> tuple[str, ...]:
-        """What an operator should know of who is let in and who is not, a sentence each."""
+        """What an operator should know about who is served and who may administer, a sentence each."""
         told = []
         if not is_loopback(self.listen.host) and self.auth.client_keys_file is None:
             told.append(
-                f"whoever reaches {self.listen.host} is served, as clients need no key: set auth.client_keys_file, or "
-                "see to it that only clients reach it"
+                f"every client that can reach {self.listen.host} is served without a key: set auth.client_keys_file, "
+                "or make sure that only your clients can reach it"
             )
         if not is_loopback(self.administration_host) and self.auth.admin_key is None:
             told.append(
-                f"nobody may administer, as others than this host may reach {self.administration_host}: set "
+                f"administration is closed, because other hosts may reach {self.administration_host}: set "
                 "auth.admin_key, or admin.port for a listener on this host alone"
             )
         return tuple(told)

@@ -29,10 +29,10 @@ def read_yaml(path: str | Path) -> Any:
         raise SettingsError(f"{path}{_line(error)}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         # Not in its own words, which quote the file.
-        raise SettingsError(f"{path}{_line(error)}: this is not YAML of a known kind") from None
+        raise SettingsError(f"{path}{_line(error)}: this is not valid YAML") from None
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         # PyYAML lets through what its constructors raise, for a date that does not exist or a number without digits.
-        raise SettingsError(f"{path} is not YAML of a known kind") from None
+        raise SettingsError(f"{path} is not valid YAML") from None
 
 
 def _line(error: yaml.MarkedYAMLError) -> str:

@@ -249,14 +249,19 @@ class _Supervisor:
         seat.deaths = [death for death in seat.deaths if death > now - self._restarts.window_seconds] + [now]
         if len(seat.deaths) >= self._restarts.max_deaths:
             logger.error(
-                "worker %d (pid %d) ended with code %d: once too often, giving up", seat.worker, pid, exit_code
+                "worker %d (pid %d) ended with code %d: restart limit reached, shutting down",
+                seat.worker,
+                pid,
+                exit_code,
             )
             self._exit_code = 1
             self._stop(now=False)
             self._signal_workers(signal.SIGTERM)
             return
         delay = self._restarts.delay_seconds(len(seat.deaths))
-        logger.error("worker %d (pid %d) ended with code %d: another in %.1f s", seat.worker, pid, exit_code, delay)
+        logger.error(
+            "worker %d (pid %d) ended with code %d: restarting it in %.1f s", seat.worker, pid, exit_code, delay
+        )
         seat.start_at = now + delay
         self._shared.heartbeats.note_replacement(reason)
 

@@ -145,9 +145,9 @@ class Dialer:
                 is_usual = isinstance(error, ConnectionRefusedError) and is_other_family
                 logger.log(
                     logging.INFO if is_usual else logging.WARNING,
-                    "the name %s has an address that takes no connections, %s (%s); another one is used",
-                    host,
+                    "the address %s of the name %s takes no connections (%s); another one is used",
                     address,
+                    host,
                     connect_problem(error),
                 )
         ports[port] = self._clock() + _LOOK_AGAIN_SECONDS

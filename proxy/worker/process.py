@@ -150,8 +150,8 @@ def _shortages(settings: Settings) -> Iterator[str]:
     if room < (settings.listen.max_connections or _FEW_CONNECTIONS):
         fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         yield (
-            f"with the {fds} files that may be open there is room for {room} client connections in each worker: raise "
-            "the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=) for more"
+            f"the limit of {fds} open files leaves room for {room} client connections in each worker: raise the hard "
+            "limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=) for more"
         )
 
 

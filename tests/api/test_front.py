@@ -549,7 +549,7 @@ async def test_more_connections_than_there_is_room_for_are_told_so(caplog: pytes
         third.leave()
         assert (site.front.connections, site.rejected("connections")) == (2, 2.0)
         (line,) = lines(caplog)
-        assert line.getMessage() == "no room for more than 2 client connections"
+        assert line.getMessage() == "the limit of 2 client connections is reached: new ones are refused"
         first.leave()
         await until(lambda: site.front.connections == 1, "the first to be gone")
         assert await site.serves()

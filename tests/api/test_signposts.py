@@ -66,12 +66,12 @@ async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, me
         ("/v1/v1/messages", "Anthropic's Messages API is not served here"),
         ("/api/chat", "Ollama's API is not served here"),
         ("/generate", "sglang_bootstrap"),
-        ("/docs", "there are no pages here"),
-        ("/openapi.json", "there are no pages here"),
-        ("/v1", "GET / tells"),
-        ("/v1/audio/speech", "GET / tells"),
-        ("/admin", "GET / tells"),
-        ("/instance/add", "GET / tells"),
+        ("/docs", "there are no such pages here"),
+        ("/openapi.json", "there are no such pages here"),
+        ("/v1", "GET / lists"),
+        ("/v1/audio/speech", "GET / lists"),
+        ("/admin", "GET / lists"),
+        ("/instance/add", "GET / lists"),
     ],
 )
 async def test_what_is_not_served_is_said(deploy: Deploy, path: str, words: str) -> None:
@@ -107,7 +107,7 @@ async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -
     """What stands in front may have rules for these paths."""
     answer = await get(await deploy(), path, "POST")
     assert answer.status == 404
-    assert answer.error["message"].endswith("GET / tells which there are")
+    assert answer.error["message"].endswith("GET / lists those there are")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_an_engine_of_sglang_in_another_role_is_named(role: Role, mode: str, sen
 def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -> None:
     found = recognise([vllm(P), vllm(D)])
     assert found.connector == "vllm_pull"
-    assert "VLLM_SERVER_DEV_MODE=1: name the connector if decoders do not pull it" in found.reason
+    assert "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache" in found.reason
 
 
 @pytest.mark.parametrize(

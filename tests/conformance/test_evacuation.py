@@ -158,7 +158,7 @@ async def test_nothing_is_taken_away_while_there_is_nobody_to_go_on(
     await has_left(gateway, last)
     lines = [record.getMessage() for record in caplog.records if "evacuated" in record.getMessage()]
     assert lines == [
-        f"decode instance {name_of(last)} cannot be evacuated yet: there is no other to go on with its answers"
+        f"decode instance {name_of(last)} cannot be evacuated yet: no other instance can continue its answers"
     ]
 
 

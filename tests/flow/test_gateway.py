@@ -382,7 +382,7 @@ async def test_no_instance_comes_for_ever(deploy: Deploy) -> None:
     decoder.faults.add("kill", tokens=5, times=1)
     answer = await gateway.ask(request(Api.COMPLETIONS, max_tokens=20, stream=True))
     assert not answer.is_whole
-    assert answer.error["message"].endswith("the answer could not be resumed: no instance could go on")
+    assert answer.error["message"].endswith("the answer could not be resumed: no instance could continue it")
     assert answer.texts[0] == (await answer_alone(request(Api.COMPLETIONS, max_tokens=20)))[: len(answer.texts[0])]
 
 

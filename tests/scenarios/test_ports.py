@@ -75,8 +75,8 @@ async def test_what_is_open_and_what_is_closed_is_said_at_the_start(
     engines = ("--host", "0.0.0.0", "--prefill", prefiller.url, "--decode", decoder.url)
     async with gateway(*engines) as program:
         await program.says("administration closed")
-        await program.says("whoever reaches 0.0.0.0 is served")
-        await program.says("nobody may administer")
+        await program.says("every client that can reach 0.0.0.0 is served")
+        await program.says("administration is closed")
         url = program.url.replace("0.0.0.0", "127.0.0.1")
         assert await status(session, "GET", url + "/instances") == 403
         assert await status(session, "POST", url + "/instances/add") == 403
@@ -84,7 +84,7 @@ async def test_what_is_open_and_what_is_closed_is_said_at_the_start(
     async with gateway(*engines, PROXY_ADMIN__PORT="0") as program:
         await program.says("administration from this host only")
         assert await status(session, "GET", await admin_url(program) + "/instances") == 200
-        assert "nobody may administer" not in program.output
+        assert "administration is closed" not in program.output
 
 
 async def test_operators_are_served_while_clients_are_not_any_more(

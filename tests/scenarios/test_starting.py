@@ -71,7 +71,7 @@ async def test_a_small_limit_of_open_files_is_told_at_the_start(
     under = ("bash", "-c", 'ulimit -n 128 && exec "$@"', "bash")
     async with gateway(*engines, under=under, PROXY_LISTEN__MAX_CONNECTIONS=max_connections) as program:
         lines = await everything_it_says(program)
-    told = [line for line in lines if "the 128 files that may be open there is room for 57 client connections" in line]
+    told = [line for line in lines if "the limit of 128 open files leaves room for 57 client connections" in line]
     assert len(told) == is_told
 
 

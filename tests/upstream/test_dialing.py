@@ -70,7 +70,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 DEAD = (
     "WARNING",
-    f"the name engine has an address that takes no connections, {DEAF} (timed out); another one is used",
+    f"the address {DEAF} of the name engine takes no connections (timed out); another one is used",
 )
 ALIVE = ("INFO", f"the address {DEAF} of the name engine takes connections again")
 
