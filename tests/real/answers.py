@@ -1,4 +1,4 @@
-"""A client that asks gateways and engines alike, and reads their answers whole or streamed."""
+"""A client for gateways and engines alike, which reads whole and streamed answers into the same form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
-# A small machine that runs many engines may pause each of them for a long time. Nothing here is about speed.
+# Many engines share few cores, so any of them may pause for long. Nothing here is about speed.
 TIMEOUT_SECONDS = 180.0
 
 
@@ -28,12 +28,12 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[Any] = field(default_factory=list, compare=False)
-    """An element per token. Rounding differs with what else an engine computes, so they are for `nearly`."""
+    """One element per token. The last digits depend on what else the engine computes: compare with `nearly_equal`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What two answers to the same request must have in common."""
+    """What must be equal in two answers to the same request."""
 
     choices: dict[int, Choice]
     prompt_tokens: int
@@ -42,14 +42,14 @@ class Answer:
 
 @contextmanager
 def request(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-    """GET, or POST a body. Leaving closes the connection, whatever of the answer has been read."""
-    with sent(port, path, body) as connection:
+    """GET, or POST if there is a body; yields the response. Leaving the block closes the connection."""
+    with sent_request(port, path, body) as connection:
         yield connection.getresponse()
 
 
 @contextmanager
-def sent(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
-    """The same, of which nothing has been answered yet."""
+def sent_request(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
+    """Like `request`, but yields the connection before anything of the response has been read."""
     with closing(http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_SECONDS)) as connection:
         if body is None:
             connection.request("GET", path)
@@ -60,18 +60,22 @@ def sent(port: int, path: str, body: Mapping[str, Any] | None = None) -> Iterato
 
 
 def ask(port: int, path: str, **body: Any) -> Answer:
-    """A successful answer, which is streamed if the body says so; greedy unless the body says otherwise."""
+    """Ask for an answer, greedily unless `body` says otherwise. Raises AssertionError if the status is not 200."""
     body = {"temperature": 0, "return_token_ids": True, **body}
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     with request(port, path, body) as response:
         if response.status != 200:
             raise AssertionError(f"status {response.status}: {response.read()!r}")
-        return whole([json.load(response)]) if not body.get("stream") else whole(seamless(list(events(response))))
+        if not body.get("stream"):
+            return assemble([json.load(response)])
+        chunks = list(events(response))
+    assert_seamless(chunks)
+    return assemble(chunks)
 
 
-def whole(payloads: list[Any]) -> Answer:
-    """The answer these payloads add up to: the chunks of a stream, or the only one."""
+def assemble(payloads: list[Any]) -> Answer:
+    """Put an answer together from the chunks of a stream, or from the one payload of a whole answer."""
     choices: dict[int, Choice] = {}
     for choice in (choice for payload in payloads for choice in payload["choices"]):
         message = choice.get("message") or choice.get("delta") or choice
@@ -87,8 +91,8 @@ def whole(payloads: list[Any]) -> Answer:
     return Answer(dict(sorted(choices.items())), usage["prompt_tokens"], usage["completion_tokens"])
 
 
-def seamless(chunks: list[Any]) -> list[Any]:
-    """The same chunks, which must look as if one engine had written them in one go."""
+def assert_seamless(chunks: list[Any]) -> None:
+    """The chunks look as if one engine had written them all: one id, one role chunk, one finish reason, usage last."""
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     assert [chunk for chunk in chunks if chunk.get("usage")] == chunks[-1:]
     by_choice: dict[int, list[Any]] = {}
@@ -99,24 +103,23 @@ def seamless(chunks: list[Any]) -> list[Any]:
         assert [choice for choice in choices if choice["finish_reason"]] == choices[-1:]
         if "delta" in choices[0]:
             assert [choice for choice in choices if choice["delta"].get("role")] == choices[:1]
-    return chunks
 
 
 def tokens_of(port: int, text: str) -> list[int]:
-    """The token ids of a text, and nothing else."""
+    """The token ids of a text, without special tokens."""
     with request(port, "/tokenize", {"prompt": text, "add_special_tokens": False}) as response:
         tokens: list[int] = json.load(response)["tokens"]
     return tokens
 
 
 def late_piece(text: str, share: float) -> str:
-    """Characters to stop at: after this share of a text, and not before."""
+    """A stop string of 12 characters that occurs first after this share (0 to 1) of the text."""
     pieces = ((start, text[start : start + 12]) for start in range(int(len(text) * share), len(text) - 20))
     return next(piece for start, piece in pieces if "\ufffd" not in piece and text.find(piece) == start)
 
 
 def difference(answer: Answer, expected: Answer) -> str:
-    """Where two answers begin to differ."""
+    """A sentence that says where two answers begin to differ, for the message of an assertion."""
     members = [
         (name, getattr(answer, name), getattr(expected, name)) for name in ("prompt_tokens", "completion_tokens")
     ]
@@ -134,23 +137,23 @@ def _apart(one: Any, other: Any) -> str:
     return f"has at {at} {one[at : at + 20]!r}, not {other[at : at + 20]!r}"
 
 
-def nearly(one: Any, other: Any) -> bool:
-    """Equal, but for the last digits of numbers."""
+def nearly_equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal, with 0.001 allowed between floats."""
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other) < 1e-3
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(nearly(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(nearly_equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(nearly, one, other))
+        return len(one) == len(other) and all(map(nearly_equal, one, other))
     return bool(one == other)
 
 
 def _per_token(logprobs: Any) -> list[Any]:
-    """A chat's or a completion's log probabilities, an element per token."""
+    """The log probabilities of a chat or a completion as one dictionary per token."""
     if not logprobs:
         return []
     if "content" in logprobs:
-        # As dictionaries, like a completion's: there, tokens with the same text are one.
+        # A completion has a dictionary by text here, in which tokens of the same text are one entry.
         return [
             token | {"top_logprobs": {other["token"]: other["logprob"] for other in token["top_logprobs"]}}
             for token in logprobs["content"] or ()
@@ -160,7 +163,7 @@ def _per_token(logprobs: Any) -> list[Any]:
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """The payloads of a stream, which must end with `[DONE]`."""
+    """The payloads of a stream. Raises AssertionError if it does not end with `[DONE]`."""
     for line in response:
         data = line.strip().removeprefix(b"data: ")
         if data == b"[DONE]":

@@ -1,6 +1,6 @@
-"""Hand-overs without the gateway: of the KV cache of one prompt to a decoder that was asked for another one.
+"""Hand-overs without the gateway, in which a decoder is given the KV cache of another prompt than the one it is sent.
 
-The answer then shows whose KV cache it was decoded on.
+Its answer then shows which KV cache it was decoded on.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """For the decode leg of a prompt."""
+    """The KV cache of another prompt, for the decode leg of a prompt."""
 
     members: dict[str, Any]
-    """What it is sent beside the prompt."""
+    """What the decode leg is sent beside the prompt."""
     seen: list[int]
-    """What it answers then: the tokens whose KV cache it has."""
+    """The prompt that the decoder then answers: the tokens whose KV cache it has, and those it computes."""
 
 
 def foreign_kv(cluster: Cluster, prompt: list[int], other: list[int]) -> AbstractContextManager[Foreign]:
-    """Have `other` prefilled, for whoever asks for `prompt`. They are equally long."""
+    """Prefill `other` so that a decoder asked for `prompt` uses its KV cache. Both have the same length."""
     by_stack: dict[str, Callable[[Cluster, list[int], list[int]], AbstractContextManager[Foreign]]] = {
         "nixl": _nixl,
         "mooncake": _mooncake,
@@ -73,7 +73,7 @@ def _mooncake(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator
 
 @contextmanager
 def _store(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Foreign]:
-    """The store is a directory with one for each prompt: the two change places."""
+    """The store has a directory for each prompt: the one of `other` takes the place of the one of `prompt`."""
     store = cluster.engines.directory / "store"
 
     def stored(tokens: list[int]) -> Any:
@@ -92,7 +92,7 @@ def _store(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Fo
 
 @contextmanager
 def _sglang(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Foreign]:
-    """The prefiller's leg ends when the decoder has everything, the first token included."""
+    """The prefill leg ends when the decoder has the whole KV cache and the first token."""
     members = {
         "bootstrap_host": HOST,
         "bootstrap_port": cluster.prefillers[0].bootstrap_port,

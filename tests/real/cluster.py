@@ -1,4 +1,4 @@
-"""A gateway with its engines, and what the `/metrics` of both tell."""
+"""A gateway with its engines, and what their `/metrics` say."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from tests.real.programs import Program
     from tests.real.stacks import Stack
 
-# A prefiller keeps KV cache that nobody pulled for 30 s.
+# Longer than a prefiller keeps KV cache that nobody fetches: vLLM's lease is 30 s.
 SETTLE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where decoders have the KV cache of prompts from, in tokens."""
+    """Where decoders got the KV cache of prompts from, in tokens."""
 
     transferred: int
     computed: int
     cached: int
-    """The decoder had it already."""
+    """In the decoder's prefix cache."""
 
     def __sub__(self, other: Sources) -> Sources:
         return Sources(self.transferred - other.transferred, self.computed - other.computed, self.cached - other.cached)
@@ -49,7 +49,7 @@ class Cluster:
     decoders: list[Program]
     gateway: Program
     chats: str = "auto"
-    """How the gateway resumes chats, in its own words."""
+    """The gateway's option `resume.chats`."""
 
     @property
     def stack(self) -> Stack:
@@ -57,13 +57,13 @@ class Cluster:
 
     @property
     def single(self) -> Program:
-        """The ordinary engine, which prefills and decodes: what it answers is right."""
+        """The engine that prefills and decodes by itself. Its answers are the expected ones."""
         return self.engines.single[0]
 
     def sources(self) -> Sources:
-        """Of all prompts of these decoders since they were started."""
+        """The sum over all prompts that these decoders got since they were started."""
         if self.stack.family is SGLANG:
-            # Decoders do not say what they were sent; prefillers say what they have sent, in MiB.
+            # SGLang's decoders do not count what they receive; its prefillers count what they send, in MiB.
             sent = total(self.prefillers, "sglang:kv_transfer_total_mb_sum", if_none=0)
             computed = total(self.decoders, "sglang:realtime_tokens_total", {"mode": "prefill_compute"}, if_none=0)
             return Sources(round(sent * 2**20 / KV_BYTES_PER_TOKEN), int(computed), 0)
@@ -71,27 +71,27 @@ class Cluster:
         sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
         return Sources(*(int(total(self.decoders, name, {"source": source})) for source in sources))
 
-    def busy(self) -> float:
-        """Requests that the engines work on or keep waiting."""
-        return self._engines_total(self.stack.family.busy)
+    def running_requests(self) -> float:
+        """The number of requests that the engines are running or have queued."""
+        return self._engines_total(self.stack.family.request_gauges)
 
-    def kept(self) -> float:
-        """KV cache in use, in the engines' own measure: when none is busy, it is kept for another one."""
-        return self._engines_total(self.stack.family.kept)
+    def kv_in_use(self) -> float:
+        """KV cache in use: a share with vLLM, tokens with SGLang. Idle engines keep it for a decoder to fetch."""
+        return self._engines_total(self.stack.family.kv_gauges)
 
-    def held(self) -> float:
-        """What the gateway thinks that its engines are doing."""
+    def gateway_load(self) -> float:
+        """Requests and load that the gateway accounts for; 0 when it is idle."""
         names = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
         return sum(total([self.gateway], name) for name in names)
 
     def all_are_up(self) -> bool:
         return total([self.gateway], "pdproxy_instance_up") == len(self.prefillers) + len(self.decoders)
 
-    def nothing_is_left(self) -> None:
-        """Wait until no engine and not the gateway has anything of any request."""
-        wait_until(lambda: self.held() == 0, "the gateway holds nothing")
-        wait_until(lambda: self.busy() == 0, "the engines have nothing to do")
-        wait_until(lambda: self.kept() == 0, "the engines keep nothing")
+    def wait_until_nothing_is_left(self) -> None:
+        """Wait until neither the gateway nor an engine holds anything of a request."""
+        wait_until(lambda: self.gateway_load() == 0, "the gateway holds nothing")
+        wait_until(lambda: self.running_requests() == 0, "the engines have nothing to do")
+        wait_until(lambda: self.kv_in_use() == 0, "the engines keep nothing")
 
     def _engines_total(self, names: Iterable[str]) -> float:
         return sum(total([*self.prefillers, *self.decoders], name) for name in names)
@@ -100,8 +100,9 @@ class Cluster:
 def total(
     programs: Iterable[Program], name: str, labels: Mapping[str, str] | None = None, *, if_none: float | None = None
 ) -> float:
-    """The sum of a metric's samples with these labels, over the programs. There must be some, unless a value is given
-    for when there are none.
+    """The sum of a metric's samples with these labels, over the programs.
+
+    Raises AssertionError if there are no samples and no `if_none` to return instead.
     """
     wanted = (labels or {}).items()
     values = [
@@ -118,7 +119,7 @@ def total(
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> float:
-    """Wait for something outside this process; the seconds it took."""
+    """Wait for something outside this process, and return how many seconds it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < SETTLE_SECONDS, f"not within {SETTLE_SECONDS:g} s: {what}"

@@ -1,8 +1,8 @@
 """Real engines for the tests in this directory, which only `scripts/test-real` runs: without PDPROXY_REAL_VENV, the
-virtual environment that vLLM is installed in, pytest does not even find them.
+virtual environment with vLLM, pytest does not collect them.
 
-One stack after the other (`--stack`), and engines are started once for each. Tests of what works come first, then those
-of what is interrupted; the longest of these are about vLLM's decoders and run with NIXL only.
+Stacks run one after the other (`--stack` chooses), and the engines of each are started once. Tests of undisturbed
+answers come first, then those of interrupted ones; the longest are about vLLM's decoders and run with NIXL only.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
     from tests.real.stacks import Stack
 
-# How the gateway resumes chats: as chats whose prompt is token ids, which is its own choice with these engines, or as
-# completions, whose text it parses itself.
+# Values of `resume.chats`: `auto` resumes chats of these engines as chats whose prompt is token ids, `completions` as
+# completions whose text the gateway parses itself.
 _CHATS = ("auto", "completions")
 
 collect_ignore_glob = [] if os.environ.get("PDPROXY_REAL_VENV") else ["test_*.py"]
 
 
 class Machine:
-    """The engines of one stack at a time: there is no room for more."""
+    """The engines of one stack at a time; there is no memory for more."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._engines: Engines | None = None
 
     def engines(self, stack: Stack) -> Engines:
-        """Of this stack; those of another one are stopped."""
+        """The engines of this stack; those of another one are stopped first."""
         if self._engines is None or self._engines.stack is not stack:
             self.stop()
             directory = self._directory / stack.name
@@ -55,19 +55,19 @@ class Machine:
             self._engines = None
 
 
-@pytest.hookimpl(trylast=True)  # pytest itself groups what shares a fixture before
+@pytest.hookimpl(trylast=True)  # after pytest's own grouping by session fixtures
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only the stacks that were asked for, one after the other, and each cluster once."""
+    """Select the stacks that were asked for, and sort so that each cluster is started once."""
     if not os.environ.get("PDPROXY_REAL_VENV"):
-        return  # a run of all the other tests, which come by here, too
+        return  # pytest calls this hook with all the other tests, too
     chosen = config.getoption("--stack") or [stack.name for stack in STACKS]
-    wanted = [item for item in items if _stack(item).name in chosen and _is_meant(item)]
+    wanted = [item for item in items if _stack(item).name in chosen and _runs_with_stack(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
-    items[:] = sorted(wanted, key=_place)
+    items[:] = sorted(wanted, key=_position)
 
 
-def _place(item: pytest.Item) -> tuple[int, int, str, int]:
-    """By stack, then by cluster as the files have it; what needs another cluster comes last, as pytest has it."""
+def _position(item: pytest.Item) -> tuple[int, int, str, int]:
+    """The key to sort by: stack, cluster, file and line. Tests of other clusters come last, in pytest's order."""
     assert isinstance(item, pytest.Function)
     size = item.callspec.params.get("cluster")
     if not isinstance(size, Size):
@@ -77,7 +77,7 @@ def _place(item: pytest.Item) -> tuple[int, int, str, int]:
 
 
 def _stack(item: pytest.Item) -> Stack:
-    """`cluster` says it by its parameter, and the other fixtures are of one stack each."""
+    """The stack of a test: the parameter of `cluster` names it, and the other fixtures have one stack each."""
     assert isinstance(item, pytest.Function)
     if "cluster" in item.fixturenames:
         size = item.callspec.params["cluster"]
@@ -86,8 +86,8 @@ def _stack(item: pytest.Item) -> Stack:
     return THINKING if "thinking" in item.fixturenames else NIXL
 
 
-def _is_meant(item: pytest.Item) -> bool:
-    """`@pytest.mark.only` names the stacks that a test is about; without it all are."""
+def _runs_with_stack(item: pytest.Item) -> bool:
+    """Whether the test runs with its stack: `@pytest.mark.only` names the stacks, without it all do."""
     marker = item.get_closest_marker("only")
     return marker is None or _stack(item).name in marker.args
 
@@ -122,7 +122,7 @@ def thinking(request: pytest.FixtureRequest, machine: Machine) -> Iterator[Clust
 
 @contextmanager
 def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats: str = "auto") -> Iterator[Cluster]:
-    print(f"{name}: starting what it needs", flush=True)
+    print(f"{name}: starting engines and gateway", flush=True)
     began = time.monotonic()
     engines.need(prefillers, decoders)
     chosen = engines.prefillers[:prefillers], engines.decoders[:decoders]
@@ -139,5 +139,5 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
 
 @pytest.fixture
 def show(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Says what a test has seen, in the line it gets in the report."""
+    """A function that adds what the test has seen to its line in the report."""
     return lambda text: record_property("seen", text)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.real.stacks import Kind, Stack
 
-# Nothing goes out, and one thread each, because there are more engines than cores.
+# Engines download nothing, and have one thread each, because there are more engines than cores.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -27,21 +27,19 @@ _ENVIRONMENT = {
 
 
 class Engines:
-    """Engines of one stack and one model: an ordinary one, prefillers and decoders. More are started when more are
-    asked for.
-    """
+    """Engines of one stack and one model: a single one, prefillers and decoders. They are started when needed."""
 
     def __init__(self, stack: Stack, directory: Path) -> None:
-        """`directory`: for the model, the logs, and what the engines share."""
+        """`directory` is for the model, the logs, and the files that the engines share."""
         self.stack = stack
         self.model = directory / "model"
         self.single: list[Program] = []
         self.prefillers: list[Program] = []
         self.decoders: list[Program] = []
         self.ports: Iterator[int] = free_ports()
-        """For engines and gateways alike, so that none is given twice."""
+        """For engines and gateways alike, so that no port is used twice."""
         self.orders = Orders(directory / "orders")
-        """What makes a decoder end a request as `recomputed`."""
+        """With these, tests make a decoder end a request as `recomputed`."""
         self.directory = directory
         self._services: list[Program] = []
         self.run([Path(__file__).with_name("make_tiny_model.py"), self.model, *filter(None, [stack.model])])
@@ -63,7 +61,7 @@ class Engines:
         return done.stdout
 
     def need(self, prefillers: int, decoders: int) -> None:
-        """Wait until there are so many, and the ordinary engine."""
+        """Start what is missing of so many engines and the single one, and wait until they are ready."""
         if self.stack.service and not self._services:
             self._start_service(self.stack.service)
         missing = [
@@ -75,7 +73,7 @@ class Engines:
             engine.wait_until_ready("/health")
 
     def stop(self) -> None:
-        """Stop all of them; they are missing then, for `need`."""
+        """Stop all of them; `need` starts new ones."""
         for programs in (self.single + self.prefillers + self.decoders, self._services):
             stop(programs)
         for programs in (self.single, self.prefillers, self.decoders, self._services):
@@ -95,14 +93,13 @@ class Engines:
         place = Place(kind, next(self.ports), next(self.ports), self.directory)
         options = Options() if kind == "single" else self.stack.options(place)
         flags = {**family.options.flags, **self.stack.flags, **options.flags, "--port": str(place.port)}
+        python = _venv(family.venv_variable) / "bin" / "python"
+        arguments = filter(None, chain.from_iterable(flags.items()))
         name = f"{kind}-{len(engines) + 1}"
         program = Program(
             name,
             place.port,
-            [
-                *(_venv(family.venv_variable) / "bin" / "python", *family.command, self.model),
-                *filter(None, chain.from_iterable(flags.items())),
-            ],
+            [python, *family.command, self.model, *arguments],
             self.directory / f"{name}.log",
             self._environment(family.venv_variable, {**family.options.environment, **options.environment}),
             place.second_port if kind == "prefill" and self.stack.has_bootstrap else None,
@@ -112,7 +109,7 @@ class Engines:
 
     def _environment(self, venv_variable: str, more: Mapping[str, str]) -> dict[str, str]:
         venv = _venv(venv_variable)
-        # What Mooncake's engine is linked with, where the machine itself has no such libraries.
+        # scripts/test-real puts libraries here that Mooncake is linked with, if the machine has none.
         libraries = _venv(VLLM.venv_variable) / "libibverbs"
         return {
             **os.environ,

@@ -1,9 +1,9 @@
-"""Makes a tiny Llama with random weights, its tokenizer and its chat template. Run by the engines' own Python, offline.
+"""Makes a tiny Llama with random weights, its tokenizer and its chat template. Runs offline, in the engines' venv.
 
 usage: make_tiny_model.py DIRECTORY [thinks]
 
-Two layers and a vocabulary of 512: prompts and answers are nonsense, but every token depends on the whole KV cache, so
-an answer decoded on a wrong or missing cache is another one.
+It has two layers and a vocabulary of 512. Prompts and answers are nonsense, but every token depends on the whole KV
+cache, so an answer that is decoded on a wrong or missing cache differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 MAX_POSITIONS = 4096
 VOCABULARY = 512
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-# Written as text, so that engines without a reasoning parser show them.
+# Not special tokens, so that engines without a reasoning parser show them as text.
 THINKING_TOKENS = ["<think>", "</think>"]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. " * 4,
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, so that every text has tokens."""
+    """A byte-level BPE tokenizer, which can encode every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,13 +51,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
     )
     fast.add_tokens(THINKING_TOKENS)
-    assert len(fast) <= VOCABULARY  # ids beyond are without text, like special tokens
+    assert len(fast) <= VOCABULARY  # ids of the model beyond the tokenizer's have no text
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, thinks: bool) -> LlamaForCausalLM:
-    """One that `thinks` writes the markers of reasoning, at random like everything else."""
+    """A model with random weights. Greedy answers have the markers of reasoning only if it `thinks`."""
     torch.manual_seed(0)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = LlamaForCausalLM(
@@ -70,7 +70,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, thinks: bool) -> LlamaForC
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=MAX_POSITIONS,
-            # Wide enough that the most likely token is far from the second: rounding cannot change a greedy answer.
+            # So wide that the two most likely tokens are far apart, and rounding cannot change a greedy answer.
             initializer_range=0.3,
             tie_word_embeddings=False,
             dtype="float32",
@@ -78,7 +78,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, thinks: bool) -> LlamaForC
         )
     )
     model.generation_config = GenerationConfig(**ids)
-    # vLLM's parsers would show other special tokens in a streamed answer and not in a whole one.
+    # No greedy answer has special tokens but the end: vLLM's parsers show others in streams, but not in whole answers.
     never = {*SPECIAL_TOKENS, *([] if thinks else THINKING_TOKENS)} - {tokenizer.eos_token}
     model.lm_head.weight.data[tokenizer.convert_tokens_to_ids(list(never))] = 0
     return model

@@ -1,6 +1,6 @@
-"""Orders to decoders to end a request as `recomputed`, given by tests at run time.
+"""Orders that tests give to running decoders: end a request as `recomputed`.
 
-A directory with a file per order: all decoders look at it, and whoever deletes a file carries out that order.
+An order is a file in a directory that all decoders look at. The decoder that deletes the file carries out the order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 
 class Orders:
-    """Orders that nobody has carried out yet, the oldest first."""
+    """The orders that no decoder has carried out yet, oldest first."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(exist_ok=True)
 
     def give(self, *after_tokens: int) -> None:
-        """One order each: end the newest running request when it has so many tokens. Only while there are none."""
+        """Give one order per number: end the newest running request when it has so many output tokens.
+
+        Raises AssertionError if orders are left.
+        """
         assert not self.left()
         for number, tokens in enumerate(after_tokens):
             (self._directory / f"{number:03}-{tokens}").touch()
@@ -32,7 +35,7 @@ class Orders:
             (self._directory / name).unlink(missing_ok=True)
 
     def take(self, tokens: int) -> bool:
-        """Must a request with so many tokens end? If so, the order is carried out by whoever asked."""
+        """Whether a request with so many output tokens must end now. The order is gone then, and the caller ends it."""
         for name in self.left()[:1]:
             if tokens >= int(name.partition("-")[2]):
                 try:

@@ -1,8 +1,8 @@
-"""Fits freshly installed engines to a small machine without GPUs. Run by the engines' own Python, once.
+"""Adapts freshly installed engines to a small machine without GPUs. Runs once, in the engines' venv.
 
 usage: prepare_engines.py vllm|sglang
 
-Every change names what it expects to find, and fails when a new version of the package looks different.
+Every change names the text that it replaces, and fails if a new version of the package does not have it.
 """
 
 from __future__ import annotations
@@ -57,19 +57,18 @@ def prepare_vllm() -> None:
     name_vllm()
     # NIXL's progress thread does not pause at all and takes a whole core from an idle engine: 1 ms instead.
     replace("nixl_cu12/_api.py", "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n")
-    # The processes of an engine talk through shared memory. A reader spins for a second, which is all the processor
-    # time of a small machine, and then sleeps until it is told of a message. That notice is lost now and then, and the
-    # reader looks for itself only every 5 s: transfers then take until the prefiller's lease has ended. So: hardly any
-    # spinning, and a look every 5 ms.
+    # The processes of an engine talk through shared memory. A reader spins for a second, which takes all cores of a
+    # small machine, and then sleeps until it is notified. Now and then a notification is lost, and the reader checks by
+    # itself only every 5 s, so that transfers outlast the prefiller's lease. So it hardly spins, and checks every 5 ms.
     queue = "vllm/distributed/device_communicators/shm_broadcast.py"
     replace(queue, "busy_loop_s: float = 1,\n", "busy_loop_s: float = 0.0005,\n")
     replace(queue, "SHM_READER_RECHECK_INTERVAL_MS = 5000\n", "SHM_READER_RECHECK_INTERVAL_MS = 5\n")
     mooncake = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
-    # There is no accelerator to ask for.
+    # There is no accelerator whose index could be asked for.
     replace(mooncake, "self.device_id = torch.accelerator.current_device_index()\n", "self.device_id = 0\n")
-    # Nothing of a test listens for other machines.
+    # Nothing listens for other machines.
     replace(mooncake, 'MooncakeBootstrapServer("0.0.0.0", port)\n', 'MooncakeBootstrapServer("127.0.0.1", port)\n')
-    # What was computed is there at once: no accelerator has to be waited for before it is stored.
+    # Without an accelerator there is no event to wait for before the KV cache is stored.
     store = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py"
     replace(
         store, "            if request.can_save:\n", "            if request.can_save and torch.cuda.is_available():\n"
@@ -80,12 +79,12 @@ def prepare_sglang() -> None:
     kernels = PACKAGES / "sgl_kernel"
     kernels.mkdir(exist_ok=True)
     (kernels / "__init__.py").write_text(NO_KERNELS)
-    # These two packages are CUDA builds. SGLang needs their Python; their libraries would not load.
+    # These two packages are CUDA builds. SGLang imports their Python code; their libraries do not load.
     replace("torchvision/__init__.py", "    _meta_registrations,\n", "")
     replace("torchvision/__init__.py", "    _autograd_registrations,\n", "")
     for library in (PACKAGES / "torchaudio" / "lib").glob("*.so"):
         library.unlink()
-    # Two places take it for granted that there is a GPU whose driver can be told of host memory.
+    # Two places assume a GPU whose driver can register host memory.
     replace(
         "sglang/srt/mem_cache/pool_host/common.py",
         "    # Avoid oversized cudaHostRegister calls on large host pools.\n",

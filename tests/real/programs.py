@@ -1,7 +1,7 @@
-"""Engines, gateways and what else is needed, as processes of this machine.
+"""Engines, gateways and services as processes of this machine.
 
-Everything listens on 127.0.0.1. Each process is the head of a session of its own, so that whatever it started ends
-with it, and its output is in a file.
+Everything listens on 127.0.0.1. Each process leads a session of its own, by which its children are found and ended,
+too. Its output goes to a file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 MODEL = "tiny"
-# Five engines load at the same time on, perhaps, two cores.
+# Five engines may load at the same time on two cores.
 READY_SECONDS = 600.0
 STOP_SECONDS = 20.0
 
 
 def free_ports() -> Iterator[int]:
-    """Ports nobody uses now.
+    """Ports that are free now, in random order.
 
-    Not those the kernel gives away: an engine takes its port when it has loaded, and engines that load meanwhile are
-    given hundreds.
+    They lie below the kernel's ephemeral ports: an engine listens only when it has loaded, and other engines that load
+    meanwhile take hundreds of those.
     """
     for port in random.sample(range(20_000, 30_000), 10_000):
         try:
@@ -54,7 +54,7 @@ class Program:
         environment: Mapping[str, str],
         bootstrap_port: int | None = None,
     ) -> None:
-        """`bootstrap_port`: where decoders ask a prefiller, if its connector has such a server."""
+        """Start it. `bootstrap_port` is that of a prefiller whose connector has a bootstrap server, otherwise None."""
         self.name = name
         self.port = port
         self.bootstrap_port = bootstrap_port
@@ -64,7 +64,7 @@ class Program:
         self.start()
 
     def start(self) -> None:
-        """Start it; once more, after its end, with the same port and the same log."""
+        """Start the process, or start it again after its end, with the same port and log."""
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -76,7 +76,7 @@ class Program:
             )
 
     def wait_until_ready(self, path: str) -> None:
-        """Until `path` answers 200."""
+        """Wait until GET `path` answers 200. Raises RuntimeError with the end of the log if that takes too long."""
         deadline = time.monotonic() + READY_SECONDS
         while not self._answers(path):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -96,15 +96,15 @@ class Program:
         self._process.terminate()
 
     def wait(self) -> None:
-        """Wait for the end; what is left of the session then is killed."""
+        """Wait for the end of the process, at most STOP_SECONDS, and kill what is left of its session."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        """`kill -9` for every process of the session that does anything.
+        """`kill -9` for every process of the session, except Python's resource trackers.
 
-        Not for Python's resource trackers, which remove the shared memory that the others have left, and end.
+        Those remove the shared memory that the others leave, and end by themselves.
         """
         for directory in Path("/proc").glob("[0-9]*"):
             pid = int(directory.name)
@@ -124,7 +124,7 @@ def stop(programs: Iterable[Program]) -> None:
 
 
 def endpoints(prefillers: Sequence[Program], decoders: Sequence[Program]) -> list[object]:
-    """How the gateway is told of these engines."""
+    """The gateway's command-line arguments for these engines."""
     words: list[object] = []
     for program in prefillers:
         words += ["--prefill", f"http://{HOST}:{program.port}"]
@@ -133,11 +133,11 @@ def endpoints(prefillers: Sequence[Program], decoders: Sequence[Program]) -> lis
 
 
 def start_gateway(port: int, log: Path, *words: object, ready_path: str = "/readyz", **variables: str) -> Program:
-    """`python -m proxy` with more words on its command line and more variables in its environment."""
+    """Start `python -m proxy` with these arguments and environment variables, and wait until it is ready."""
     command = [sys.executable, "-m", "proxy", "--host", HOST, "--port", port, "--log-format", "json", *words]
-    # What is set for another gateway must not change this one.
+    # Variables of the caller must not configure this gateway.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
-    environment["PROXY_DRAIN__NOT_READY_SECONDS"] = "0"  # nobody looks whether it is ready before it goes
+    environment["PROXY_DRAIN__NOT_READY_SECONDS"] = "0"  # no load balancer has to notice that it stops
     gateway = Program("gateway", port, command, log, environment | variables)
     try:
         gateway.wait_until_ready(ready_path)

@@ -1,9 +1,8 @@
 """A scheduler for real engines that ends requests as vLLM-Ascend's does when a decoder runs out of KV cache.
 
-What vllm_ascend/core/recompute_scheduler.py does by itself, this one does when it is ordered to: the newest running
-request is aborted, its blocks are freed, and its only notice is an output without tokens and with the stop reason
-`recomputed`. A token that was being computed for it is lost, as with asynchronous scheduling there, so that a request
-can also end after its KV cache has arrived and before its first token.
+It does on order what vllm_ascend/core/recompute_scheduler.py does by itself: the newest running request is aborted, its
+blocks are freed, and its last output has no tokens and the stop reason `recomputed`. A token that was being computed
+for it is lost, as with asynchronous scheduling there, so a request may end before its first token, too.
 
 Loaded by the engine, not by the tests: `--scheduler-cls tests.real.recompute_scheduler.RecomputeScheduler`.
 """
@@ -39,7 +38,7 @@ class RecomputeScheduler(Scheduler):
         if victim is None or not self._orders.take(victim.num_output_tokens):
             return super().update_from_output(scheduler_output, model_runner_output)
         self.finish_requests(victim.request_id, RequestStatus.FINISHED_ABORTED)
-        # What this step has computed for a finished request is dropped.
+        # The result of this step for the finished request is dropped.
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         notice = EngineCoreOutput(
             request_id=victim.request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason="recomputed"

@@ -1,4 +1,4 @@
-"""A line for each test, as a pytest plugin: the test's name is the sentence, followed by what the test has seen."""
+"""A pytest plugin that prints one line per test: the test's name as a sentence, and what the test passed to `show`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
+
+    Show = Callable[[str], None]
+    """What the fixture `show` gives to a test: whatever it is called with stands in the line of that test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stack", action="append", help="only these engines; may be repeated")
+    parser.addoption("--stack", action="append", help="test only this stack; may be repeated")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "only(*stacks): about these engines")
-    # Leave as after an interrupt: fixtures are unwound, and so the engines are stopped.
+    config.addinivalue_line("markers", "only(*stacks): run with these stacks and no others")
+    # SIGTERM ends the run as Ctrl-C does, so that fixtures are torn down and the engines stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -28,7 +33,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str]:
-    """Counted as ever, but without dots between the lines."""
+    """Counts as pytest does, but prints no dots between our lines."""
     if report.when == "call":
         return report.outcome, "", ""
     return ("error" if report.failed else ""), "", ""

@@ -1,7 +1,7 @@
-"""What the gateway is put in front of: a row for each way that KV cache travels between real engines.
+"""The stacks that the gateway is tested with: one for each way in which KV cache travels between real engines.
 
-A family is a kind of engine, with the names of its options and metrics. A stack is a family whose engines were started
-with a connector, and the gateway's word for it.
+A family is an engine software, vLLM or SGLang, with the names of its options and metrics. A stack is a family, the
+connector that its engines are started with, and the gateway's connector for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 Kind = Literal["single", "prefill", "decode"]
-"""An ordinary engine, which does both by itself, or one that was started for one stage."""
+"""A single engine, which prefills and decodes by itself, or one that was started as prefiller or decoder."""
 
 BLOCK_SIZE: Final = 32
 KV_BYTES_PER_TOKEN: Final = 2 * 2 * 2 * 32 * 4
-"""Of the tiny model: layers, keys and values, heads, dimensions, bytes of a number."""
+"""Of the tiny model: 2 layers, keys and values, 2 heads, 32 dimensions, 4 bytes per number."""
 
 _PROJECT: Final = Path(__file__).parents[2]
 
@@ -33,42 +33,42 @@ class Place:
     kind: Kind
     port: int
     second_port: int
-    """For what its connector listens on."""
+    """For the server of its connector: NIXL's side channel, a bootstrap server, a store's RPC."""
     directory: Path
     """For files that the engines of a stack share."""
 
     @property
     def store_config(self) -> Path:
-        """Of Mooncake's store."""
+        """The configuration file of Mooncake's store."""
         return self.directory / "mooncake.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an engine is started with."""
+    """What an engine is started with, in addition to its model."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
-    """By name; without a value it is a switch."""
+    """Values by name; a switch has an empty value."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Engines of one make."""
+    """One engine software."""
 
     venv_variable: str
-    """Names the virtual environment that they are installed in."""
+    """The environment variable that names the virtual environment with this software."""
     command: tuple[str, ...]
-    """Arguments of Python, before the directory of the model."""
+    """Arguments of Python, up to the directory of the model."""
     options: Options
-    busy: tuple[str, ...]
-    """Metrics of how many requests an engine works on or keeps waiting."""
-    kept: tuple[str, ...]
-    """Metrics of how much KV cache is in use; of an idle engine: kept for another."""
-    generated: str
-    """The metric of how many tokens were generated."""
-    prompted: str
-    """The metric of how many tokens prompts had."""
+    request_gauges: tuple[str, ...]
+    """Metrics: requests that are running or queued, in whatever stage."""
+    kv_gauges: tuple[str, ...]
+    """Metrics: KV cache in use."""
+    generation_tokens: str
+    """Metric: generated tokens."""
+    prompt_tokens: str
+    """Metric: prompt tokens."""
 
 
 VLLM: Final = Family(
@@ -86,7 +86,7 @@ VLLM: Final = Family(
             "--enforce-eager": "",
             "--enable-prompt-tokens-details": "",
         },
-        # Nothing goes out or comes in from elsewhere, and one thread each, because there are more engines than cores.
+        # No traffic with other machines, and no threads bound to cores, because there are more engines than cores.
         {
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -94,10 +94,10 @@ VLLM: Final = Family(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
     ),
-    busy=("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    kept=("vllm:kv_cache_usage_perc",),
-    generated="vllm:generation_tokens_total",
-    prompted="vllm:prompt_tokens_total",
+    request_gauges=("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    kv_gauges=("vllm:kv_cache_usage_perc",),
+    generation_tokens="vllm:generation_tokens_total",
+    prompt_tokens="vllm:prompt_tokens_total",
 )
 
 SGLANG: Final = Family(
@@ -116,9 +116,9 @@ SGLANG: Final = Family(
             "--max-total-tokens": "16384",
             "--max-running-requests": "16",
             "--mem-fraction-static": "0.1",
-            # So that a used KV cache is one that a request uses.
+            # Without a prefix cache, KV cache in use is in use by a request.
             "--disable-radix-cache": "",
-            # Else an idle engine takes a whole core.
+            # Otherwise an idle engine takes a whole core.
             "--sleep-on-idle": "",
             "--enable-metrics": "",
         },
@@ -130,7 +130,7 @@ SGLANG: Final = Family(
             "MOONCAKE_PROTOCOL": "tcp",
         },
     ),
-    busy=(
+    request_gauges=(
         "sglang:num_running_reqs",
         "sglang:num_queue_reqs",
         "sglang:num_prefill_bootstrap_queue_reqs",
@@ -138,9 +138,9 @@ SGLANG: Final = Family(
         "sglang:num_decode_prealloc_queue_reqs",
         "sglang:num_decode_transfer_queue_reqs",
     ),
-    kept=("sglang:num_used_tokens",),
-    generated="sglang:generation_tokens_total",
-    prompted="sglang:prompt_tokens_total",
+    kv_gauges=("sglang:num_used_tokens",),
+    generation_tokens="sglang:generation_tokens_total",
+    prompt_tokens="sglang:prompt_tokens_total",
 )
 
 
@@ -153,13 +153,13 @@ def _none(prompt_tokens: int) -> int:
 
 
 def _blocks(prompt_tokens: int) -> int:
-    """Full blocks, but not the last token: there must be something to compute."""
+    """Full blocks without the last token, which a decoder always computes."""
     return (prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _example_blocks(prompt_tokens: int) -> int:
-    """It looks for one token less than it stores (`align_to_block_size` in vLLM's example_connector.py), and so finds
-    nothing of a prompt that is one token longer than its blocks.
+    """Like `_blocks`, but nothing of a prompt that is one token longer than full blocks: the connector looks for one
+    token less than it stores (`align_to_block_size` in vLLM's example_connector.py).
     """
     return _blocks(prompt_tokens) if (prompt_tokens - 1) % BLOCK_SIZE else 0
 
@@ -169,23 +169,24 @@ class Stack:
     """Engines that can hand KV cache over to each other, and the gateway's connector for them."""
 
     name: str
-    """What scripts/test-real is told to run it alone."""
+    """The name that scripts/test-real takes."""
     connector: str
     family: Family
     options: Callable[[Place], Options]
-    """What prefillers and decoders are started with; an ordinary engine has no such options."""
+    """What prefillers and decoders are started with, in addition to the family's options; the single engine is not."""
     sizes: tuple[tuple[int, int], ...] = ((1, 2),)
-    """How many prefillers and decoders the gateway is put in front of."""
+    """Numbers of prefillers and decoders; the tests run with each of these pairs."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """For all of its engines, ordinary ones too."""
+    """For all of its engines, the single one included."""
     model: str = ""
-    """Its kind; see make_tiny_model.py."""
+    """The kind of model that make_tiny_model.py makes; empty for its default."""
     service: Callable[[Place], Sequence[str]] | None = None
-    """What its engines share: a command of their virtual environment, which tells at its port how it is."""
+    """The command of a service that all engines share, from their virtual environment; None if there is none. It serves
+    `/health` at the place's port."""
     has_bootstrap: bool = False
-    """Whether a prefiller has a server where decoders ask for it."""
+    """Whether prefillers have a bootstrap server, where decoders find them."""
     transferred: Callable[[int], int] = _whole
-    """Of a prompt of so many tokens, how many a decoder gets from elsewhere."""
+    """How many tokens of a prompt of this length a decoder does not compute but fetches."""
 
 
 def _role(place: Place) -> str:
@@ -216,7 +217,7 @@ def _mooncake(place: Place) -> Options:
         _transfer_config(kv_connector="MooncakeConnector", kv_role=_role(place), kv_connector_extra_config=extra),
         {
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.second_port),
-            # How long a prefiller keeps what nobody fetches, and a decoder waits for what nobody has; by default 480.
+            # Seconds that a prefiller keeps what nobody fetches, and a decoder waits for what nobody has (default 480).
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "12",
         },
     )
@@ -230,7 +231,7 @@ def _example_store(place: Place) -> Options:
 
 
 def _mooncake_store(place: Place) -> Options:
-    extra = {"lookup_rpc_port": place.second_port}  # one of its own in the names of sockets, else engines share them
+    extra = {"lookup_rpc_port": place.second_port}  # is part of a socket's name, which engines would share otherwise
     return Options(
         _transfer_config(kv_connector="MooncakeStoreConnector", kv_role="kv_both", kv_connector_extra_config=extra),
         # Blocks are found by hashes, which must be the same in every process.
@@ -287,7 +288,7 @@ STACKS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of a stack is deployed."""
+    """A stack with its number of prefillers and decoders, written as 1P2D."""
 
     stack: Stack
     prefillers: int

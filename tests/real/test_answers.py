@@ -1,4 +1,4 @@
-"""Through the gateway, and so through two engines and a transfer, answers are those of one ordinary engine."""
+"""Answers that went through the gateway, two engines and a KV transfer equal those of a single engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from tests.real.answers import CHAT, COMPLETIONS, Answer, ask, request
 from tests.real.stacks import VLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.real.cluster import Cluster
+    from tests.real.report import Show
 
-    Show = Callable[[str], None]
-
-# Shorter than a block of 32 tokens, longer than several, bytes beyond ASCII, token ids.
+# Some are shorter than a KV block of 32 tokens, some longer than several; text beyond ASCII; token ids.
 PROMPTS: list[Any] = [
     "Hi",
     "A proxy sends the prompt to a prefill engine and then to a decode engine.",
@@ -38,27 +35,29 @@ TALKS: list[list[dict[str, Any]]] = [
 ]
 
 
-def test_greedy_completions(cluster: Cluster, show: Show) -> None:
-    show(same(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24} for prompt in PROMPTS]))
+def test_greedy_completions_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    show(compare(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24} for prompt in PROMPTS]))
 
 
-def test_greedy_completions_streamed(cluster: Cluster, show: Show) -> None:
-    show(same(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24, "stream": True} for prompt in PROMPTS]))
+def test_streamed_greedy_completions_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    show(compare(cluster, COMPLETIONS, [{"prompt": prompt, "max_tokens": 24, "stream": True} for prompt in PROMPTS]))
 
 
-def test_greedy_chats(cluster: Cluster, show: Show) -> None:
-    show(same(cluster, CHAT, [{"messages": talk, "max_tokens": 24} for talk in TALKS]))
+def test_greedy_chats_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    show(compare(cluster, CHAT, [{"messages": talk, "max_tokens": 24} for talk in TALKS]))
 
 
-def test_greedy_chats_streamed(cluster: Cluster, show: Show) -> None:
-    told = told_ids(cluster, CHAT)
+def test_streamed_greedy_chats_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    told = token_ids_option(cluster, CHAT)
     show(
-        same(cluster, CHAT, [{"messages": talk, "max_completion_tokens": 24, "stream": True, **told} for talk in TALKS])
+        compare(
+            cluster, CHAT, [{"messages": talk, "max_completion_tokens": 24, "stream": True, **told} for talk in TALKS]
+        )
     )
 
 
-def test_lists_of_prompts(cluster: Cluster, show: Show) -> None:
-    """SGLang's own streams of several answers have several ids, so the comparison is with whole ones."""
+def test_lists_of_prompts_get_the_answers_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    """Compared with the single engine's whole answer, because SGLang streams each answer of a list under its own id."""
     answers = []
     for prompts in [["Hi", "A proxy sends", "the prompt"], [[30, 31, 32], list(range(50, 150))]]:
         alone = ask(cluster.single.port, COMPLETIONS, prompt=prompts, max_tokens=16)
@@ -69,22 +68,24 @@ def test_lists_of_prompts(cluster: Cluster, show: Show) -> None:
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "plain")
-def test_samples_with_a_seed(cluster: Cluster, show: Show) -> None:
-    """SGLang's draw by chance all the same, unless it was started for deterministic inference."""
+def test_samples_with_a_seed_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
+    """SGLang ignores the seed unless it was started for deterministic inference."""
     drawn = {"n": 3, "temperature": 1.0, "seed": 11, "max_tokens": 16}
     show(
-        same(cluster, COMPLETIONS, [{"prompt": "A proxy sends", **drawn, "stream": stream} for stream in (False, True)])
+        compare(
+            cluster, COMPLETIONS, [{"prompt": "A proxy sends", **drawn, "stream": stream} for stream in (False, True)]
+        )
         + "; "
-        + same(cluster, CHAT, [{"messages": TALKS[1], **drawn, "stream": stream} for stream in (False, True)])
+        + compare(cluster, CHAT, [{"messages": TALKS[1], **drawn, "stream": stream} for stream in (False, True)])
     )
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
 def test_greedy_samples_are_all_alike(cluster: Cluster, show: Show) -> None:
-    """VLLM refuses greedy requests with n > 1 (`plain` sends them whole), so the comparison is with one sample."""
+    """Compared with one sample, because vLLM refuses greedy requests with n > 1, which `plain` does not split."""
     answers = []
     for path, prompt in ((COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": TALKS[1]})):
-        body = {**prompt, "max_tokens": 16, **told_ids(cluster, path)}
+        body = {**prompt, "max_tokens": 16, **token_ids_option(cluster, path)}
         alone = ask(cluster.single.port, path, **body)
         for stream in (False, True):
             answer = ask(cluster.gateway.port, path, **body, n=3, stream=stream)
@@ -101,7 +102,9 @@ def test_refusals_are_the_engines_own(cluster: Cluster, show: Show) -> None:
         {"prompt": [5] * 5000},
         {"prompt": "Hi", "stream": True, "temperature": -1},
     ]
-    if cluster.stack.family is VLLM:  # SGLang serves any name, and quotes the whole request where a member is missing
+    if (
+        cluster.stack.family is VLLM
+    ):  # SGLang accepts any model, and quotes the request in its error for a missing member
         bodies += [{"model": "nobody", "prompt": "Hi"}, {}]
     statuses = []
     for body in bodies:
@@ -115,8 +118,8 @@ def test_refusals_are_the_engines_own(cluster: Cluster, show: Show) -> None:
     show(f"statuses {statuses}")
 
 
-def same(cluster: Cluster, path: str, bodies: list[dict[str, Any]]) -> str:
-    """Ask the gateway and the ordinary engine for each of these; what was compared."""
+def compare(cluster: Cluster, path: str, bodies: list[dict[str, Any]]) -> str:
+    """Ask the gateway and the single engine with each body, assert that the answers are equal, and summarise them."""
     answers = []
     for body in bodies:
         answer = ask(cluster.gateway.port, path, **body)
@@ -133,6 +136,6 @@ def summary(answers: list[Answer]) -> str:
     return f"{choices} answers, {sum(answer.completion_tokens for answer in answers)} tokens"
 
 
-def told_ids(cluster: Cluster, path: str) -> dict[str, bool]:
-    """SGLang tells no token ids in the stream of a chat."""
+def token_ids_option(cluster: Cluster, path: str) -> dict[str, bool]:
+    """Asks for token ids, except in chats of SGLang, which has none in the stream of a chat."""
     return {"return_token_ids": path != CHAT or cluster.stack.family is VLLM}

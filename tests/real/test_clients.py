@@ -1,4 +1,4 @@
-"""Clients as they are used with such a service: the OpenAI SDK, vLLM's own load generator, and one that leaves."""
+"""The OpenAI SDK and `vllm bench serve` work with the gateway, and clients that leave free the engines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from openai import OpenAI
 
-from tests.real.answers import CHAT, COMPLETIONS, TIMEOUT_SECONDS, ask, events, request, sent
+from tests.real.answers import CHAT, COMPLETIONS, TIMEOUT_SECONDS, ask, events, request, sent_request
 from tests.real.cluster import total, wait_until
 from tests.real.programs import HOST, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.real.cluster import Cluster
-
-    Show = Callable[[str], None]
+    from tests.real.report import Show
 
 
 def test_the_openai_sdk_streams(cluster: Cluster, show: Show) -> None:
@@ -71,7 +69,7 @@ def test_vllm_bench_serve_has_no_failed_request(cluster: Cluster, tmp_path: Path
 def test_all_engines_take_part(cluster: Cluster, show: Show) -> None:
     engines = [*cluster.prefillers, *cluster.decoders]
     family = cluster.stack.family
-    names = [family.prompted] * len(cluster.prefillers) + [family.generated] * len(cluster.decoders)
+    names = [family.prompt_tokens] * len(cluster.prefillers) + [family.generation_tokens] * len(cluster.decoders)
 
     def counts() -> list[int]:
         return [int(total([engine], name, if_none=0)) for engine, name in zip(engines, names, strict=True)]
@@ -86,29 +84,31 @@ def test_all_engines_take_part(cluster: Cluster, show: Show) -> None:
 
 def test_a_client_that_leaves_frees_the_decoder(cluster: Cluster, show: Show) -> None:
     def written() -> float:
-        return total(cluster.decoders, cluster.stack.family.generated, if_none=0)
+        return total(cluster.decoders, cluster.stack.family.generation_tokens, if_none=0)
 
     before = written()
     body = {"prompt": "Tell me everything", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with request(cluster.gateway.port, COMPLETIONS, body) as response:
         assert len(list(islice(events(response), 5))) == 5
-        wait_until(lambda: cluster.busy() == 1, "the decoder counts the request as running")
-    seconds = wait_until(lambda: cluster.busy() == 0, "the decoder has nothing to do any more")
+        wait_until(lambda: cluster.running_requests() == 1, "the decoder counts the request as running")
+    seconds = wait_until(lambda: cluster.running_requests() == 0, "the decoder has nothing to do any more")
     assert written() - before < 4000
     show(f"after {seconds:.1f} s and {written() - before:.0f} of 4000 tokens")
 
 
 def test_clients_that_leave_at_any_time_leave_nothing(cluster: Cluster, show: Show) -> None:
-    """At once, with a prompt that takes a while; when an engine is at work; with the first event of a stream."""
+    """Clients leave right after sending a long prompt, while an engine works on it, or after the first event."""
     body = {"max_tokens": 2000, "ignore_eos": True}
     for number in range(12):
         prompt = f"{cluster.gateway.port} {number} " + "over the lazy dog " * 200
-        with sent(cluster.gateway.port, COMPLETIONS, {**body, "prompt": prompt, "stream": number % 2 == 1}) as leaving:
+        with sent_request(
+            cluster.gateway.port, COMPLETIONS, {**body, "prompt": prompt, "stream": number % 2 == 1}
+        ) as leaving:
             if number % 3 == 1:
-                wait_until(lambda: cluster.busy() > 0, "an engine works on it")
+                wait_until(lambda: cluster.running_requests() > 0, "an engine works on it")
             elif number == 5:
                 next(events(leaving.getresponse()))
-    cluster.nothing_is_left()
+    cluster.wait_until_nothing_is_left()
     lines = [json.loads(line) for line in cluster.gateway.log.read_text().splitlines()]
     ends = Counter(line["term"] for line in lines if line.get("term", "").startswith("C"))
     show(", ".join(f"{term} {count}" for term, count in sorted(ends.items())))

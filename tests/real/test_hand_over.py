@@ -1,4 +1,4 @@
-"""Where the decoders' KV cache came from, and that nothing is left of any request, of the tests before included."""
+"""Where decoders get the KV cache of prompts from, and that nothing is left of any request so far."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from tests.real.by_hand import foreign_kv
 from tests.real.cluster import total, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.real.cluster import Cluster
     from tests.real.programs import Program
+    from tests.real.report import Show
 
-    Show = Callable[[str], None]
 
-
-def test_where_decoders_have_prompts_from(cluster: Cluster, show: Show) -> None:
-    """No part of these prompts was seen before, or a decoder would have it in its prefix cache."""
+def test_decoders_get_prompts_from_where_the_connector_says(cluster: Cluster, show: Show) -> None:
+    """The prompts are new from their first block on, so that no decoder has any of them in its prefix cache."""
     before = cluster.sources()
     prompts = [f"{cluster.gateway.port} {length} " + "over the lazy dog " * length for length in (1, 5, 20, 60)]
     lengths = [
@@ -31,14 +28,14 @@ def test_where_decoders_have_prompts_from(cluster: Cluster, show: Show) -> None:
     expected = sum(map(cluster.stack.transferred, lengths))
     wait_until(lambda: (cluster.sources() - before).total >= sum(lengths), "the decoders have counted the prompts")
     grown = cluster.sources() - before
-    # Every prompt's last token is computed again for its first output; vLLM 0.32 does not count that.
+    # A decoder computes each prompt's last token again to get the first output, and may count it; vLLM 0.32 does not.
     assert expected - len(prompts) <= grown.transferred <= expected
     assert grown.total == sum(lengths)
     show(f"{len(prompts)} prompts: {grown}")
 
 
 @pytest.mark.only("nixl", "mooncake", "sglang")
-def test_decoders_have_computed_no_prompt_of_this_run(cluster: Cluster, show: Show) -> None:
+def test_decoders_have_computed_hardly_any_prompt_of_this_run(cluster: Cluster, show: Show) -> None:
     sources = cluster.sources()
     assert sources.transferred > 100 * sources.computed
     show(str(sources))
@@ -46,7 +43,7 @@ def test_decoders_have_computed_no_prompt_of_this_run(cluster: Cluster, show: Sh
 
 @pytest.mark.only("nixl", "mooncake", "store", "sglang")
 def test_a_decoder_answers_on_the_kv_cache_that_it_was_given(cluster: Cluster, show: Show) -> None:
-    """Without the gateway: one prompt with the KV cache of another has the answer of the other."""
+    """Without the gateway: a prompt that is given the KV cache of another gets the answer to the other."""
 
     def tokens(program: Program, prompt: list[int], **members: Any) -> list[int]:
         return ask(program.port, COMPLETIONS, prompt=prompt, max_tokens=24, **members).choices[0].token_ids
@@ -61,20 +58,20 @@ def test_a_decoder_answers_on_the_kv_cache_that_it_was_given(cluster: Cluster, s
 
 @pytest.mark.only("nixl", "mooncake")
 def test_a_prefiller_keeps_blocks_until_a_decoder_has_them(cluster: Cluster, show: Show) -> None:
-    """Without the gateway: shows that the number which the next test wants to be 0 is another one meanwhile."""
-    wait_until(lambda: cluster.kept() == 0, "nothing is kept")
+    """Without the gateway: the measure that the next test expects to be 0 is above 0 while blocks are kept."""
+    wait_until(lambda: cluster.kv_in_use() == 0, "no KV cache is in use")
     _, prompt = new_prompts(cluster)
     with foreign_kv(cluster, prompt, prompt) as own:
-        wait_until(lambda: cluster.kept() > 0, "blocks are kept")
-        usage = cluster.kept()
+        wait_until(lambda: cluster.kv_in_use() > 0, "the prefiller keeps blocks")
+        usage = cluster.kv_in_use()
         ask(cluster.decoders[0].port, COMPLETIONS, prompt=prompt, max_tokens=4, **own.members)
-    wait_until(lambda: cluster.kept() == 0, "the blocks are free")
+    wait_until(lambda: cluster.kv_in_use() == 0, "the blocks are free")
     show(f"{usage:.2%} of the cache, then nothing")
 
 
 def test_nothing_is_left_of_any_request(cluster: Cluster, show: Show) -> None:
     ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} leaves nothing", max_tokens=4)
-    cluster.nothing_is_left()
+    cluster.wait_until_nothing_is_left()
     if cluster.stack.name == "nixl":
         expired = total(cluster.prefillers, "vllm:nixl_num_kv_expired_reqs_total")
         show(f"{expired:.0f} leases have expired in this run")
@@ -89,9 +86,9 @@ def test_the_gateway_has_logged_no_error(cluster: Cluster, show: Show) -> None:
 
 
 def new_prompts(cluster: Cluster) -> tuple[list[int], list[int]]:
-    """Two of them, the same ones for a gateway, whose beginnings no decoder has in its prefix cache from other tests.
+    """Two prompts of 98 tokens that no other test uses, so that no decoder has their beginnings in its prefix cache.
 
-    Three blocks of 32 tokens and two tokens more: a decoder must compute something, and the blocks are full.
+    They depend on the gateway's port only. 98 tokens are three full blocks of 32 and a rest for the decoder to compute.
     """
     tokens = [20 + cluster.gateway.port % 100 + 2 * i for i in range(98)]
     return tokens, tokens[::-1]

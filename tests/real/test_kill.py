@@ -1,8 +1,8 @@
 """Engines that are killed while they work.
 
-One prefiller and two decoders. The decoder that writes the answer gets `kill -9` at a random token; the other goes on
-with it and no client notices, where the engines can do that. The first is started again on its port before the next
-answer is asked for.
+There are one prefiller and two decoders. The decoder that writes an answer is killed (`kill -9`) after a random chunk.
+Where the engines can continue an answer, the other decoder does, and the client notices nothing. The killed decoder is
+started again on its port before the next answer is asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import APIError, OpenAI
 
-from tests.real.answers import TIMEOUT_SECONDS, Answer, difference, late_piece, seamless, whole
+from tests.real.answers import TIMEOUT_SECONDS, Answer, assemble, assert_seamless, difference, late_piece
 from tests.real.cluster import total, wait_until
 from tests.real.programs import HOST, MODEL
 
@@ -25,50 +25,49 @@ if TYPE_CHECKING:
 
     from tests.real.cluster import Cluster
     from tests.real.programs import Program
-
-    Show = Callable[[str], None]
+    from tests.real.report import Show
 
 SEED = 20
 TOKENS = 400
 LAST_KILL = 250
-"""Chunks. A decoder writes on while the kill is on its way, and must not have finished by then."""
+"""The latest chunk to kill after: the decoder goes on writing until the kill arrives, and must not finish before."""
 
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("resuming", "kills"), [("auto", 20), ("completions", 4)], indirect=["resuming"])
 def test_no_client_notices_that_a_decoder_was_killed(resuming: Cluster, kills: int, show: Show) -> None:
-    show(goes_on(resuming, kills))
+    show(kill_decoders(resuming, kills))
 
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain")
 def test_another_decoder_goes_on(cluster: Cluster, show: Show) -> None:
-    show(goes_on(cluster, 4))
+    show(kill_decoders(cluster, 4))
 
 
-def goes_on(cluster: Cluster, kills: int) -> str:
-    """Kill so many decoders, and compare the answers with those of the ordinary engine; what was seen."""
+def kill_decoders(cluster: Cluster, kills: int) -> str:
+    """Kill a decoder in each of so many answers, compare them with the single engine's, and return a summary."""
     random = Random(SEED)
-    before = counts(cluster)
+    before = resume_counts(cluster)
     seams = []
     for number in range(kills):
-        body = request(random, number)
+        body = random_body(random, number)
         alone = streamed(cluster.single, body)
         if number % 4 > 1:
             body["stop"] = late_piece(alone.choices[0].text, 0.8)
             alone = streamed(cluster.single, body)
             assert alone.choices[0].finish_reason == "stop"
         kill = Kill(cluster, random.randint(1, LAST_KILL))
-        resumed = counts(cluster)["resumes"]
+        resumed = resume_counts(cluster)["resumes"]
         answer = streamed(cluster.gateway, body, kill.on_chunk)
         assert answer == alone, f"{difference(answer, alone)}: {body} after {kill.chunks} chunks"
-        assert counts(cluster)["resumes"] > resumed, "the kill came too late"
+        assert resume_counts(cluster)["resumes"] > resumed, "the kill came too late"
         seams.append(kill.seam_seconds())
         print(f"  {number + 1}: {kill.victim.name} after {kill.chunks} chunks, {seams[-1]:.2f} s", flush=True)
         restart(cluster, kill.victim)
         if number % 2:
-            # Decoders that are equally loaded take turns, and an answer that is resumed takes two.
+            # Equally loaded decoders take turns, and a resumed answer has used both: one more request changes the turn.
             streamed(cluster.gateway, {"prompt": "Next", "max_tokens": 1})
-    grown = {name: count - before[name] for name, count in counts(cluster).items()}
+    grown = {name: count - before[name] for name, count in resume_counts(cluster).items()}
     assert grown["resume_failures"] == 0
     return (
         f"{kills} of {kills} answers equal; from the kill to the next token {median(seams):.2f} s (median),"
@@ -78,8 +77,8 @@ def goes_on(cluster: Cluster, kills: int) -> str:
 
 @pytest.mark.only("sglang")
 def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show: Show) -> None:
-    """SGLang's engines do not go on from token ids."""
-    body = request(Random(SEED), 1)
+    """SGLang cannot continue an answer from its token ids, so the client gets an error."""
+    body = random_body(Random(SEED), 1)
     kill = Kill(cluster, 50)
     with pytest.raises(APIError) as error:
         streamed(cluster.gateway, body, kill.on_chunk)
@@ -90,7 +89,7 @@ def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
 def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
-    """What a decoder has the KV cache of goes on, and another prefiller serves the next; without one it is an error."""
+    """The answer being decoded continues. The next requests use another prefiller, or are refused if there is none."""
     bodies = [{"prompt": f"{cluster.gateway.port} {i}: what is prefilled?", "max_tokens": TOKENS} for i in range(6)]
     bodies = [{**body, "temperature": 0, "extra_body": {"ignore_eos": True}} for body in bodies]
     alone = [streamed(cluster.single, body) for body in bodies]
@@ -101,7 +100,7 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
         assert [streamed(cluster.gateway, body) for body in others] == alone[1:]
         seen = "served by the other"
     else:
-        seen = ", ".join(sorted({refused(cluster.gateway, body) for body in others}))
+        seen = ", ".join(sorted({error_code_of(cluster.gateway, body) for body in others}))
     restart(cluster, kill.victim)
     assert [streamed(cluster.gateway, body) for body in bodies] == alone
     show(f"{len(others)} requests meanwhile: {seen}")
@@ -109,11 +108,11 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
 def test_nothing_is_left_of_what_was_killed(cluster: Cluster) -> None:
-    cluster.nothing_is_left()
+    cluster.wait_until_nothing_is_left()
 
 
-def refused(program: Program, body: dict[str, Any]) -> str:
-    """The code of the error that this request gets."""
+def error_code_of(program: Program, body: dict[str, Any]) -> str:
+    """The error code that this request is refused with."""
     with pytest.raises(APIError) as error:
         streamed(program, body)
     return f"{error.value.code}"
@@ -126,14 +125,14 @@ def restart(cluster: Cluster, program: Program) -> None:
 
 
 class Kill:
-    """Kills an engine when so many chunks have come: the decoder that serves, unless another one is named."""
+    """Kills an engine after so many chunks of an answer: the decoder that writes it, unless a `victim` is given."""
 
     def __init__(self, cluster: Cluster, chunks: int, victim: Program | None = None) -> None:
         self.chunks = chunks
         self._cluster = cluster
         self._victim = victim
         self._arrivals: list[float] = []
-        """When each chunk came."""
+        """The time at which each chunk arrived."""
         self._killed_at = 0.0
 
     @property
@@ -154,20 +153,20 @@ class Kill:
             self.victim.kill()
 
     def seam_seconds(self) -> float:
-        """From the kill to the first chunk that another decoder wrote: the one after the longest pause."""
+        """Seconds from the kill to the first chunk of the other decoder, which is the chunk after the longest pause."""
         arrivals = [self._killed_at, *self._arrivals[self.chunks :]]
         _, end = max(pairwise(arrivals), key=lambda pause: pause[1] - pause[0])
         return end - self._killed_at
 
     def _find_serving(self) -> None:
-        """Asks the gateway, whose counts are never behind."""
+        """Ask the gateway which decoder works; the metrics of engines lag behind."""
         labels = ({"role": "decode", "instance": f"{HOST}:{decoder.port}"} for decoder in self._cluster.decoders)
         requests = [total([self._cluster.gateway], "pdproxy_instance_inflight", label) for label in labels]
         ((_, self._victim),) = (pair for pair in zip(requests, self._cluster.decoders, strict=True) if pair[0])
 
 
-def request(random: Random, number: int) -> dict[str, Any]:
-    """Chats and completions in turn, and some of both with token ids."""
+def random_body(random: Random, number: int) -> dict[str, Any]:
+    """The body of a chat or a completion, in turn, some of them with token ids in the answer."""
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
     prompt = {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
     return {
@@ -179,7 +178,7 @@ def request(random: Random, number: int) -> dict[str, Any]:
 
 
 def streamed(program: Program, body: dict[str, Any], on_chunk: Callable[[], None] = lambda: None) -> Answer:
-    """An answer as the OpenAI SDK reads it, without any retry of its own."""
+    """Stream an answer with the OpenAI SDK, whose own retries are off."""
     chunks = []
     with OpenAI(
         base_url=f"http://{HOST}:{program.port}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
@@ -189,9 +188,10 @@ def streamed(program: Program, body: dict[str, Any], on_chunk: Callable[[], None
             for chunk in stream:
                 chunks.append(chunk.to_dict())
                 on_chunk()
-    return whole(seamless(chunks))
+    assert_seamless(chunks)
+    return assemble(chunks)
 
 
-def counts(cluster: Cluster) -> dict[str, float]:
+def resume_counts(cluster: Cluster) -> dict[str, float]:
     names = ("resumes", "resumed_tokens", "resume_failures")
     return {name: total([cluster.gateway], f"pdproxy_{name}_total") for name in names}

@@ -1,7 +1,7 @@
-"""Engines that do not fit each other or the gateway's connector, which it notices and says once.
+"""Engines that do not fit each other or the gateway's connector: the gateway logs one warning for each misfit.
 
-What clients get of that is not always an error: engines without a connector, or with another one, serve as if all were
-well, and compute every prompt twice.
+Clients do not always get an error: engines without a connector, or with another one, serve as if all were well, but
+every prompt is computed twice.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from tests.real.programs import HOST, endpoints, start_gateway, stop
 from tests.real.stacks import SIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.real.cluster import Cluster
     from tests.real.programs import Program
+    from tests.real.report import Show
     from tests.real.stacks import Kind
 
-    Show = Callable[[str], None]
-
-# A prompt of more tokens than any engine has to compute before it counts as one that was not fetched.
+# More tokens than LEAST_STORED_TOKENS in proxy/balancer/handovers.py: shorter prompts through a store are not judged.
 PROMPT = "over the lazy dog, once more, " * 90
 
 
@@ -41,18 +38,19 @@ class Misfit:
     name: str
     stack: str
     connector: str
-    """What the gateway was told."""
+    """The connector that the gateway is configured with."""
     kind: str
-    """What it finds."""
-    at: Literal["prefill", "decode"]
-    """On which of the two."""
+    """The kind of misfit that the gateway finds."""
+    role: Literal["prefill", "decode"]
+    """The role of the instance that the warning is about."""
     prefill: Kind = "prefill"
-    """Which engine it was given as the prefiller."""
+    """The engine that the gateway is given as prefiller."""
     decode: Kind = "decode"
+    """The engine that the gateway is given as decoder."""
     bootstrap: Literal["own", "nobody's", "another's"] = "own"
-    """The prefiller's bootstrap port. That of another is one of the same gateway."""
+    """Whose bootstrap port the gateway is given: `another's` is that of a second prefiller of the same gateway."""
     statuses: tuple[int, ...] = (200,)
-    """What clients get."""
+    """The statuses that clients may get."""
 
 
 MISFITS = [
@@ -63,25 +61,41 @@ MISFITS = [
         "a decoder without connector", "mooncake", "mooncake_bootstrap", "kv_not_fetched", "decode", decode="single"
     ),
     Misfit(
-        *("a prefiller without connector", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        "a prefiller without connector",
+        "mooncake",
+        "mooncake_bootstrap",
+        "bootstrap",
+        "prefill",
         prefill="single",
         bootstrap="nobody's",
         statuses=(503,),
     ),
     Misfit(
-        *("swapped roles", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        "swapped roles",
+        "mooncake",
+        "mooncake_bootstrap",
+        "bootstrap",
+        "prefill",
         prefill="decode",
         decode="prefill",
         bootstrap="nobody's",
         statuses=(503,),
     ),
     Misfit(
-        *("nobody's bootstrap port", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        "nobody's bootstrap port",
+        "mooncake",
+        "mooncake_bootstrap",
+        "bootstrap",
+        "prefill",
         bootstrap="nobody's",
         statuses=(503,),
     ),
     Misfit(
-        *("another's bootstrap port", "mooncake", "mooncake_bootstrap", "bootstrap", "prefill"),
+        "another's bootstrap port",
+        "mooncake",
+        "mooncake_bootstrap",
+        "bootstrap",
+        "prefill",
         bootstrap="another's",
         statuses=(200, 500, 502, 503),
     ),
@@ -89,17 +103,29 @@ MISFITS = [
     Misfit("vllm_store before Mooncake", "mooncake", "vllm_store", "kv_not_fetched", "decode"),
     Misfit("a decoder without store", "store", "vllm_store", "kv_not_fetched", "decode", decode="single"),
     Misfit(
-        *("nobody's bootstrap port", "sglang", "sglang_bootstrap", "bootstrap", "prefill"),
+        "nobody's bootstrap port",
+        "sglang",
+        "sglang_bootstrap",
+        "bootstrap",
+        "prefill",
         bootstrap="nobody's",
         statuses=(500, 502, 503),
     ),
     Misfit(
-        *("another's bootstrap port", "sglang", "sglang_bootstrap", "bootstrap", "prefill"),
+        "another's bootstrap port",
+        "sglang",
+        "sglang_bootstrap",
+        "bootstrap",
+        "prefill",
         bootstrap="another's",
         statuses=(200, 500, 502, 503, 504),
     ),
     Misfit(
-        *("swapped roles", "sglang", "sglang_bootstrap", "role", "prefill"),
+        "swapped roles",
+        "sglang",
+        "sglang_bootstrap",
+        "role",
+        "prefill",
         prefill="decode",
         decode="prefill",
         statuses=(500, 502, 503),
@@ -119,8 +145,8 @@ MISFITS = [
     indirect=["cluster"],
     scope="session",
 )
-def test_what_does_not_fit_is_said(cluster: Cluster, misfit: Misfit, show: Show) -> None:
-    prefiller, decoder = chosen(cluster, misfit.prefill), chosen(cluster, misfit.decode)
+def test_a_misfit_is_warned_about_once(cluster: Cluster, misfit: Misfit, show: Show) -> None:
+    prefiller, decoder = engine_of(cluster, misfit.prefill), engine_of(cluster, misfit.decode)
     words: list[object] = ["--connector", misfit.connector, "--prefill", f"http://{HOST}:{prefiller.port}"]
     if misfit.bootstrap == "another's":
         cluster.engines.need(2, 1)
@@ -133,11 +159,11 @@ def test_what_does_not_fit_is_said(cluster: Cluster, misfit: Misfit, show: Show)
     words += endpoints([], [decoder])
     variables = {"PROXY_HEALTH__TRANSFER_INTERVAL_SECONDS": "1"}
     gateway = start_gateway(next(cluster.engines.ports), log, *words, ready_path="/livez", **variables)
-    at = prefiller if misfit.at == "prefill" else decoder
+    engine = prefiller if misfit.role == "prefill" else decoder
     client = Client(gateway)
     try:
-        wait_until(lambda: misfit.kind in hints(gateway, at), f"{misfit.kind} at {at.name} is found")
-        warning = f"{misfit.at} instance {HOST}:{at.port} {hints(gateway, at)[misfit.kind]}"
+        wait_until(lambda: misfit.kind in hints_about(gateway, engine), f"{misfit.kind} at {engine.name} is found")
+        warning = f"{misfit.role} instance {HOST}:{engine.port} {hints_about(gateway, engine)[misfit.kind]}"
     finally:
         stop([gateway])
         client.join()
@@ -150,16 +176,16 @@ def test_what_does_not_fit_is_said(cluster: Cluster, misfit: Misfit, show: Show)
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "sglang")
-def test_nothing_is_left_of_what_did_not_fit(cluster: Cluster) -> None:
-    cluster.nothing_is_left()
+def test_nothing_is_left_of_requests_to_misfits(cluster: Cluster) -> None:
+    cluster.wait_until_nothing_is_left()
 
 
-def chosen(cluster: Cluster, kind: Kind) -> Program:
+def engine_of(cluster: Cluster, kind: Kind) -> Program:
     return {"single": cluster.single, "prefill": cluster.prefillers[0], "decode": cluster.decoders[0]}[kind]
 
 
 class Client(Thread):
-    """Asks the gateway for one answer after the other, as long as it runs: engines that do not fit may never answer."""
+    """Asks the gateway for one answer after another until it stops. A thread, because misfits may never answer."""
 
     def __init__(self, gateway: Program) -> None:
         super().__init__()
@@ -175,11 +201,11 @@ class Client(Thread):
                     response.read()
                     self.statuses[response.status] += 1
                 if response.status != 200:
-                    time.sleep(0.5)  # nobody asks again at once, and there is nothing to be seen of it
+                    time.sleep(0.5)  # an error comes at once: do not ask in a tight loop
 
 
-def hints(gateway: Program, engine: Program) -> dict[str, str]:
-    """In what an engine does not fit, and what to look at, as this gateway lists it."""
+def hints_about(gateway: Program, engine: Program) -> dict[str, str]:
+    """The misfits that this gateway lists for an engine: its hint by kind."""
     with request(gateway.port, "/instances") as response:
         instances = json.load(response)["instances"]
     (found,) = (instance for instance in instances if instance["address"] == f"{HOST}:{engine.port}")

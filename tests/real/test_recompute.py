@@ -1,6 +1,7 @@
-"""Decoders that end requests as vLLM-Ascend's do when they are short of KV cache, and answers that do not show it.
+"""Decoders that end requests as `recomputed`, like vLLM-Ascend's when they are short of KV cache, and whole answers all
+the same.
 
-First what such an end looks like on the wire, from the decoder itself; then through the gateway.
+The first tests ask a decoder directly, to show what such an end looks like on the wire; the others ask the gateway.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from tests.real.answers import (
     difference,
     events,
     late_piece,
-    nearly,
+    nearly_equal,
     request,
     tokens_of,
 )
 from tests.real.cluster import total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.real.cluster import Cluster
-
-    Show = Callable[[str], None]
+    from tests.real.report import Show
 
 TOKENS = 80
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def no_order_is_left(resuming: Cluster) -> Iterator[None]:
-    """A decoder must have carried out all of them, or the test has not seen what it is about."""
+    """Every order was carried out; otherwise nothing was interrupted and the test has shown nothing."""
     yield
     left = resuming.engines.orders.left()
     resuming.engines.orders.withdraw()
@@ -49,7 +49,7 @@ def no_order_is_left(resuming: Cluster) -> Iterator[None]:
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
 def test_a_decoders_notice_in_a_stream(resuming: Cluster, show: Show) -> None:
-    """Without the gateway: a last chunk without tokens; none at all when there was no token before (vLLM 0.32)."""
+    """Without the gateway: the notice is a last chunk without tokens; vLLM 0.32 omits it if no token came before."""
     seen = []
     for path, tokens in product((CHAT, COMPLETIONS), (0, 1, 5)):
         resuming.engines.orders.give(tokens)
@@ -65,7 +65,7 @@ def test_a_decoders_notice_in_a_stream(resuming: Cluster, show: Show) -> None:
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
 def test_a_decoders_notice_carries_the_text_it_held_back(resuming: Cluster, show: Show) -> None:
-    """Without the gateway: for a stop string the engine keeps what may be its beginning until the request ends."""
+    """Without the gateway: an engine holds back text that may begin a stop string until the request ends."""
     resuming.engines.orders.give(9)
     body = {**PROMPTS[COMPLETIONS], "max_tokens": TOKENS, "temperature": 0, "stream": True, "stop": ["never" * 10]}
     with request(resuming.decoders[0].port, COMPLETIONS, body) as response:
@@ -86,7 +86,7 @@ def test_a_decoders_notice_in_a_whole_answer(resuming: Cluster) -> None:
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
 def test_an_engine_repeats_a_prompt_that_ends_inside_a_character(resuming: Cluster, show: Show) -> None:
-    """Why no answer may be taken up there: the detokenizer of vLLM 0.32 has nothing before the first text it shows."""
+    """Why no answer is resumed inside a character: the detokenizer of vLLM 0.32 then shows the prompt's text again."""
     port = resuming.single.port
     character = tokens_of(port, "\N{LATIN SMALL LETTER E WITH ACUTE}")
     assert len(character) == 2
@@ -99,7 +99,7 @@ def test_an_engine_repeats_a_prompt_that_ends_inside_a_character(resuming: Clust
 
 def test_a_stream_may_be_recomputed_after_any_token(resuming: Cluster, show: Show) -> None:
     differences = {}
-    for path in sorted({path for path, _ in ways(resuming)}):
+    for path in sorted({path for path, _ in request_kinds(resuming)}):
         alone = ask(resuming.single.port, path, **PROMPTS[path], max_tokens=TOKENS)
         for tokens in range(TOKENS):
             resuming.engines.orders.give(tokens)
@@ -112,27 +112,31 @@ def test_a_stream_may_be_recomputed_after_any_token(resuming: Cluster, show: Sho
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 33, 64, 65, 70, TOKENS - 1])
 def test_a_whole_answer_may_be_recomputed(resuming: Cluster, tokens: int) -> None:
-    for path in sorted({path for path, _ in ways(resuming)}):
-        interrupted(resuming, path, {"max_tokens": TOKENS}, tokens)
+    for path in sorted({path for path, _ in request_kinds(resuming)}):
+        ask_interrupted(resuming, path, {"max_tokens": TOKENS}, tokens)
 
 
 @pytest.mark.parametrize("tokens", [(0, 0), (5, 0), (17, 9), (40, 1, 20)], ids=str)
 def test_an_answer_recomputed_again_and_again_is_whole(resuming: Cluster, tokens: tuple[int, ...], show: Show) -> None:
-    for path, stream in ways(resuming):
-        interrupted(resuming, path, {"max_tokens": TOKENS, "stream": stream}, *tokens)
+    for path, stream in request_kinds(resuming):
+        ask_interrupted(resuming, path, {"max_tokens": TOKENS, "stream": stream}, *tokens)
     show(resumes(resuming))
 
 
 @pytest.mark.parametrize("before", range(6))
 def test_a_stop_string_is_found_across_the_seam(resuming: Cluster, before: int, show: Show) -> None:
-    """The request ends so many tokens before the one that completes the string.
+    """The decoder ends the request `before` tokens before the one that completes the string.
 
-    Tokens behind the string may count, of which the engine that goes on keeps the text back.
+    Tokens after the string may count: the decoder that goes on holds their text back until the string is complete.
     """
     stops = set()
-    for (path, stream), included in product(ways(resuming), (False, True)):
+    for (path, stream), included in product(request_kinds(resuming), (False, True)):
         stop = late_piece(ask(resuming.single.port, path, **PROMPTS[path], max_tokens=TOKENS).choices[0].text, 0.5)
-        body = {"max_tokens": TOKENS, "stop": ["never", stop], "include_stop_str_in_output": included}
+        body: dict[str, Any] = {
+            "max_tokens": TOKENS,
+            "stop": ["never", stop],
+            "include_stop_str_in_output": included,
+        }
         stopped = ask(resuming.single.port, path, **PROMPTS[path], **body).choices[0]
         assert stopped.stop_reason == stop
         resuming.engines.orders.give(len(stopped.token_ids) - 1 - before)
@@ -150,19 +154,19 @@ def test_a_stop_string_is_found_across_the_seam(resuming: Cluster, before: int, 
 
 @pytest.mark.parametrize("tokens", [1, 20, 50])
 def test_a_resumed_answer_has_all_its_log_probabilities(resuming: Cluster, tokens: int) -> None:
-    for path, stream in ways(resuming):
+    for path, stream in request_kinds(resuming):
         wanted = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
         body = {"max_tokens": TOKENS, "stream": stream, **wanted}
-        answer, alone = interrupted(resuming, path, body, tokens)
+        answer, alone = ask_interrupted(resuming, path, body, tokens)
         assert len(answer.choices[0].logprobs) == TOKENS
         for number, (one, other) in enumerate(zip(answer.choices[0].logprobs, alone.choices[0].logprobs, strict=True)):
-            assert nearly(one, other), f"{path}, stream {stream}, token {number}: {one} is not {other}"
+            assert nearly_equal(one, other), f"{path}, stream {stream}, token {number}: {one} is not {other}"
 
 
 @pytest.mark.parametrize("tokens", [0, 17])
 def test_samples_are_resumed_each_by_itself(resuming: Cluster, tokens: int) -> None:
-    """The engine itself refuses greedy requests with n > 1, so the comparison is with one sample."""
-    for path, stream in ways(resuming):
+    """Compared with one sample, because vLLM itself refuses greedy requests with n > 1."""
+    for path, stream in request_kinds(resuming):
         alone = ask(resuming.single.port, path, **PROMPTS[path], max_tokens=TOKENS)
         resuming.engines.orders.give(tokens, tokens)
         answer = ask(resuming.gateway.port, path, **PROMPTS[path], max_tokens=TOKENS, n=2, stream=stream)
@@ -173,21 +177,21 @@ def test_samples_are_resumed_each_by_itself(resuming: Cluster, tokens: int) -> N
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_else_a_resumed_request_may_ask_for(resuming: Cluster, tokens: int, stream: bool) -> None:
-    """Bodies whose members mean something else for the rest of an answer, or are told with its beginning."""
+    """Options that mean something else for the rest of an answer, or whose results come with its beginning."""
     long: dict[str, Any] = {"max_tokens": TOKENS, "stream": stream}
     text = ask(resuming.single.port, COMPLETIONS, **PROMPTS[COMPLETIONS], **long).choices[0]
     completions: list[dict[str, Any]] = [
-        # With token ids the engine would echo nothing, so such an answer is not watched, and only begun again.
+        # An engine that is asked for token ids echoes nothing, so such a stream is not watched and can only restart.
         *([] if stream and tokens else [long | {"echo": True}]),
         long | {"return_token_ids": False},
         long | {"min_tokens": 40, "stop_token_ids": text.token_ids[20:]},
         long | {"stop_token_ids": [text.token_ids[60]], "ignore_eos": True},
         long | {"prompt": list(range(20, 120))},
         long | {"prompt": ["Hi", "A proxy sends"]},
-        {"stream": stream},  # 16 tokens, says the engine
+        {"stream": stream},  # the engine's default of 16 tokens
     ]
     for body in completions if resuming.chats == "auto" else []:
-        interrupted(resuming, COMPLETIONS, body, min(tokens, 15))
+        ask_interrupted(resuming, COMPLETIONS, body, min(tokens, 15))
     for body in (
         long | {"return_token_ids": False},
         long | {"messages": [{"role": "user", "content": [{"type": "text", "text": "The future of AI is"}]}]},
@@ -196,30 +200,30 @@ def test_what_else_a_resumed_request_may_ask_for(resuming: Cluster, tokens: int,
         | {"messages": [{"role": "assistant", "content": "I am"}], "continue_final_message": True}
         | {"add_generation_prompt": False},
     ):
-        interrupted(resuming, CHAT, body, tokens)
+        ask_interrupted(resuming, CHAT, body, tokens)
 
 
 def test_a_resume_is_counted(resuming: Cluster, show: Show) -> None:
     before = total([resuming.gateway], "pdproxy_resumed_tokens_total")
-    answer, _ = interrupted(resuming, CHAT, {"max_tokens": TOKENS, "stream": True}, 50)
+    answer, _ = ask_interrupted(resuming, CHAT, {"max_tokens": TOKENS, "stream": True}, 50)
     again = total([resuming.gateway], "pdproxy_resumed_tokens_total") - before
     assert answer.prompt_tokens < again <= answer.prompt_tokens + 50
     show(f"{answer.prompt_tokens} tokens of the prompt and 50 of the answer, {again:.0f} computed again")
 
 
 def test_nothing_is_left_of_what_was_interrupted(resuming: Cluster, show: Show) -> None:
-    resuming.nothing_is_left()
+    resuming.wait_until_nothing_is_left()
     show(resumes(resuming))
 
 
-def ways(cluster: Cluster) -> list[tuple[str, bool]]:
-    """The path, and whether the answer is streamed: whatever this gateway does differently from the others."""
+def request_kinds(cluster: Cluster) -> list[tuple[str, bool]]:
+    """Paths, each with and without streaming, that this gateway treats in a way of its own."""
     paths = (CHAT, COMPLETIONS) if cluster.chats == "auto" else (CHAT,)
     return list(product(paths, (True, False)))
 
 
-def interrupted(cluster: Cluster, path: str, body: dict[str, Any], *after_tokens: int) -> tuple[Answer, Answer]:
-    """What the gateway answers while the decoders do this, which must be what the ordinary engine answers."""
+def ask_interrupted(cluster: Cluster, path: str, body: dict[str, Any], *after_tokens: int) -> tuple[Answer, Answer]:
+    """Ask the gateway while decoders end the request after so many tokens each, and the single engine; both answers."""
     body = {**PROMPTS[path], **body}
     alone = ask(cluster.single.port, path, **body)
     cluster.engines.orders.give(*after_tokens)
@@ -230,5 +234,5 @@ def interrupted(cluster: Cluster, path: str, body: dict[str, Any], *after_tokens
 
 
 def resumes(cluster: Cluster) -> str:
-    """What this gateway has resumed so far."""
+    """How many answers this gateway has resumed so far, for `show`."""
     return f"{total([cluster.gateway], 'pdproxy_resumes_total'):.0f} resumes so far"

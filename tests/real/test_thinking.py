@@ -1,4 +1,4 @@
-"""Engines that tell reasoning from content, and chats that are interrupted in either or between them."""
+"""Engines with a reasoning parser, and chats that are interrupted in the reasoning, in the content or between them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import pytest
 from tests.real.answers import CHAT, ask, difference, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.real.cluster import Cluster
-
-    Show = Callable[[str], None]
+    from tests.real.report import Show
 
 TOKENS = 120
 CHATS = 2
@@ -21,10 +18,12 @@ CHATS = 2
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_a_chat_goes_on_with_what_it_was_saying(thinking: Cluster, with_ids: bool, stream: bool, show: Show) -> None:
+def test_an_interrupted_chat_keeps_reasoning_and_content_apart(
+    thinking: Cluster, with_ids: bool, stream: bool, show: Show
+) -> None:
     seen = []
     differences = {}
-    for body, end in thoughts(thinking):
+    for body, end in chats_with_reasoning(thinking):
         body["return_token_ids"] = with_ids
         alone = ask(thinking.single.port, CHAT, **body, stream=stream)
         middle = (1, end // 2, end - 1, end, end + 1, end + 2, (end + TOKENS) // 2)
@@ -39,8 +38,8 @@ def test_a_chat_goes_on_with_what_it_was_saying(thinking: Cluster, with_ids: boo
     show(f"{', '.join(seen)} of {TOKENS}")
 
 
-def thoughts(cluster: Cluster) -> list[tuple[dict[str, Any], int]]:
-    """Chats whose answers have enough of both, and how many of their tokens are reasoning, the end of it included."""
+def chats_with_reasoning(cluster: Cluster) -> list[tuple[dict[str, Any], int]]:
+    """Bodies whose answers have reasoning and content, and the number of reasoning tokens, the end marker included."""
     (begin,), (end,) = (tokens_of(cluster.single.port, marker) for marker in ("<think>", "</think>"))
     found = []
     for number in range(200):
@@ -55,4 +54,4 @@ def thoughts(cluster: Cluster) -> list[tuple[dict[str, Any], int]]:
             found.append((body, choice.token_ids.index(end) + 1))
             if len(found) == CHATS:
                 return found
-    raise AssertionError("the model does not think, or thinks of nothing else")
+    raise AssertionError("no chat has both reasoning and content")
