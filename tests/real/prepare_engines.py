@@ -63,6 +63,10 @@ def prepare_vllm() -> None:
     queue = "vllm/distributed/device_communicators/shm_broadcast.py"
     replace(queue, "busy_loop_s: float = 1,\n", "busy_loop_s: float = 0.0005,\n")
     replace(queue, "SHM_READER_RECHECK_INTERVAL_MS = 5000\n", "SHM_READER_RECHECK_INTERVAL_MS = 5\n")
+    # An engine is three processes. Forked, they import torch and vLLM once and not three times, which takes most of a
+    # start. The parent must have no threads of OpenMP: see OMP_NUM_THREADS in engines.py.
+    method = 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = '
+    replace("vllm/platforms/cpu.py", f'{method}"spawn"\n', f'{method}"fork"\n')
     mooncake = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
     # There is no accelerator whose index could be asked for.
     replace(mooncake, "self.device_id = torch.accelerator.current_device_index()\n", "self.device_id = 0\n")
