@@ -102,6 +102,12 @@ def test_links_between_pages_lead_somewhere(name: str) -> None:
             assert not anchor or anchor in anchors(PAGES[file or name]), target
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_are_there(name: str) -> None:
+    named = re.findall(r"`((?:proxy|scripts|tests|configs)/[\w./-]*)", PAGES[name])
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_nouns_are_those_of_the_package_and_each_is_a_class() -> None:
     list_of_package = (proxy.__doc__ or "").partition("the same list:\n\n")[2].rstrip("\n")
     assert "\n".join(f"    {line}" for line in list_of_package.splitlines()) in PAGES["DESIGN.md"]
