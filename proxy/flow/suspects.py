@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from proxy.errors import Failure, GatewayError, NoBackendAvailable
 from proxy.flow.suspicion import MOST_ENGINES, Casualty, Suspicion, is_charged, is_poison, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from types import TracebackType
 
     from proxy.balancer.backend import Backend, Role
     from proxy.balancer.pool import Pool
@@ -54,6 +55,25 @@ class SuspectRequest(GatewayError):
         )
 
 
+class Watch:
+    """Around the work on one client request, which is given its suspicion. Get it from `Suspects.watch`."""
+
+    __slots__ = ("_call", "_suspects", "_suspicion")
+
+    def __init__(self, suspects: Suspects, call: Call, suspicion: Suspicion) -> None:
+        self._suspects = suspects
+        self._call = call
+        self._suspicion = suspicion
+
+    def __enter__(self) -> Suspicion:
+        return self._suspicion
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._suspects.end(self._call, self._suspicion, error)
+
+
 class Suspects:
     """One worker's; `memory` is that of all."""
 
@@ -77,24 +97,21 @@ class Suspects:
         self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
         self._waiting: dict[asyncio.Future[None], None] = {}
 
-    @contextmanager
-    def watch(self, call: Call, units: int) -> Iterator[Suspicion]:
-        """One client request, of so many units. Raises SuspectRequest if it is known already."""
+    def watch(self, call: Call, units: int) -> Watch:
+        """One client request, of so many units: `with` it. Raises SuspectRequest if it is known already."""
         earlier = 0 if self._memory.is_empty else self._memory.engines(call.body({}))
         if earlier >= MOST_ENGINES:
             raise SuspectRequest
-        suspicion = Suspicion(earlier, is_split=units > 1)
-        try:
-            try:
-                yield suspicion
-            finally:
-                self._release(suspicion.reserved)
-        except BaseException:
+        return Watch(self, call, Suspicion(earlier, is_split=units > 1))
+
+    def end(self, call: Call, suspicion: Suspicion, error: BaseException | None) -> None:
+        """A client request has ended, well if there is no error: let others go where it was, and remember it or not."""
+        self._release(suspicion.reserved)
+        if error is not None:
             if engines := suspicion.engines(self._clock()):
                 least_poison = MOST_ENGINES if suspicion.is_convicted else 0
                 self._memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
-            raise
-        if not self._memory.is_empty:
+        elif not self._memory.is_empty:
             self._memory.forget(call.body({}))
 
     @property

@@ -114,7 +114,12 @@ class Suspicion:
     @property
     def bears_on_choice(self) -> bool:
         """Whether it matters on which engines its units come to be."""
-        return self._is_split or self.earlier > 0 or any(history.lost for history in self.units)
+        if self._is_split or self.earlier > 0:
+            return True
+        for history in self.units:  # noqa: SIM110 - each request asks, and a generator costs as much as all else
+            if history.lost:
+                return True
+        return False
 
     @property
     def is_confined(self) -> bool:

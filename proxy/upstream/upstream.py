@@ -116,28 +116,22 @@ class Upstream:
         """
         head = self._head(backend, path, len(body), headers)
         connection = self._take_idle(backend) or await self._connect(backend)
-        try:
-            return await self._send(connection, head, body, answer_seconds)
-        except UpstreamError as error:
-            if not error.is_stale:
-                raise
-            self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
-            if not resend_if_stale:
-                raise
-            stale = error
-        try:
-            connection = await self._connect(backend)
-        except UpstreamError:
-            raise stale from None  # not CONNECT: it was asked, and may be gone because of that
-        return await self._send(connection, head, body, answer_seconds)
-
-    async def _send(self, connection: Connection, head: bytes, body: bytes, answer_seconds: float) -> Response:
-        self._busy.add(connection)
-        try:
-            return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
-        except BaseException:
-            self._put_back(connection)
-            raise
+        while True:
+            self._busy.add(connection)
+            try:
+                return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
+            except BaseException as error:
+                self._put_back(connection)
+                if not isinstance(error, UpstreamError) or not error.is_stale:  # as no fresh connection is
+                    raise
+                self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
+                if not resend_if_stale:
+                    raise
+                stale = error
+            try:
+                connection = await self._connect(backend)
+            except UpstreamError:
+                raise stale from None  # not CONNECT: it was asked, and may be gone because of that
 
     async def fetch(
         self,
@@ -179,18 +173,16 @@ class Upstream:
         return self._names.known(host) or await self._names.find(host)
 
     def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
-        lines = [
-            f"POST {path} HTTP/1.1\r\n",
-            f"Host: {backend.name}\r\n",
-            "Content-Type: application/json\r\n",
-            f"Content-Length: {body_bytes}\r\n",
-            "Accept-Encoding: identity\r\n",
-        ]
-        credentials = self._keys.headers(backend, headers.get("authorization"))
-        lines += [f"{name}: {value}\r\n" for name, value in headers.items() if name != "authorization"]
-        lines += [f"{name}: {value}\r\n" for name, value in credentials.items()]
-        lines.append("\r\n")
-        return "".join(lines).encode("utf-8", "surrogateescape")  # how aiohttp decoded a client's header
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {body_bytes}\r\nAccept-Encoding: identity\r\n"
+        )
+        for name, value in headers.items():
+            if name != "authorization":
+                head += f"{name}: {value}\r\n"
+        for name, value in self._keys.headers(backend, headers.get("authorization")).items():
+            head += f"{name}: {value}\r\n"
+        return f"{head}\r\n".encode("utf-8", "surrogateescape")  # how aiohttp decoded a client's header
 
     def _take_idle(self, backend: Backend) -> Connection | None:
         idle = self._idle.get(backend, [])
