@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy import call as calls
-from proxy.api.body import read_json
+from proxy.api.body import memory_bytes, read_json
 from proxy.api.drain import ShuttingDown
 from proxy.api.replies import REQUEST_ID
 from proxy.dialects import DIALECTS
@@ -17,7 +17,7 @@ from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.client import ClientStalled, ClientStream
 from proxy.logs import access_line
 from proxy.record import Record
-from proxy.wire.weight import LONG_BYTES, wide_bytes
+from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,10 +87,11 @@ class GenerationApi:
         admission = self._gateway.admission
         admission.check(caller.name)  # what will be refused anyhow is not read first
         with self._keys.enter(caller), admission.hold(0) as held:
-            raw = await read_json(request, self._settings.listen, held.resize)
+            listen = self._settings.listen
+            raw = await read_json(request, listen, held.resize)
             is_long = len(raw) > LONG_BYTES
             document = calls.read(raw)
-            held.add(wide_bytes(raw, document.values))
+            held.add(memory_bytes(raw, document.values, listen))
             del raw  # which the document has, if it needs it
             if is_long:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile

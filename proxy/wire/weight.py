@@ -82,6 +82,11 @@ def bounds(raw: bytes) -> tuple[int, int]:
     return commas + 16 * brackets + 4 * len(raw), 100 * commas + 120 * brackets
 
 
+def is_light(raw: bytes, limit: int) -> bool:
+    """Whether a text that can be read has no more elements than that, whatever is in it: two bytes, `[]`, are 16."""
+    return 8 * len(raw) <= limit
+
+
 def weigh_closely(raw: bytes, limit: int) -> Weight:
     """What a text weighs: of what is in strings only the escapes count. Takes several times as long.
 
@@ -122,6 +127,22 @@ def load(raw: bytes) -> Any:
         return orjson.loads(raw)
     finally:
         gc.enable()
+
+
+def object_bytes(raw: bytes, value: Any) -> int:
+    """The most that Python's objects of a text that was read take, besides the text of strings; as `bounds` tells,
+    where there is too much to look at.
+    """
+    members = containers = 0
+    left = [value]
+    while left:
+        item = left.pop()
+        containers += 1
+        members += len(item)
+        if members > _MAX_LOOKS:
+            return bounds(raw)[1]
+        left += [each for each in (item.values() if isinstance(item, dict) else item) if isinstance(each, dict | list)]
+    return 100 * members + 120 * containers
 
 
 def wide_bytes(raw: bytes, value: Any) -> int:

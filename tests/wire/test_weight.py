@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.weight import LONG_BYTES, bounds, is_heavier, load, weigh, weigh_closely, wide_bytes, without_escapes
+from proxy.wire.weight import (
+    LONG_BYTES,
+    bounds,
+    is_heavier,
+    is_light,
+    load,
+    object_bytes,
+    weigh,
+    weigh_closely,
+    wide_bytes,
+    without_escapes,
+)
 
 VALUES = st.recursive(
     st.none() | st.integers(-9, 9) | st.text('a,[{"\\]:é', max_size=9),
@@ -74,6 +85,20 @@ def test_memory_is_told_before_it_is_taken(unit: bytes) -> None:
     assert value
     assert taken <= 1.25 * (len(raw) + weigh(raw).memory_bytes)
     assert weigh(raw).memory_bytes <= 3 * taken
+
+
+@pytest.mark.parametrize("unit", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("size", [2_000, 20_000, 200_000])
+def test_memory_is_told_when_a_light_text_was_read(unit: bytes, size: int) -> None:
+    raw = filled(unit, size)
+    assert is_light(raw, 8 * len(raw))
+    assert weigh_closely(raw, 10**9).elements <= 8 * len(raw)
+    tracemalloc.start()
+    value = load(raw)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= 1.25 * (len(raw) + object_bytes(raw, value))
+    assert object_bytes(raw, value) <= 4 * taken
 
 
 def test_names_that_are_all_different_are_told() -> None:
