@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from proxy.settings import Cost
 
+    _Reading = tuple[Callable[[object], object], str]
+
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
 PREFILL_OVERHEAD_TOKENS: Final = 3480
@@ -32,19 +34,28 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 # number and long ones by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
 
-# What the gateway acts on.
-_WHOLE_NUMBERS: Final = frozenset(
-    {
-        *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
-        *("prompt_logprobs", "thinking_token_budget"),
-    }
-)
-_FLAGS: Final = frozenset(
-    {
-        *("echo", "use_beam_search", "return_token_ids", "include_reasoning", "include_stop_str_in_output"),
-        "parallel_tool_calls",
-    }
-)
+# What the gateway acts on: how engines read it, and what it is to be.
+_WHOLE_NUMBER: Final = (whole_number, "a whole number")
+_FLAG: Final = (flag, "true or false")
+_READINGS: Final[Mapping[str, _Reading]] = {
+    **dict.fromkeys(
+        (
+            *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
+            *("prompt_logprobs", "thinking_token_budget"),
+        ),
+        _WHOLE_NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            *("echo", "use_beam_search", "return_token_ids", "include_reasoning", "include_stop_str_in_output"),
+            "parallel_tool_calls",
+        ),
+        _FLAG,
+    ),
+}
+_CHAT_READINGS: Final[Mapping[str, _Reading]] = {**_READINGS, "logprobs": _FLAG}
+_COMPLETION_READINGS: Final[Mapping[str, _Reading]] = {**_READINGS, "logprobs": _WHOLE_NUMBER}
+_NATIVE_READINGS: Final[Mapping[str, _Reading]] = dict.fromkeys(sglang.WHOLE_NUMBERS, _WHOLE_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,7 @@ def understand(api: Api, document: Document, cost: Cost, headers: Mapping[str, s
         raise BadRequest("stream_options must be an object", param="stream_options")
     if options and not stream:
         raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-    changes = _as_engines_read(api, values)
+    changes = _spell_alike(values, _CHAT_READINGS if api is Api.CHAT else _COMPLETION_READINGS)
     if values.get("n") is not None and values["n"] < 1:
         raise BadRequest("n must be a positive integer", param="n")
     include_usage = _boolean(options or {}, "include_usage")
@@ -191,7 +202,7 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
     changes: dict[str, object] = {}
     params = values.get("sampling_params")
     for each in params if isinstance(params, list) else [params]:
-        if isinstance(each, dict) and _spell_alike(each, sglang.WHOLE_NUMBERS, whole_number, "a whole number"):
+        if isinstance(each, dict) and _spell_alike(each, _NATIVE_READINGS):
             changes["sampling_params"] = params
     rows = sglang.embeddings(values)
     tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
@@ -210,23 +221,14 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
     )
 
 
-def _as_engines_read(api: Api, values: dict[str, Any]) -> dict[str, object]:
+def _spell_alike(values: dict[str, Any], readings: Mapping[str, _Reading]) -> dict[str, object]:
     """Let what the gateway acts on be what engines take it for; the members that were spelled otherwise, as they are
     now. Raises BadRequest for what engines take for nothing.
     """
-    chats = api is Api.CHAT
-    names = _WHOLE_NUMBERS if chats else _WHOLE_NUMBERS | {"logprobs"}
-    changes = _spell_alike(values, names, whole_number, "a whole number")
-    return changes | _spell_alike(values, _FLAGS | {"logprobs"} if chats else _FLAGS, flag, "true or false")
-
-
-def _spell_alike(
-    values: dict[str, Any], names: Set[str], read: Callable[[object], object], what: str
-) -> dict[str, object]:
-    """Read these members, where they are there, and put in what they mean. Those that changed. Raises BadRequest."""
     changes: dict[str, object] = {}
     for name, value in values.items():
-        if name in names and value is not None:
+        if name in readings and value is not None:
+            read, what = readings[name]
             try:
                 meant = read(value)
             except ValueError:
@@ -242,7 +244,9 @@ def _without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str
 
     vLLM puts the members of `vllm_xargs` where it puts `kv_transfer_params`, too (`to_sampling_params`).
     """
-    changes: dict[str, object] = {name: REMOVED for name in reserved if name in values}
+    changes: dict[str, object] = {}
+    if not reserved.isdisjoint(values):
+        changes.update((name, REMOVED) for name in reserved if name in values)
     extra = values.get("vllm_xargs")
     if isinstance(extra, dict) and not reserved.isdisjoint(extra):
         changes["vllm_xargs"] = {name: value for name, value in extra.items() if name not in reserved}
@@ -259,8 +263,11 @@ def _media(value: object) -> int:
 def prompt_tokens(document: Document, cost: Cost) -> int:
     """Estimated prompt length in tokens, at least 1."""
     values = document.values
-    total = sum(_content_tokens(m.get("content"), cost) for m in _objects(values.get("messages")))
-    total += len(document.raw_value("tools") or b"") // cost.bytes_per_token
+    total = 0
+    for message in _objects(values.get("messages")):
+        total += _content_tokens(message.get("content"), cost)
+    if "tools" in values:
+        total += len(document.raw_value("tools") or b"") // cost.bytes_per_token
     return max(1, total + text_tokens(values.get("prompt"), cost))
 
 
@@ -281,7 +288,7 @@ def _single_prompt_tokens(prompt: object, cost: Cost) -> int:
 def _content_tokens(content: object, cost: Cost) -> int:
     """Tokens of a message's content: a string, or parts. The bytes of an image say nothing about its tokens."""
     if isinstance(content, str):
-        return text_tokens(content, cost)
+        return _single_prompt_tokens(content, cost)
     total = 0
     for part in _objects(content):
         kind = part.get("type")

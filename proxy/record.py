@@ -93,15 +93,20 @@ class Journey:
 
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
-        self.leave()
+        now = self.clock()
+        self._end_stage(now)
         self.stage = stage
-        self._entered = self.clock()
+        self._entered = now
 
     def leave(self) -> None:
         """The attempt has ended, well or not, in the stage of now. May be called again."""
+        if self._entered is not None:
+            self._end_stage(self.clock())
+            self._entered = None
+
+    def _end_stage(self, now: float) -> None:
         if self.stage is not None and self._entered is not None:
-            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + self.clock() - self._entered
-        self._entered = None
+            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._entered
 
     def saw_prompt_usage(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the prompt.
@@ -163,11 +168,12 @@ class Record:
 
     def tokens(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens as far as engines reported them."""
-        return (
-            sum(journey.prompt_tokens or 0 for journey in self.journeys),
-            sum(journey.cached_tokens or 0 for journey in self.journeys),
-            sum(journey.completion_tokens or 0 for journey in self.journeys),
-        )
+        prompt = cached = completion = 0
+        for journey in self.journeys:
+            prompt += journey.prompt_tokens or 0
+            cached += journey.cached_tokens or 0
+            completion += journey.completion_tokens or 0
+        return prompt, cached, completion
 
     def fields(self, status: int, term: str, duration_seconds: float) -> dict[str, object]:
         """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""

@@ -84,12 +84,13 @@ class Lease:
 
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
+        backend = self.backend
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            self._pool.confirm(self.backend, self._trial, self._is_proof)
+            self._pool.confirm(backend, self._trial, self._is_proof)
             self._trial = 0
-        self._pool.row.add(self.backend.slot, running=-self._running, compute=-self._compute)
+        self._pool.row.add(backend.slot, running=-self._running, compute=-self._compute)
         self._running = self._compute = 0
         self._pool.released()
 
@@ -97,11 +98,10 @@ class Lease:
         """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
         done its work, too. May be called again.
         """
-        self._pool.row.add(self.backend.slot, kv=-self._kv)
+        requests = self._requests if self._has_served else 0
+        self._pool.row.add(self.backend.slot, requests=-requests, kv=-self._kv)
+        self._requests -= requests
         self._kv = 0
-        if self._has_served:
-            self._pool.row.add(self.backend.slot, requests=-self._requests)
-            self._requests = 0
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
         """Leave this backend, which failed with `because`, and charge what is left to another one not in `avoid`.

@@ -211,12 +211,13 @@ class InTurn(ABC):
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
         journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
-            journey.decoder, journey.decode_id = lease.backend.name, prefilled.attempt_id
+            decoder = lease.backend
+            journey.decoder, journey.decode_id = decoder.name, prefilled.attempt_id
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
-            steering = rank.header(lease.backend, self._balance.decode_dp_ranks)
+            steering = rank.header(decoder, self._balance.decode_dp_ranks)
             try:
                 return await self._upstream.open(
-                    lease.backend,
+                    decoder,
                     call.api.path,
                     body,
                     {**call.headers, "x-request-id": prefilled.attempt_id, **steering},

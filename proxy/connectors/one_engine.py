@@ -71,6 +71,8 @@ class OneEngine:
 
 def is_search(call: Call) -> bool:
     """Whether the answer is chosen among several sequences, which have to be on one engine."""
+    if _RARE.isdisjoint(call.values):
+        return False
     best_of = call.values.get("best_of")
     return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples)
 

@@ -66,7 +66,8 @@ class RankClaim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.free()
+        if self._legs is not None:
+            self.free()
 
     def on(self, backend: Backend, count: int) -> int:
         """A rank of this backend, which has `count`, in place of the one that was taken before, if any."""

@@ -131,7 +131,9 @@ class Releaser:
             self.orphaned(kv, {*failed, decoder})
         elif verdict is Verdict.UNKNOWN:
             until = time.monotonic() + self.pin_seconds(kv.prefiller, kv.transfer)
-            self._doubtful.setdefault(decoder, deque(maxlen=_MAX_DOUBTFUL)).append((kv.prefiller, kv.tokens, until))
+            if decoder not in self._doubtful:
+                self._doubtful[decoder] = deque(maxlen=_MAX_DOUBTFUL)
+            self._doubtful[decoder].append((kv.prefiller, kv.tokens, until))
 
     def look(self) -> None:
         """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
