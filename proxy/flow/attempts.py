@@ -64,31 +64,28 @@ class AttemptLoop:
 
         Raises Overloaded, NoBackendAvailable, UpstreamError, ClientStalled.
         """
-        loop = asyncio.get_running_loop()
-        waits_until = loop.time() + self._settings.admission.wait_seconds
+        record, admit, guard = self._record, self._parts.admission.admit, self._guard
+        waits_until = record.clock() + self._settings.admission.wait_seconds
         while True:
             try:
-                return await self._run_admitted()
+                # A request that was let in is let in whole: its further units wait as long as it takes.
+                async with admit(record.caller, patient=not self._is_first, on_wait=self._enter_queue):
+                    self._journey.leave()
+                    if self._unreached is not None and self._is_still_gone(self._unreached):
+                        raise self._unreached  # it was let in because nobody waits for that role any longer
+                    # No await before the first lease: the room that was seen is still there.
+                    with guard.blame, self._permit:
+                        while not await self._attempt():
+                            pass
+                guard.served()
+                return
             except (NoBackendAvailable, UpstreamError) as error:
-                if not self._may_queue_again(error) or loop.time() >= waits_until:
+                if not self._may_queue_again(error) or record.clock() >= waits_until:
                     raise
                 self._unreached = error
             self._avoid.clear()
             self._failures.clear()
             self._last = self._prefer = None
-
-    async def _run_admitted(self) -> None:
-        # A request that was let in is let in whole: its further units wait as long as it takes.
-        admission = self._parts.admission
-        async with admission.admit(self._record.caller, patient=not self._is_first, on_wait=self._enter_queue):
-            self._journey.leave()
-            if self._unreached is not None and self._is_still_gone(self._unreached):
-                raise self._unreached  # it was let in because nobody waits for that role any longer
-            # No await before the first lease: the room that was seen is still there.
-            with self._guard.blame, self._permit:
-                while not await self._attempt():
-                    pass
-        self._guard.served()
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""

@@ -71,7 +71,8 @@ class UnitGuard:
 
     def end_attempt(self) -> None:
         """It is over, well or not."""
-        self._suspects.let_go(self._history)
+        if self._history.reserved:
+            self._suspects.let_go(self._history)
         self._history.began_at = None
         if self._settling is not None:
             self._settling.cancel()
