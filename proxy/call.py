@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.errors import BadRequest
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED, Document, InvalidDocument

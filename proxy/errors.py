@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
 
 
 class GatewayError(Exception):

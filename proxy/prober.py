@@ -19,8 +19,8 @@ import aiohttp
 import orjson
 
 from proxy import SERVER, logs
+from proxy.backend import Backend, Role
 from proxy.background import Background
-from proxy.balancer.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,

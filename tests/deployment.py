@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.callers import KeyUsage

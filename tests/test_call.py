@@ -10,7 +10,7 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, parse, text_tokens
 from proxy.errors import BadRequest
 from proxy.settings import Cost

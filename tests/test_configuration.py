@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.configuration import FIXED, Change, Configuration, Follower

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy import __version__, metrics
 from proxy.api.passthrough import ROUTES
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger
 from proxy.balancer.misfits import Misfits
@@ -180,7 +180,7 @@ def test_two_of_them_in_one_process_do_not_meet() -> None:
 WORKERS = """
     import os
 
-    from proxy.balancer.backend import Role
+    from proxy.backend import Role
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.ledger import Ledger

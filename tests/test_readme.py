@@ -14,7 +14,7 @@ import pytest
 import proxy
 from proxy.__main__ import main
 from proxy.api.replies import HTTP_ERRORS
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.errors import Failure
 from proxy.flow.resume import Action

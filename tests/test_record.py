@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
 from proxy.record import Journey, Record, Stage
 

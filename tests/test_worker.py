@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.policies import POLICIES
 from proxy.connectors.kv_transfer import KvTransfer

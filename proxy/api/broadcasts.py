@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
     from proxy.api.administrators import Administrators
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
 

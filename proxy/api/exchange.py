@@ -18,7 +18,7 @@ from proxy.upstream import connect_problem, read_bounded, upstream_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 # About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
 _NOT_PASSED_BACK: Final = frozenset(

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.api.body import read_body
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.errors import BadRequest

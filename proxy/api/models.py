@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.api.keys import ClientKeys
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.metrics import Metrics

@@ -20,7 +20,7 @@ from aiohttp import web
 from proxy.api import exchange
 from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.balancer.blame import Blame
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.flow.admission import Admission
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.flow.budget import Repeat, RetryBudget

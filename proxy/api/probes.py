@@ -11,7 +11,7 @@ from aiohttp import web
 from proxy import __version__
 from proxy.api.drain import ShuttingDown
 from proxy.api.replies import error_response
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.keys import ClientKeys
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.metrics import Metrics
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024

@@ -17,7 +17,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.errors import BadRequest, UpstreamError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from proxy.api.keys import ClientKeys
     from proxy.api.probes import ProbeApi
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.metrics import Metrics

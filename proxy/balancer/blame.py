@@ -14,7 +14,7 @@ from proxy.errors import Failure
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.errors import UpstreamError
 
     Ways = dict[tuple[Role, bool], set[Backend]]

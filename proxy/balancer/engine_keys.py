@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 
 class EngineKeys:

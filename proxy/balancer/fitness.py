@@ -12,7 +12,7 @@ from proxy.balancer.misfits import MisfitKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.handovers import Verdict
     from proxy.balancer.misfits import Misfits

@@ -25,7 +25,7 @@ from proxy.settings import HealthChecks
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.breaker import Cause
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.errors import UpstreamError

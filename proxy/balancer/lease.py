@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend, Load
+    from proxy.backend import Backend, Load
     from proxy.balancer.pool import Pool
 
 

@@ -18,7 +18,7 @@ from proxy.balancer.scoreboard import Pinned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.scoreboard import Row
 
 

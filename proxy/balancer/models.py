@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 _MOST_NAMES = 3
 

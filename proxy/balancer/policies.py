@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 # (per compute token, per kv token). A prefiller is busy with the prompts it computes; KV that waits to be pulled, or
 # that nobody pulls any more, only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in

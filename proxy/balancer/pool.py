@@ -15,8 +15,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from proxy.backend import Load
 from proxy.balancer import slow_start
-from proxy.balancer.backend import Load
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
@@ -26,7 +26,7 @@ from proxy.errors import Failure, NoBackendAvailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.engine_facts import Identity, Setup
 from proxy.balancer.misfits import MisfitKind
 from proxy.settings import SettingsError

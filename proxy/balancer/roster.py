@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.shared import SharedValue
 from proxy.balancer.waiting_list import WaitingList
 

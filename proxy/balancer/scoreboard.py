@@ -11,7 +11,7 @@ import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.shared import SharedValue
 
 if TYPE_CHECKING:

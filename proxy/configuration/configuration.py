@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.shared import SharedValue
 from proxy.callers import assign_slots
 from proxy.configuration.current import Current, from_json, option_of, to_json

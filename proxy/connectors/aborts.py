@@ -14,8 +14,8 @@ from proxy.errors import UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.backend import Backend
     from proxy.background import Background
-    from proxy.balancer.backend import Backend
     from proxy.upstream import Upstream
 
 _ABORT_SECONDS: Final = 2.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id, prefill_seconds
 from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.ranks import Ranks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from aiohttp import web
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import (
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.base import Kit

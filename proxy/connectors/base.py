@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
+    from proxy.backend import Backend, Role
     from proxy.background import Background
-    from proxy.balancer.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.lease import Lease

@@ -21,7 +21,7 @@ from proxy.upstream import connect_problem, read_bounded, upstream_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 # A prefiller takes longer than this to start, so what was told since is told by the process that runs.
 _FRESH_SECONDS: Final = 5.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.connectors.kv_transfer import KvTransfer
     from proxy.connectors.releaser import Releaser
 

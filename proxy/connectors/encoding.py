@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.connectors.base import new_attempt_id, prefill_seconds, refusal
 from proxy.wire.openai import Api
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Connector, Kit

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.connectors.base import (
     Attempt,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.handovers import Verdict
     from proxy.balancer.lease import Lease
     from proxy.call import Call

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import orjson
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.misfits import MisfitKind
 from proxy.connectors.base import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.base import Kit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.connectors.alone import Alone
 from proxy.errors import BadRequest
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from contextlib import AbstractAsyncContextManager
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
     from proxy.connectors.ranks import Ranks

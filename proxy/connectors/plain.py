@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.connectors.alone import Alone
 from proxy.connectors.ranks import Ranks
 from proxy.wire.openai import OPENAI_APIS
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
     from proxy.record import Journey

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.ledger import Ledger, Pin
     from proxy.balancer.misfits import Misfits
     from proxy.connectors.base import Pools

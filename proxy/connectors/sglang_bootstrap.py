@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.aborts import Aborts
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.base import Kit

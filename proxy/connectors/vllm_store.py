@@ -15,7 +15,7 @@ from proxy.connectors.in_turn import InTurn
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.in_turn import Prefilled

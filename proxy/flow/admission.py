@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from proxy.balancer.backend import Role
+    from proxy.backend import Role
     from proxy.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 

@@ -16,7 +16,7 @@ from proxy.record import Stage
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.flow.answers import Answer
     from proxy.flow.parts import FlowParts
     from proxy.flow.suspicion import Suspicion

@@ -16,7 +16,7 @@ from proxy import logs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.flow.budget import RetryBudget

@@ -16,7 +16,7 @@ from proxy.flow.resume import can_be_observed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.backend import Role
+    from proxy.backend import Role
     from proxy.call import Call
     from proxy.connectors.base import Connector, Pools
     from proxy.dialects.base import Dialect

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.capabilities import Capability
     from proxy.balancer.pool import Pool
     from proxy.connectors.base import Connector, Pools

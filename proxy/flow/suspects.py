@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.pool import Pool
     from proxy.balancer.suspect_memory import SuspectMemory
     from proxy.call import Call

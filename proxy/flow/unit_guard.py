@@ -10,7 +10,7 @@ from proxy.balancer.blame import Blame
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.errors import UpstreamError
     from proxy.flow.budget import Repeat
     from proxy.flow.suspects import Suspects

@@ -16,7 +16,7 @@ from proxy.errors import NoBackendAvailable, UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.connectors.base import Pools
     from proxy.upstream import Upstream
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Self
 
+from proxy.backend import Role
 from proxy.background import Background
-from proxy.balancer.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.models import odd_ones
 from proxy.balancer.recognition import Told, unsuited
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.engine_facts import Identity
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness

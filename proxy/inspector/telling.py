@@ -6,13 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from proxy import logs
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 logger = logging.getLogger(__name__)
 

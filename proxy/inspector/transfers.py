@@ -22,8 +22,8 @@ from proxy.wire.exposition import parse_prompt_tokens
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from proxy.backend import Backend
     from proxy.background import Background
-    from proxy.balancer.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 from pydantic import ValidationError
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.recognition import Told, recognise

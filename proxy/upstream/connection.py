@@ -14,7 +14,7 @@ from proxy.upstream.response import Response, upstream_error
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
 

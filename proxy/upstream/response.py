@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.upstream.connection import Connection
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from proxy.balancer.backend import Backend, Role
+    from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names

@@ -26,8 +26,8 @@ from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
+from proxy.backend import Role
 from proxy.background import Background
-from proxy.balancer.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
@@ -55,7 +55,7 @@ from proxy.upstream import AddressRules, Names, Upstream, new_session
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.health import Transition
     from proxy.configuration import Current
     from proxy.connectors.base import Connector

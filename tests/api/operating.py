@@ -10,7 +10,7 @@ from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.drain import Drain
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.configuration import Change
 from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy import __version__
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.configuration import Change
 from proxy.settings import SettingsError
 from tests.api.operating import client_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.configuration import Change
 from tests.api.operating import client_of
 from tests.asking import until

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from tests.api.operating import client_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.misfits import MisfitKind
 from proxy.settings import Settings

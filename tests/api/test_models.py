@@ -16,7 +16,7 @@ from yarl import URL
 from proxy.api import models
 from proxy.api.keys import ClientKeys
 from proxy.api.models import ModelsApi
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.settings import ClientKey
 

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from proxy.api.drain import Drain
 from proxy.api.keys import ClientKeys
 from proxy.api.passthrough import ROUTES, PassthroughApi
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.flow.admission import Admission
 from proxy.flow.budget import RetryBudget

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from proxy import logs
 from proxy.api.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.errors import (
     BadRequest,
     Failure,

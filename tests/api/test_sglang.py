@@ -14,7 +14,7 @@ from proxy.api.drain import Drain
 from proxy.api.keys import ClientKeys
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.settings import ClientKey
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.balancer.health import Health, Transition
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
@@ -18,7 +18,7 @@ from proxy.settings import HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 
 @dataclass

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.breaker import Phase
 from proxy.balancer.condition import HealthState
 from proxy.balancer.health import Health

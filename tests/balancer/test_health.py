@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.breaker import Cause
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import EngineFacts

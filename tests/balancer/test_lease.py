@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.balancer.condition import HealthState
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
     from conftest import Balancer
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
 
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState

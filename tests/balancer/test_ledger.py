@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger, Pin
 from proxy.balancer.policies import POLICIES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.handovers import Verdict

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.policies import POLICIES, WEIGHTS, LeastLoad, PowerOfTwo, Random, RoundRobin
 
 EIGHT = [Backend(Role.DECODE, "d", port, slot=port) for port in range(8)]

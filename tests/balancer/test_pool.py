@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
@@ -22,7 +22,7 @@ from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 if TYPE_CHECKING:
     from conftest import Balancer
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 
 def down(balancer: Balancer, *backends: Backend) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.progress import Progress
 
 A, B, C = (Backend(Role.DECODE, "127.0.0.1", port) for port in (1, 2, 3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.recognition import Told, recognise, unsuited

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.roster import Member, Roster
 from proxy.balancer.scoreboard import Scoreboard
 from tests.forking import in_child

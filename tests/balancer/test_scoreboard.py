@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard
 
 

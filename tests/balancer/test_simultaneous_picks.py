@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.policies import POLICIES
 from proxy.balancer.pool import Pool
@@ -23,7 +23,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 
 if TYPE_CHECKING:
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
 
 ONE = Load(compute=1)
 

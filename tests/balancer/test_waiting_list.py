@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.waiting_list import WaitingList
 from tests.forking import in_child
 

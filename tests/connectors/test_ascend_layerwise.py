@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from proxy.balancer.backend import Load
+from proxy.backend import Load
 from proxy.call import parse
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.record import Journey

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
 from proxy.errors import Failure, UpstreamError
 from proxy.metrics import Metrics

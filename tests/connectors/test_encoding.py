@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.call import parse
 from proxy.connectors.encoding import media
 from proxy.settings import Cost

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.backend import Load, Role
+from proxy.backend import Load, Role
 from proxy.call import parse
 from proxy.record import Journey
 from proxy.wire.openai import OPENAI_APIS, Api

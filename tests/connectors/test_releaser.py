@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.kv_transfer import KvTransfer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.connectors.sglang_bootstrap import bootstrap, room
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import api_of, request, until

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.call import Call, parse
 from proxy.record import Journey
 from proxy.wire.openai import OPENAI_APIS, Api
@@ -20,7 +20,7 @@ from tests.deployment import generations, kv_params
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.connectors.base import Attempt
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy

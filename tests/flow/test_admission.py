@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.errors import NoBackendAvailable, Overloaded
 from proxy.flow.admission import Admission
 from proxy.metrics import Metrics

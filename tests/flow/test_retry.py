@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.errors import Failure, UpstreamError
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.settings import Retry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.flow.suspicion import Casualty, Suspicion, is_charged, is_poison, rank_of
 
 E1, E2, E3 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3))

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from aiohttp.test_utils import unused_port
 
-from proxy.balancer.backend import Backend, Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health, HealthState
 from proxy.balancer.policies import POLICIES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import h11
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection
 from tests.fuzz.cutting import cut, singly, spelled, words

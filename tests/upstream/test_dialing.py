@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.balancer.bulletin import Bulletin
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure

@@ -17,7 +17,7 @@ from tests.upstream.raw import LONG, OK, STREAM_HEAD, Collector, Link, chunk, en
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.balancer.backend import Backend
+    from proxy.backend import Backend
     from proxy.errors import UpstreamError
     from proxy.upstream import Response
     from tests.clock import Clock

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import (
     DONE_EVENT,

@@ -17,7 +17,7 @@ import httptools
 import orjson
 import uvloop
 
-from proxy.balancer.backend import Role
+from proxy.backend import Role
 from proxy.balancer.policies import WEIGHTS
 from proxy.call import parse
 from proxy.settings.model import Cost

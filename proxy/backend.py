@@ -1,4 +1,4 @@
-"""Values of the balancer: one engine endpoint, its role, and what a request costs it."""
+"""One engine endpoint, its role, and what a request costs it."""
 
 from __future__ import annotations
 

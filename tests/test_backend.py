@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.backend import Backend, Role
+from proxy.backend import Backend, Role
 
 
 def test_a_backend_is_named_by_its_endpoint() -> None:
