@@ -12,8 +12,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
+from proxy.api.exchange import passed_back
 from proxy.api.generation import _PASSED_ON
-from proxy.api.passthrough import _passed_back
 from proxy.api.replies import _is_acceptable_id, error_response
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import UpstreamError
@@ -50,7 +50,7 @@ def check_headers(data: bytes) -> None:
     status = b"HTTP/1.1 400 Bad\r\n" + data + b"\r\n\r\n"
     LOOP.run_until_complete(_check_refusal(status))
     for answer in _of_response(status):
-        _check_towards_client(_passed_back(cast("aiohttp.ClientResponse", answer)))
+        _check_towards_client(passed_back(cast("aiohttp.ClientResponse", answer)))
 
 
 def _of_request(raw: bytes) -> list[CIMultiDictProxy[str]]:
