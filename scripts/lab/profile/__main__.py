@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SAMPLES_PER_SECOND: Final = 500
 
 # A frame is `function (file:line)`. The first part whose pattern is found in it is the frame's.
-_PARTS: Final = tuple(
+PARTS: Final = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
         ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientStream\.write) \("),
@@ -38,7 +38,10 @@ _PARTS: Final = tuple(
         ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|budget)"),
         ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/fanout"),
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
-        ("the answer: events, transcript, client", r"proxy/wire|proxy/flow/(relay|delivery|transcript|client|answer)"),
+        (
+            "the answer: events, transcript, client",
+            r"proxy/wire|proxy/dialects|proxy/flow/(relay|delivery|transcript|client|answers)",
+        ),
         ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),
         ("everything else", r"^$"),
     )
@@ -98,13 +101,13 @@ def _table(stacks: Iterable[str], total_us: float) -> str:
         frames, _, count = line.rpartition(" ")
         samples[part_of(frames.split(";"))] += int(count)
     total = max(1, samples.total())
-    lines = [f"  {total_us * samples[part] / total:7.1f}  {part}" for part, _ in _PARTS]
+    lines = [f"  {total_us * samples[part] / total:7.1f}  {part}" for part, _ in PARTS]
     return "\n".join(lines) + "\n"
 
 
 def part_of(frames: list[str]) -> str:
     """The part of the innermost frame that belongs to one; frames of the standard library belong to their callers."""
-    return next(part for frame in (*reversed(frames), "") for part, pattern in _PARTS if pattern.search(frame))
+    return next(part for frame in (*reversed(frames), "") for part, pattern in PARTS if pattern.search(frame))
 
 
 if __name__ == "__main__":

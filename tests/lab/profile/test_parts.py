@@ -1,0 +1,37 @@
+"""To which part of the gateway a sample's frames are added."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lab.profile.__main__ import PARTS, part_of
+
+ROOT = Path(__file__).parents[3]
+NAMED = [
+    f"{directory}{name}"
+    for _, pattern in PARTS
+    for directory, names in re.findall(r"(proxy(?:/\w+)*/?)(?:\(([\w|]+)\))?", pattern.pattern)
+    for name in names.split("|")
+]
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_what_a_part_names_is_there(path: str) -> None:
+    assert (ROOT / path).is_dir() or (ROOT / f"{path}.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("frames", "part"),
+    [
+        (["run (asyncio/runners.py:118)"], "system calls: reading and waiting; the event loop"),
+        (["run (asyncio/runners.py:118)", "_handle (proxy/api/front.py:1)"], "the client's side: aiohttp"),
+        (["open (proxy/connectors/in_turn.py:1)", "dumps (json/encoder.py:1)"], "the legs: connector and"),
+        (["received (proxy/flow/relay.py:1)", "ClientStream.write (proxy/flow/client.py:1)"], "system calls: writing"),
+        (["main (proxy/__main__.py:1)"], "everything else"),
+    ],
+)
+def test_a_frame_of_the_standard_library_belongs_to_its_caller(frames: list[str], part: str) -> None:
+    assert part_of(frames).startswith(part)
