@@ -6,19 +6,23 @@ with the bytes the client sent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
+from proxy.balancer.pick import PickRequest
 from proxy.errors import BadRequest
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED, Document, InvalidDocument
 from proxy.wire.lax import flag, whole_number
 from proxy.wire.openai import RESERVED_FIELDS, Api
+from proxy.wire.prefix import PrefixKeys, Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence, Set
+    from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
+    from proxy.backend import Backend
     from proxy.settings import Cost
 
     _Reading = tuple[Callable[[object], object], str]
@@ -33,6 +37,9 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 # What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
 # number and long ones by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
+
+# How soon the client wants the first token, in milliseconds: for policies, and passed on.
+FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 
 # What the gateway acts on: how engines read it, and what it is to be.
 _WHOLE_NUMBER: Final = (whole_number, "a whole number")
@@ -77,6 +84,9 @@ class Call:
     """Members of the document that are replaced or REMOVED on every leg."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
+    prompt: Prompt | None = None
+    """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
+    None: not known."""
 
     @property
     def output_limit(self) -> int | None:
@@ -101,6 +111,34 @@ class Call:
     def decode_load(self) -> Load:
         """Held by a decoder until the answer has ended."""
         return Load(compute=DECODE_OVERHEAD_TOKENS, kv=self.prompt_tokens + self.output_tokens)
+
+    def pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
+        """What an attempt at it wants backends for; see PickRequest."""
+        return PickRequest(self.prefill_load, self.decode_load, self, avoid, prefer)
+
+    # What policies may ask; see pick.Subject.
+
+    @property
+    def prefix_keys(self) -> PrefixKeys:
+        """What the prompt's prefixes are called; empty where the request has no single prompt."""
+        return PrefixKeys() if self.prompt is None else self.prompt.keys
+
+    @property
+    def session(self) -> str | None:
+        """OpenAI's `prompt_cache_key`, or `user`, which it replaces (API reference, chat completions)."""
+        name = self.values.get("prompt_cache_key") or self.values.get("user")
+        return name if isinstance(name, str) else None
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """The client's header `x-ttft-deadline-ms`; None without one, or where it is no positive number."""
+        try:
+            seconds = float(self.headers[FIRST_TOKEN_HEADER]) / 1000
+        except (KeyError, ValueError):
+            return None
+        return seconds if 0 < seconds < math.inf else None
+
+    # What the client asks for
 
     @property
     def values(self) -> dict[str, Any]:
@@ -129,10 +167,15 @@ class Call:
         return self.document.with_changes({**self.changes, **changes})
 
     def changed(
-        self, changes: Mapping[str, object], *, prompt_tokens: int | None = None, stream: bool | None = None
+        self,
+        changes: Mapping[str, object],
+        *,
+        prompt_tokens: int | None = None,
+        prompt: Prompt | None = None,
+        stream: bool | None = None,
     ) -> Call:
-        """The same call with more members changed, a new cost where the prompt is another one, and the answer streamed
-        or not whatever the client asked for.
+        """The same call with more members changed, a new cost where the prompt has grown, another prompt, and the
+        answer streamed or not whatever the client asked for.
         """
         return Call(
             api=self.api,
@@ -144,7 +187,13 @@ class Call:
             headers=self.headers,
             changes={**self.changes, **changes},
             kv_params=self.kv_params,
+            prompt=prompt or self.prompt,
         )
+
+    def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
+        """One prompt and one sample of this call, by these changes."""
+        prompt = None if self.prompt is None else self.prompt.changed(changes)
+        return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
 def read(raw: bytes) -> Document:
@@ -193,6 +242,7 @@ def understand(api: Api, document: Document, cost: Cost, headers: Mapping[str, s
         include_usage=include_usage,
         headers=headers or {},
         changes=changes,
+        prompt=Prompt(values),
     )
 
 
@@ -218,6 +268,7 @@ def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         include_usage=False,
         headers=headers,
         changes={**changes, **_without_reserved(values, sglang.RESERVED_FIELDS)},
+        prompt=Prompt(values),
     )
 
 

@@ -20,7 +20,8 @@ from proxy.backend import Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger
 from proxy.balancer.misfits import Misfits
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -49,7 +50,13 @@ class Gateway:
         self.ledger = Ledger(row)
         self.pools = {
             role: Pool(
-                *(role, POLICIES["least_load"](), self.scoreboard, row, self.roster, self.health), ledger=self.ledger
+                role,
+                policy=make_policy("least_load"),
+                scoreboard=self.scoreboard,
+                row=row,
+                roster=self.roster,
+                health=self.health,
+                ledger=self.ledger,
             )
             for role in Role
         }
@@ -92,7 +99,7 @@ def test_every_metric_has_a_good_name_and_a_help_text(gateway: Gateway) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_has_nothing_to_say(gateway: Gateway) -> None:
-    with gateway.pools[Role.PREFILL].lease(Load(1, 2)):
+    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load(1, 2))):
         gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "timeout").inc()
         found = subprocess.run(["promtool", "check", "metrics"], input=gateway.text(), capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
@@ -136,7 +143,7 @@ def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
     prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
-    with prefillers.lease(Load(compute=30, kv=7)):
+    with prefillers.lease(PickRequest.of(Load(compute=30, kv=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
         assert gateway.value("pdproxy_instance_inflight", **labels) == 1
         assert gateway.value("pdproxy_instance_load_tokens", kind="compute", **labels) == 30
@@ -184,7 +191,7 @@ WORKERS = """
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.ledger import Ledger
-    from proxy.balancer.policies import POLICIES
+    from proxy.balancer.policies import make_policy
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -208,7 +215,10 @@ WORKERS = """
         work(1)
         os._exit(0)
     os.wait()
-    pool = Pool(Role.PREFILL, POLICIES["random"](), scoreboard, scoreboard.row(0), roster, health)
+    pool = Pool(
+        Role.PREFILL, policy=make_policy("random"), scoreboard=scoreboard,
+        row=scoreboard.row(0), roster=roster, health=health,
+    )
     metrics = work(0)
     metrics.watch_instances([pool], scoreboard, health, Misfits())
     print(metrics.render("")[0].decode())

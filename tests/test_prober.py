@@ -17,7 +17,8 @@ from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health, Transition
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -91,7 +92,15 @@ class Gateway:
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
         row = self.scoreboard.row(0)
         self.pools = {
-            role: Pool(role, POLICIES["least_load"](), self.scoreboard, row, self.roster, self.health) for role in Role
+            role: Pool(
+                role,
+                policy=make_policy("least_load"),
+                scoreboard=self.scoreboard,
+                row=row,
+                roster=self.roster,
+                health=self.health,
+            )
+            for role in Role
         }
         self.checks = HealthChecks(
             interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
@@ -199,7 +208,7 @@ async def test_a_drained_backend_is_dropped(
     caplog.set_level(logging.INFO)
     gateway = Gateway([engine.port])
     async with gateway.prober(session) as prober:
-        with gateway.pools[Role.PREFILL].lease(Load()):
+        with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
             assert prober.remove(Role.PREFILL, HOST, engine.port)
             engine.seen.clear()
             await until(lambda: len(engine.seen) > 1)
@@ -469,7 +478,7 @@ async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession,
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
     async with gateway.prober(session) as prober:
-        with pool.lease(Load()) as lease:
+        with pool.lease(PickRequest.of(Load())) as lease:
             prober.remove(Role.PREFILL, HOST, engine.port)
             assert pool.eligible() == ()
             assert prober.join(Role.PREFILL, HOST, engine.port)

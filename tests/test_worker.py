@@ -14,7 +14,7 @@ import pytest
 
 from proxy.backend import Role
 from proxy.balancer.condition import HealthState
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.policies import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import ClientKey, Settings
 from proxy.wire.openai import Api
@@ -208,8 +208,7 @@ async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deploym
     pools = worker.pools
     (prefiller,), (decoder,) = pools.prefill.backends(), pools.decode.backends()
     assert (pools.prefill.limit(prefiller), pools.decode.limit(decoder)) == (3, 4)
-    policies = [type(pool._policy) for pool in (pools.prefill, pools.decode)]
-    assert policies == [POLICIES["round_robin"], POLICIES["random"]]
+    assert [type(pool.policy) for pool in (pools.prefill, pools.decode)] == [RoundRobin, Random]
     assert pools.pairs.failed(prefiller, decoder)
     transition = worker.health.on_probe(decoder, False, "a test")
     assert transition is not None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
-_PASSED_ON: Final = ("traceparent", "tracestate")
+_PASSED_ON: Final = ("traceparent", "tracestate", calls.FIRST_TOKEN_HEADER)
 
 
 class GenerationApi:

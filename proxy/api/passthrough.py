@@ -22,6 +22,7 @@ from proxy.api.body import read_body
 from proxy.api.replies import REQUEST_ID
 from proxy.backend import Load
 from proxy.balancer.blame import Blame
+from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.flow.admission import Admission
 from proxy.flow.retry import backoff_seconds, may_retry
@@ -189,11 +190,12 @@ class PassthroughApi:
     async def _try(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
         """On one backend after the other, as long as that can help."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
+        wanted = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
         with (
             Blame() as blame,
             self._budget.request() as turn,
-            self._pool.lease(load, is_proof=path in _RUN_THE_MODEL) as lease,
+            self._pool.lease(wanted) as lease,
         ):
             while True:
                 try:

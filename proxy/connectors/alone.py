@@ -10,9 +10,9 @@ from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new
 from proxy.record import Journey, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
-    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.ranks import Ranks
@@ -51,15 +51,14 @@ class Alone:
         self._dp_ranks = balance.prefill_dp_ranks if self._role is Role.PREFILL else balance.decode_dp_ranks
 
     @asynccontextmanager
-    async def open(self, call: Call, avoid: Collection[Backend], journey: Journey) -> AsyncIterator[Attempt]:
-        """The attempt, as in Connector.open; there is no prefiller to prefer."""
+    async def open(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+        """The attempt, as in Connector.open."""
         is_prefiller = self._role is Role.PREFILL
         attempt_id = new_attempt_id()
         changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         if self._members is not None:
             changes.update(self._members(attempt_id))
-        load = call.prefill_load if is_prefiller else call.decode_load
-        with self._pool.lease(load, avoid) as lease, self._ranks.claim() as rank:
+        with self._pool.lease(request) as lease, self._ranks.claim() as rank:
             journey.begin_attempt()
             journey.kv = self._kv
             if is_prefiller:

@@ -39,12 +39,13 @@ from proxy.upstream import upstream_error
 from proxy.wire.openai import OPENAI_APIS, Api
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.releaser import Releaser
@@ -95,21 +96,17 @@ class AscendLayerwise:
         """Where decoders call back."""
         return (web.post(_PATH, self.callbacks.take),)
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, avoid, journey) or self._open_both(call, avoid, journey, prefer)
+        return self._one_engine.open(call, request, journey) or self._open_both(call, request, journey)
 
     @asynccontextmanager
-    async def _open_both(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
-    ) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
-            self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
+            self._pools.decode.lease(request) as decoder,
+            self._pools.prefiller_for(decoder.backend, request) as prefiller,
             _HandOver(prefiller, decoder, self._releaser) as handover,
             self._ranks.claim() as rank,
             self.callbacks.expected(_engine_id(call, attempt_id)) as callback,

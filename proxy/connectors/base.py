@@ -13,7 +13,7 @@ from proxy.wire.ids import new_id
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import aiohttp
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.releaser import Releaser
@@ -55,19 +56,17 @@ class Pools:
             return self.encode
         return self.prefill if role == self.prefill.role else self.decode
 
-    def prefiller_for(
-        self, decoder: Backend, call: Call, avoid: Collection[Backend], prefer: Backend | None = None
-    ) -> Lease:
-        """A prefiller's lease, to be entered at once, for a call whose decoder is leased already."""
-        return self.prefill.lease(call.prefill_load, self._unpaired(decoder, avoid), prefer)
+    def prefiller_for(self, decoder: Backend, request: PickRequest) -> Lease:
+        """A prefiller's lease, to be entered at once, for a request whose decoder is leased already.
 
-    def _unpaired(self, decoder: Backend, avoid: Collection[Backend]) -> Collection[Backend]:
-        """`avoid`, and the prefillers that are kept apart from this decoder, unless no other would be left."""
+        Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
+        """
         apart = self.pairs.partners_to_avoid(decoder)
-        if not apart:
-            return avoid
-        both = apart.union(avoid)
-        return both if any(prefiller not in both for prefiller in self.prefill.eligible()) else avoid
+        if apart:
+            both = apart.union(request.avoid)
+            if any(prefiller not in both for prefiller in self.prefill.eligible()):
+                request = request.avoiding(both)
+        return self.prefill.lease(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +157,10 @@ class Connector(Protocol):
     def routes(self) -> Sequence[web.RouteDef]:
         """What engines call; served at the Kit's callback URL. Usually nothing."""
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
-        """Lease backends, not those in `avoid`, and run the legs up to the decoder's status line.
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """Lease backends, by `request`, and run the legs up to the decoder's status line.
 
-        `prefer`: the prefiller to take if it may be, because it has part of the prompt in its prefix cache.
+        It prefers the prefiller that has part of the prompt in its prefix cache, if that is known.
         The journey's attempt begins when there are backends: one that finds none leaves the account of the last one.
         Leaving the context closes the engine connections and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.

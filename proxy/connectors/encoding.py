@@ -9,13 +9,15 @@ disagg_epd_proxy.py sends it. One item that cannot be encoded fails the attempt.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.backend import Load, Role
+from proxy.backend import Load
+from proxy.balancer.pick import PickRequest
 from proxy.connectors.base import new_attempt_id, prefill_seconds, refusal
+from proxy.errors import NoBackendAvailable
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.backend import Backend
+    from proxy.backend import Backend, Role
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Connector, Kit
@@ -75,26 +77,23 @@ class Encoding:
         """Those of the other connector."""
         return self._connector.routes()
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Encode if there is something to encode, then open. See Connector.open.
 
         An attempt that is repeated encodes again, as what it needs may have left the cache meanwhile.
         """
         items = media(call)
         if not items:
-            return self._connector.open(call, avoid, journey, prefer)
-        return self._open_encoded(call, items, avoid, journey, prefer)
+            return self._connector.open(call, request, journey)
+        return self._open_encoded(call, items, request, journey)
 
     @asynccontextmanager
     async def _open_encoded(
         self,
         call: Call,
         items: Sequence[Mapping[str, Any]],
-        avoid: Collection[Backend],
+        request: PickRequest,
         journey: Journey,
-        prefer: Backend | None,
     ) -> AsyncIterator[Attempt]:
         journey.begin_encoding()
         # As admission waits for the others, but only what has media does.
@@ -103,11 +102,11 @@ class Encoding:
         # The room that admission saw is kept until the connector takes it, which it does before it waits for anything.
         with ExitStack() as room:
             for role in self.roles:
-                load = call.prefill_load if role is Role.PREFILL else call.decode_load
-                room.enter_context(self._pools.of(role).room(load, avoid))
-            await self._encode(call, items, avoid)
+                with suppress(NoBackendAvailable):  # the lease will tell, unless somebody is back by then
+                    room.enter_context(self._pools.of(role).reserve(request))
+            await self._encode(call, items, request.avoid)
             journey.end_encoding()
-        async with self._connector.open(call, avoid, journey, prefer) as attempt:
+        async with self._connector.open(call, request, journey) as attempt:
             yield attempt
 
     async def _encode(self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]) -> None:
@@ -136,7 +135,7 @@ class Encoding:
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
-        with self._encoders.lease(Load(compute=max(1, tokens)), avoid) as lease:
+        with self._encoders.lease(PickRequest.of(Load(compute=max(1, tokens)), avoid=avoid)) as lease:
             response, answer = await self._upstream.fetch(
                 lease.backend,
                 Api.CHAT.path,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.handovers import Verdict
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.ranks import RankClaim
@@ -109,31 +110,27 @@ class InTurn(ABC):
         """Engines call nobody."""
         return ()
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
-        if alone := self._one_engine.open(call, avoid, journey):
+        if alone := self._one_engine.open(call, request, journey):
             return alone
         if call.prompt_tokens < self._kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
-            return self._one_engine.decoder.open(call, avoid, journey)
-        return self._open_both(call, avoid, journey, prefer)
+            return self._one_engine.decoder.open(call, request, journey)
+        return self._open_both(call, request, journey)
 
     @asynccontextmanager
-    async def _open_both(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
-    ) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         with (
-            self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
+            self._pools.decode.lease(request) as decoder,
+            self._pools.prefiller_for(decoder.backend, request) as prefiller,
             self._ranks.claim() as rank,
         ):
             journey.begin_attempt()
             journey.enter(Stage.PREFILL)
-            prefilled = await self.prefill(call, prefiller, avoid, journey)
+            prefilled = await self.prefill(call, prefiller, request.avoid, journey)
             prefiller.free_compute()
-            with self._releaser.custody(prefilled.kv, avoid) as custody:
+            with self._releaser.custody(prefilled.kv, request.avoid) as custody:
                 is_handed_over = self.is_handed_over(prefilled)
 
                 def on_arrival(works: bool) -> None:

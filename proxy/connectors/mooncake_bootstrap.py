@@ -36,7 +36,7 @@ from proxy.record import Journey, Stage
 from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.custody import Custody
@@ -97,19 +98,15 @@ class MooncakeBootstrap:
         """Engines call nobody."""
         return ()
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, avoid, journey) or self._open_both(call, avoid, journey, prefer)
+        return self._one_engine.open(call, request, journey) or self._open_both(call, request, journey)
 
     @asynccontextmanager
-    async def _open_both(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
-    ) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         with (
-            self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
+            self._pools.decode.lease(request) as decoder,
+            self._pools.prefiller_for(decoder.backend, request) as prefiller,
             self._ranks.claim() as prefill_rank,
             self._ranks.claim() as decode_rank,
         ):
@@ -118,7 +115,7 @@ class MooncakeBootstrap:
             journey.enter(Stage.PREFILL)
             meeting = await self._arrange(prefiller.backend, prefill_rank)
             journey.prefill_id = journey.decode_id = meeting.attempt_id
-            custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), avoid)
+            custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), request.avoid)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
             answer_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
             with (

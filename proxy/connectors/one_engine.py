@@ -14,10 +14,9 @@ from proxy.connectors.alone import Alone
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from contextlib import AbstractAsyncContextManager
 
-    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
     from proxy.connectors.ranks import Ranks
@@ -46,14 +45,12 @@ class OneEngine:
         """Raise BadRequest for what can neither be handed over nor be served by one engine."""
         self._role(call)
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey
-    ) -> AbstractAsyncContextManager[Attempt] | None:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt] | None:
         """The attempt, as in Connector.open; None for a call that can be handed over."""
         role = self._role(call)
         if role is None:
             return None
-        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, avoid, journey)
+        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, request, journey)
 
     def _role(self, call: Call) -> Role | None:
         """Who serves a call alone; None: it can be handed over. Raises BadRequest."""

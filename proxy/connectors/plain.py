@@ -13,12 +13,12 @@ from proxy.connectors.ranks import Ranks
 from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 
-    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
     from proxy.record import Journey
@@ -51,8 +51,6 @@ class Plain:
         """Engines call nobody."""
         return ()
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
-        """One leg, and no prefiller to prefer. See Connector.open."""
-        return self._alone.open(call, avoid, journey)
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """One leg. See Connector.open."""
+        return self._alone.open(call, request, journey)

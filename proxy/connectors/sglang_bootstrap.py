@@ -34,13 +34,14 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.beside import PrefillLeg
@@ -92,21 +93,17 @@ class SglangBootstrap:
         """Engines call nobody."""
         return ()
 
-    def open(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None = None
-    ) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or the prefiller's alone. See Connector.open."""
         if _is_about_prompt(call):
-            return self._prefiller.open(call, avoid, journey)
-        return self._open_both(call, avoid, journey, prefer)
+            return self._prefiller.open(call, request, journey)
+        return self._open_both(call, request, journey)
 
     @asynccontextmanager
-    async def _open_both(
-        self, call: Call, avoid: Collection[Backend], journey: Journey, prefer: Backend | None
-    ) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         with (
-            self._pools.decode.lease(call.decode_load, avoid) as decoder,
-            self._pools.prefiller_for(decoder.backend, call, avoid, prefer) as prefiller,
+            self._pools.decode.lease(request) as decoder,
+            self._pools.prefiller_for(decoder.backend, request) as prefiller,
             self._ranks.claim() as claim,
         ):
             journey.begin_attempt()

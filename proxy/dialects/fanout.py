@@ -53,9 +53,7 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
             if prompt is not None:
                 changes["prompt"] = prompt
                 tokens = max(1, text_tokens(prompt, cost))
-            units.append(
-                Unit(call.changed(changes, prompt_tokens=tokens), prompt_index * samples + sample, sample == 0)
-            )
+            units.append(Unit(call.part(changes, tokens), prompt_index * samples + sample, sample == 0))
     return units
 
 

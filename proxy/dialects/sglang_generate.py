@@ -47,7 +47,7 @@ class SglangGenerate(Dialect):
         items = sglang.items_of(call.values, max_units)
         tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
         return [
-            Unit(call.changed(item.changes, prompt_tokens=tokens) if item.changes else call, index, item.is_first)
+            Unit(call.part(item.changes, tokens) if item.changes else call, index, item.is_first)
             for index, item in enumerate(items)
         ]
 

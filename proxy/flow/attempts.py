@@ -108,7 +108,8 @@ class AttemptLoop:
             # An attempt whose place does not matter begins without an await.
             avoid = await self._confine() if guard.bears_on_choice else self._avoid
             try:
-                async with self._parts.connector.open(self._call, avoid, self._journey, self._prefer) as attempt:
+                request = self._call.pick_request(avoid, self._prefer)
+                async with self._parts.connector.open(self._call, request, self._journey) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True

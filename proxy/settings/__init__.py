@@ -25,12 +25,14 @@ from proxy.settings.model import (
     Settings,
     Timeouts,
 )
+from proxy.settings.policies import POLICIES
 from proxy.settings.show import to_yaml
 from proxy.settings.sources import OPTIONS, SECRETS
 
 __all__ = [
     "MAX_BACKENDS",
     "OPTIONS",
+    "POLICIES",
     "SECRETS",
     "Admin",
     "Admission",

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from proxy.settings.endpoints import Endpoint, parse_endpoints
+from proxy.settings.policies import known_policy
 
 # As browsers write it (RFC 6454 6.2): no path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
@@ -103,7 +104,7 @@ ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
 Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
 
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
-PolicyName = Literal["least_load", "round_robin", "power_of_two", "random"]
+PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]

@@ -29,6 +29,7 @@ from proxy.settings.kinds import (
     Secret,
     Workers,
 )
+from proxy.settings.policies import policy_names
 
 # Each backend has a column in the scoreboard.
 MAX_BACKENDS: Final = 1024
@@ -122,10 +123,9 @@ class Admission(Section):
 class Balance(Section):
     """How an instance is chosen among the eligible ones."""
 
-    prefill_policy: PolicyName = "least_load"
-    """Policy for prefillers: least_load, round_robin, power_of_two or random."""
-    decode_policy: PolicyName = "least_load"
-    """Policy for decoders: least_load, round_robin, power_of_two or random."""
+    # Not in a docstring, which could not tell what is in the table.
+    prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
+    decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
     prefill_dp_ranks: Positive = 1
     """Data-parallel ranks behind the address of each vLLM prefiller, among which the gateway spreads its requests by
     the header X-data-parallel-rank; 1: the engine spreads them itself. Not needed with connector mooncake_bootstrap,

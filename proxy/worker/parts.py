@@ -33,8 +33,9 @@ from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger
 from proxy.balancer.pairs import Pairs
-from proxy.balancer.policies import POLICIES
-from proxy.balancer.pool import Pool
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.callers import Callers
 from proxy.configuration import Follower, text_of
 from proxy.connectors import CONNECTORS
@@ -111,7 +112,7 @@ class Worker:
 
     def apply(self, current: Current) -> None:
         """Let every part go on with this. Nothing waits here, so no request sees one half of it."""
-        self.current = current
+        before, self.current = self.current.settings, current
         settings = current.settings
         logs.configure(settings.log.level)
         self.callers.configure(current.client_keys, current.slots)
@@ -120,10 +121,10 @@ class Worker:
         self.health.configure(settings.health)
         self.pools.pairs.configure(settings.health.quarantine_after, settings.health.quarantine_seconds)
         for pool in filter(None, (self.pools.encode, self.pools.prefill, self.pools.decode)):
-            policy, max_running = _choices(settings, pool.role)
-            pool.configure(
-                *(POLICIES[policy](), max_running, settings.resume.pressure_seconds, settings.admission.wait_seconds)
-            )
+            pool.configure(_limits(settings, pool.role))
+            if (name := _policy_name(settings, pool.role)) != _policy_name(before, pool.role):
+                # A policy that stays keeps what it remembers.
+                pool.use(make_policy(name, PolicyContext(worker=self.index, facts=self.health.facts)))
         self.prober.configure(settings.health, settings.joining)
         self.inspector.configure(settings.health.transfer_interval_seconds)
         self.upstream.configure(settings.timeouts, _stall_seconds(settings))
@@ -294,29 +295,39 @@ def _balance(
         counters(backend.role.value, backend.name, result).inc()
 
     def pool(role: Role) -> Pool:
-        policy, max_running = _choices(settings, role)
         return Pool(
-            *(role, POLICIES[policy](), shared.scoreboard, row, shared.roster, health, heed, count),
+            role,
+            policy=make_policy(_policy_name(settings, role), PolicyContext(worker=index, facts=health.facts)),
+            scoreboard=shared.scoreboard,
+            row=row,
+            roster=shared.roster,
+            health=health,
+            limits=_limits(settings, role),
+            on_transition=heed,
+            on_end=count,
             ledger=ledger if role is Role.PREFILL else None,
             pairs=pairs,
             fitness=fitness,
-            worker=index,
-            max_running=max_running,
-            pressure_seconds=settings.resume.pressure_seconds,
-            restart_seconds=settings.admission.wait_seconds,
         )
 
     encoders = pool(Role.ENCODE) if settings.encode else None
     return Pools(pool(Role.PREFILL), pool(Role.DECODE), pairs, encoders), ledger
 
 
-def _choices(settings: Settings, role: Role) -> tuple[str, int | None]:
-    """What is said of one role: how a backend is chosen, and how many requests it works on at a time."""
+def _policy_name(settings: Settings, role: Role) -> str:
     if role is Role.ENCODE:
-        return "least_load", None  # as many as they say
-    if role is Role.PREFILL:
-        return settings.balance.prefill_policy, settings.admission.max_running_prefill
-    return settings.balance.decode_policy, settings.admission.max_running_decode
+        return "least_load"
+    return settings.balance.prefill_policy if role is Role.PREFILL else settings.balance.decode_policy
+
+
+def _limits(settings: Settings, role: Role) -> PoolLimits:
+    admission = settings.admission
+    max_running = {Role.PREFILL: admission.max_running_prefill, Role.DECODE: admission.max_running_decode}
+    return PoolLimits(
+        max_running=max_running.get(role),  # of encoders as many as they say
+        pressure_seconds=settings.resume.pressure_seconds,
+        restart_seconds=admission.wait_seconds,
+    )
 
 
 def _stall_seconds(settings: Settings) -> float:

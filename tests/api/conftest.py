@@ -17,7 +17,7 @@ from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import Misfits
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -73,7 +73,13 @@ class Gateway:
         self.metrics = Metrics()
         self.pools = {
             role: Pool(
-                role, POLICIES["round_robin"](), self.scoreboard, row, self.roster, self.health, on_end=self._count
+                role,
+                policy=make_policy("round_robin"),
+                scoreboard=self.scoreboard,
+                row=row,
+                roster=self.roster,
+                health=self.health,
+                on_end=self._count,
             )
             for role in (Role.PREFILL, Role.DECODE)
         }

@@ -8,6 +8,7 @@ import pytest
 
 from proxy import __version__
 from proxy.backend import Load, Role
+from proxy.balancer.pick import PickRequest
 from proxy.configuration import Change
 from proxy.settings import SettingsError
 from tests.api.operating import client_of
@@ -58,7 +59,10 @@ async def test_healthcheck_is_the_reference_programs(gateway: Gateway) -> None:
     await gateway.engine(Role.DECODE)
     await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    with gateway.pools[Role.DECODE].lease(Load()), gateway.pools[Role.PREFILL].lease(Load()):
+    with (
+        gateway.pools[Role.DECODE].lease(PickRequest.of(Load())),
+        gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())),
+    ):
         async with client.get("/healthcheck") as answer:
             assert await answer.json() == {
                 "status": "ok",

@@ -12,6 +12,7 @@ from aiohttp import web
 from proxy.backend import Load, Role
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.pick import PickRequest
 from proxy.settings import Settings
 from proxy.upstream.names import Names
 from tests.api.operating import RULES, change, client_of
@@ -39,7 +40,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
     gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], MisfitKind.MODEL, "serves another model")
-    with gateway.pools[Role.DECODE].lease(Load(compute=7, kv=100)):
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=7, kv=100))):
         first, second = await shown(client)
     (misfit,) = second.pop("misfits")
     seconds = (first.pop("since_seconds"), second.pop("since_seconds"), misfit.pop("since_seconds"))
@@ -94,7 +95,7 @@ async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None
     leaving = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     await change(client, "add", type="prefill", instances=f"{absent.name} 8998")
-    with gateway.pools[Role.DECODE].lease(Load()):
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load())):
         await change(client, "remove", type="decode", instances=leaving.name)
         assert [
             (one["role"], one["address"], one["bootstrap_port"], one["membership"], one["state"], one["reason"])
@@ -160,13 +161,13 @@ async def test_an_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
 async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway) -> None:
     busy = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
-    with gateway.pools[Role.PREFILL].lease(Load()):
+    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
         other = await gateway.engine(Role.PREFILL)
         _, told = await change(client, "remove", type="prefill", instances=busy.name)
         assert told["message"] == f"Instances ['{busy.name}'] are isolated and waiting to be removed."
         assert told["current_prefill_instances"] == [busy.name, other.name]
         assert [backend.name for backend in gateway.pools[Role.PREFILL].eligible()] == [other.name]
-    with gateway.pools[Role.PREFILL].lease(Load()):  # on the other one, which is nothing to the first
+    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):  # on the other one, which is nothing to the first
         _, told = await change(client, "remove", type="prefill", instances=busy.name)
         assert told["current_prefill_instances"] == [other.name]
 
@@ -192,7 +193,7 @@ async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pyte
     client = await client_of(gateway)
     _, told = await change(client, "remove", type="prefill", instances=one.name)
     assert told["warnings"] == []
-    with gateway.pools[Role.PREFILL].lease(Load()):
+    with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
         _, told = await change(client, "remove", type="prefill", instances=last.name)
     warning = "No prefill instance is left: requests that need one are refused until one is added."
     assert told["warnings"] == [warning]

@@ -10,8 +10,8 @@ import pytest
 
 from proxy.backend import Load, Role
 from proxy.balancer.health import Health, Transition
-from proxy.balancer.policies import POLICIES
-from proxy.balancer.pool import Pool
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Row, Scoreboard
 from proxy.settings import HealthChecks
@@ -38,11 +38,17 @@ class Balancer:
 
     def pool(self, role: Role, policy: str = "least_load", max_running: int | None = None) -> Pool:
         return Pool(
-            *(role, POLICIES[policy](), self.scoreboard, self.row, self.roster, self.health),
-            *(self.transitions.append, lambda backend, result: self.ends.append((backend.name, result))),
-            max_running=max_running,
+            role,
+            policy=make_policy(policy),
+            scoreboard=self.scoreboard,
+            row=self.row,
+            roster=self.roster,
+            health=self.health,
+            on_transition=self.transitions.append,
+            on_end=lambda backend, result: self.ends.append((backend.name, result)),
             clock=self.clock,
             rng=random.Random(1),
+            limits=PoolLimits(max_running=max_running),
         )
 
     def eject(self, backend: Backend) -> None:

@@ -21,12 +21,13 @@ from proxy.balancer.breaker import Phase
 from proxy.balancer.condition import HealthState
 from proxy.balancer.health import Health
 from proxy.balancer.pairs import Pairs
-from proxy.balancer.policies import POLICIES
-from proxy.balancer.pool import Pool
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.settings import HealthChecks
+from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
@@ -86,16 +87,16 @@ class AnySequence(RuleBasedStateMachine):
         self.pools = {
             (role, worker): Pool(
                 role,
-                POLICIES[policy](),
-                self.scoreboard,
-                self.scoreboard.row(worker),
-                self.roster,
-                self.healths[worker],
-                partial(self.check_transition, worker),
+                policy=make_policy(policy),
+                scoreboard=self.scoreboard,
+                row=self.scoreboard.row(worker),
+                roster=self.roster,
+                health=self.healths[worker],
+                on_transition=partial(self.check_transition, worker),
                 pairs=self.pairs[worker],
-                max_running=max_running,
                 clock=self.clock,
                 rng=random.Random(worker),
+                limits=PoolLimits(max_running=max_running),
             )
             for worker in range(2)
             for role in Role
@@ -159,7 +160,14 @@ class AnySequence(RuleBasedStateMachine):
         pool = self.pools[role, worker]
         backends = {self.backend(*each) for each in avoid}
         allowed = self.may_be_picked(pool, backends)
-        lease = pool.lease(load, backends, None if prefer is None else self.backend(role, prefer), is_proof=is_proof)
+        lease = pool.lease(
+            PickRequest.of(
+                load,
+                avoid=backends,
+                prefer=None if prefer is None else self.backend(role, prefer),
+                proves_generation=is_proof,
+            )
+        )
         try:
             lease.__enter__()
         except NoBackendAvailable:
@@ -175,7 +183,7 @@ class AnySequence(RuleBasedStateMachine):
         lease.free_compute()
         opened.load = Load(compute=0, kv=opened.load.kv)
         opened.is_running = False
-        opened.is_trial &= not lease._is_proof
+        opened.is_trial &= not lease._request.proves_generation
 
     @precondition(lambda self: self.open)
     @rule(number=which)
@@ -190,7 +198,7 @@ class AnySequence(RuleBasedStateMachine):
     def confirm(self, number: int) -> None:
         lease, opened = self.some_lease(number)
         lease.confirm()
-        opened.is_trial &= not lease._is_proof
+        opened.is_trial &= not lease._request.proves_generation
 
     @precondition(lambda self: self.open)
     @rule(number=which, avoid=avoided, failure=failures)
@@ -317,7 +325,8 @@ class AnySequence(RuleBasedStateMachine):
         for health in self.healths:
             health.configure(checks)
         for pool in self.pools.values():
-            pool.configure(POLICIES[policy](), max_running, 5.0)
+            pool.use(make_policy(policy))
+            pool.configure(PoolLimits(max_running=max_running))
 
     @rule()
     def finalize(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from proxy.backend import Load
 from proxy.balancer.condition import HealthState
+from proxy.balancer.pick import PickRequest
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def refused(backend: Backend) -> UpstreamError:
 
 
 def test_a_lease_that_is_never_entered_costs_nothing(balancer: Balancer) -> None:
-    lease = balancer.decoders.lease(COST)
+    lease = balancer.decoders.lease(PickRequest.of(COST))
     assert balancer.all_books() == {NOTHING}
     with pytest.raises(RuntimeError, match="only after it was entered"):
         _ = lease.backend
 
 
 def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         assert balancer.books(lease.backend) == (1, COST)
         assert balancer.decoders.in_flight(lease.backend) == 1
     assert balancer.all_books() == {NOTHING}
@@ -43,7 +44,7 @@ def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> Non
 
 @pytest.mark.parametrize("error", [ValueError("bug"), asyncio.CancelledError(), KeyboardInterrupt(), GeneratorExit()])
 def test_a_lease_gives_back_whatever_ends_it(balancer: Balancer, error: BaseException) -> None:
-    with pytest.raises(type(error)), balancer.decoders.lease(COST):
+    with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)):
         raise error
     assert balancer.all_books() == {NOTHING}
 
@@ -51,15 +52,15 @@ def test_a_lease_gives_back_whatever_ends_it(balancer: Balancer, error: BaseExce
 def test_leases_on_both_roles_unwind_together(balancer: Balancer) -> None:
     with (
         pytest.raises(asyncio.CancelledError),
-        balancer.decoders.lease(COST),
-        balancer.prefillers.lease(COST),
+        balancer.decoders.lease(PickRequest.of(COST)),
+        balancer.prefillers.lease(PickRequest.of(COST)),
     ):
         raise asyncio.CancelledError
     assert balancer.all_books() == {NOTHING}
 
 
 def test_compute_and_kv_are_freed_apart_and_each_once(balancer: Balancer) -> None:
-    with balancer.prefillers.lease(COST) as lease:
+    with balancer.prefillers.lease(PickRequest.of(COST)) as lease:
         for _ in range(2):
             lease.free_compute()
             assert balancer.books(lease.backend) == (1, Load(kv=40))
@@ -72,7 +73,7 @@ def test_compute_and_kv_are_freed_apart_and_each_once(balancer: Balancer) -> Non
 
 
 def test_a_lease_is_entered_once(balancer: Balancer) -> None:
-    lease = balancer.decoders.lease(COST)
+    lease = balancer.decoders.lease(PickRequest.of(COST))
     with lease, pytest.raises(RuntimeError, match="entered once"), lease:
         pass
     with pytest.raises(RuntimeError, match="entered once"), lease:
@@ -83,14 +84,14 @@ def test_a_lease_is_entered_once(balancer: Balancer) -> None:
 def test_a_lease_on_an_empty_pool_charges_nothing(balancer: Balancer) -> None:
     with (
         pytest.raises(NoBackendAvailable, match="no healthy decode instance"),
-        balancer.decoders.lease(COST, avoid=balancer.decoders.backends()),
+        balancer.decoders.lease(PickRequest.of(COST, avoid=balancer.decoders.backends())),
     ):
         pass
     assert balancer.all_books() == {NOTHING}
 
 
 def test_moving_takes_along_what_was_not_given_back(balancer: Balancer) -> None:
-    with balancer.prefillers.lease(COST) as lease:
+    with balancer.prefillers.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         lease.free_compute()
         new = lease.move((), refused(old))
@@ -103,7 +104,7 @@ def test_moving_takes_along_what_was_not_given_back(balancer: Balancer) -> None:
 
 
 def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         new = lease.move((), refused(old))
     assert balancer.health.consecutive_failures(old) == 1
@@ -113,7 +114,7 @@ def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer)
 
 def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
     balancer.roster.add(balancer.decoders.role, "d", 3)
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         first = lease.backend
         second = lease.move((), refused(first))
         third = lease.move({first}, refused(second))
@@ -121,7 +122,7 @@ def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
 
 
 def test_a_lease_that_cannot_move_keeps_what_it_holds(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         lease.free_kv()
         with pytest.raises(NoBackendAvailable):
@@ -140,13 +141,13 @@ def test_a_failure_is_counted_once_when_there_is_nowhere_to_go_and_it_is_raised_
         except NoBackendAvailable:
             raise error from None
 
-    with pytest.raises(UpstreamError), balancer.decoders.lease(COST) as lease:
+    with pytest.raises(UpstreamError), balancer.decoders.lease(PickRequest.of(COST)) as lease:
         attempt(lease)
     assert balancer.health.consecutive_failures(lease.backend) == 1
 
 
 def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         pass
     with pytest.raises(RuntimeError, match="after it was left"):
         lease.move((), refused(lease.backend))
@@ -154,14 +155,14 @@ def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
 
 
 def test_a_clean_end_confirms_the_backend(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         pass
     assert balancer.health.is_confirmed(lease.backend)
 
 
 def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(balancer: Balancer) -> None:
     pool = balancer.prefillers
-    with pool.lease(COST) as lease:
+    with pool.lease(PickRequest.of(COST)) as lease:
         lease.free_compute()
         for _ in range(2):
             pool.report(lease.backend, refused(lease.backend))
@@ -172,8 +173,8 @@ def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(bala
 def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Balancer) -> None:
     with (
         pytest.raises(UpstreamError),
-        balancer.decoders.lease(COST) as decoder,
-        balancer.prefillers.lease(COST) as prefiller,
+        balancer.decoders.lease(PickRequest.of(COST)) as decoder,
+        balancer.prefillers.lease(PickRequest.of(COST)) as prefiller,
     ):
         raise refused(prefiller.backend)
     assert balancer.health.consecutive_failures(prefiller.backend) == 1
@@ -183,7 +184,7 @@ def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Ba
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), BadRequest("no"), ValueError("bug")])
 def test_what_is_not_an_engines_failure_says_nothing_about_health(balancer: Balancer, error: BaseException) -> None:
-    with pytest.raises(type(error)), balancer.decoders.lease(COST) as lease:
+    with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)) as lease:
         raise error
     assert balancer.health.consecutive_failures(lease.backend) == 0
     assert balancer.health.state(lease.backend) is HealthState.UNKNOWN
@@ -195,7 +196,7 @@ def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
 
     pool = balancer.pool(balancer.decoders.role)
     pool._on_transition = broken
-    with pytest.raises(OSError, match="full"), pool.lease(COST):
+    with pytest.raises(OSError, match="full"), pool.lease(PickRequest.of(COST)):
         pass
     assert balancer.all_books() == {NOTHING}
 
@@ -216,10 +217,10 @@ def ended(lease: Lease, error: BaseException | None) -> None:
 def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one_has_ended(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
-    with balancer.decoders.lease(COST) as trial:
+    with balancer.decoders.lease(PickRequest.of(COST)) as trial:
         assert trial.backend == one
         for _ in range(5):
-            with balancer.decoders.lease(COST) as other:
+            with balancer.decoders.lease(PickRequest.of(COST)) as other:
                 assert other.backend == two
         assert balancer.health.state(one) is PROBATION
     assert balancer.health.state(one) is UP
@@ -233,7 +234,7 @@ def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one
 def test_a_trial_that_fails_ejects_the_backend_again(balancer: Balancer, failure: Failure, cause: str) -> None:
     one, _ = balancer.decoders.backends()
     balancer.put_on_probation(one)
-    with pytest.raises(UpstreamError), balancer.decoders.lease(COST):
+    with pytest.raises(UpstreamError), balancer.decoders.lease(PickRequest.of(COST)):
         raise failed(one, failure)
     assert balancer.health.state(one) is EJECTED
     assert balancer.transitions[-1].cause == cause
@@ -252,10 +253,10 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
     elif error == "of another":
         error = failed(balancer.prefillers.backends()[0])
     assert isinstance(error, BaseException)
-    with pytest.raises(type(error)), balancer.decoders.lease(COST):
+    with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)):
         raise error
     assert balancer.health.state(one) is PROBATION
-    with balancer.decoders.lease(COST) as next_trial:
+    with balancer.decoders.lease(PickRequest.of(COST)) as next_trial:
         assert next_trial.backend == one
     assert balancer.health.state(one) is UP
     assert balancer.decoders.in_flight(two) == 0
@@ -264,7 +265,7 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
 def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     balancer.put_on_probation(one)
-    lease = balancer.decoders.lease(COST)
+    lease = balancer.decoders.lease(PickRequest.of(COST))
     lease.__enter__()
     for _ in range(2):
         lease.confirm()
@@ -279,21 +280,21 @@ def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balance
     one, _ = balancer.prefillers.backends()
     assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
-    with balancer.prefillers.lease(COST) as trial:
+    with balancer.prefillers.lease(PickRequest.of(COST)) as trial:
         assert trial.backend == one
         trial.free_compute()
         assert balancer.health.state(one) is UP
 
 
 def test_a_lease_that_is_no_trial_confirms_nothing(balancer: Balancer) -> None:
-    with balancer.decoders.lease(COST) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         lease.confirm()
         assert balancer.health.state(lease.backend) is UNKNOWN
 
 
 def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
-    with balancer.decoders.lease(COST, avoid=[one]) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST, avoid=[one])) as lease:
         balancer.put_on_probation(one)
         assert lease.move((), refused(two)) == one
         assert not balancer.health.awaits_trial(one)
@@ -303,7 +304,7 @@ def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balan
 def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
-    with balancer.decoders.lease(COST) as trial:
+    with balancer.decoders.lease(PickRequest.of(COST)) as trial:
         assert trial.move((), failed(one)) == two
         assert balancer.health.state(one) is EJECTED
     assert balancer.health.state(one) is EJECTED
@@ -314,9 +315,9 @@ def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
     assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
-    with balancer.prefillers.lease(COST, prefer=two) as lease:
+    with balancer.prefillers.lease(PickRequest.of(COST, prefer=two)) as lease:
         assert lease.backend == two
-    with balancer.prefillers.lease(COST, prefer=one) as lease:
+    with balancer.prefillers.lease(PickRequest.of(COST, prefer=one)) as lease:
         assert lease.backend == one
     assert balancer.health.state(one) is UP
 
@@ -330,7 +331,7 @@ def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failu
     for _ in range(4):
         balancer.decoders.report(one, failed(one))
     for _ in range(5):
-        lease = balancer.decoders.lease(COST, avoid=[two], is_proof=False)
+        lease = balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False))
         with contextlib.suppress(UpstreamError):
             ended(lease, error and failed(one, error))
     assert balancer.health.consecutive_failures(one) == 4
@@ -340,9 +341,9 @@ def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failu
 def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decides_nothing(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
-    with balancer.decoders.lease(COST, is_proof=False) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST, proves_generation=False)) as lease:
         assert lease.backend == two
-    with balancer.decoders.lease(COST, avoid=[two], is_proof=False) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False)) as lease:
         assert lease.backend == one
         assert not balancer.health.awaits_trial(one)
         lease.confirm()
@@ -351,5 +352,5 @@ def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decid
     balancer.roster.add(balancer.decoders.role, "d", 3)
     three = balancer.decoders.backends()[-1]
     balancer.health.on_probe(three, True, "200")
-    with balancer.decoders.lease(COST, avoid=[three], is_proof=False) as lease:
+    with balancer.decoders.lease(PickRequest.of(COST, avoid=[three], proves_generation=False)) as lease:
         assert lease.move((), failed(two)) == three

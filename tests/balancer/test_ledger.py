@@ -9,7 +9,8 @@ from hypothesis import given
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.health import Health
 from proxy.balancer.ledger import Ledger, Pin
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Pinned, Scoreboard
@@ -135,7 +136,15 @@ def test_the_sums_are_those_of_the_pins_after_any_steps(steps: list[tuple[str, i
 
 def prefillers(board: Scoreboard, ledger: Ledger) -> tuple[Pool, Roster]:
     roster = Roster([("p", 0), ("p", 1)], [], board)
-    pool = Pool(Role.PREFILL, POLICIES["least_load"](), board, board.row(0), roster, Health(), ledger=ledger)
+    pool = Pool(
+        Role.PREFILL,
+        policy=make_policy("least_load"),
+        scoreboard=board,
+        row=board.row(0),
+        roster=roster,
+        health=Health(),
+        ledger=ledger,
+    )
     return pool, roster
 
 
@@ -144,10 +153,10 @@ def test_a_prefiller_with_pinned_kv_is_less_attractive_as_if_a_request_held_it(b
     pool, _ = prefillers(board, ledger)
     one, two = pool.backends()
     ledger.pin(one, 100, 480.0)
-    with pool.lease(Load(kv=99)) as lease:
+    with pool.lease(PickRequest.of(Load(kv=99))) as lease:
         assert lease.backend == two
         assert {pool.pick() for _ in range(3)} == {two}
-        with pool.lease(Load(kv=2)):
+        with pool.lease(PickRequest.of(Load(kv=2))):
             assert {pool.pick() for _ in range(3)} == {one}
 
 

@@ -13,11 +13,13 @@ from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
 from proxy.balancer.pairs import Pairs
-from proxy.balancer.policies import POLICIES
-from proxy.balancer.pool import Pool
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.settings import POLICIES
 
 if TYPE_CHECKING:
     from conftest import Balancer
@@ -73,7 +75,7 @@ def test_a_pool_is_ready_when_one_eligible_backend_has_proven_itself(balancer: B
     assert balancer.decoders.is_ready()
     balancer.roster.remove(Role.DECODE, "d", 1)
     assert not balancer.decoders.is_ready()
-    with balancer.decoders.lease(Load(1, 1)):
+    with balancer.decoders.lease(PickRequest.of(Load(1, 1))):
         pass
     assert balancer.decoders.is_ready()
     down(balancer, two)
@@ -108,24 +110,37 @@ def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
 def test_short_requests_one_after_the_other_reach_all_of_eight_equal_backends(policy: str) -> None:
     scoreboard = Scoreboard(slots=8)
     roster = Roster([], [("d", port) for port in range(8)], scoreboard)
-    pool = Pool(Role.DECODE, POLICIES[policy](), scoreboard, scoreboard.row(0), roster, Health())
+    pool = Pool(
+        Role.DECODE,
+        policy=make_policy(policy),
+        scoreboard=scoreboard,
+        row=scoreboard.row(0),
+        roster=roster,
+        health=Health(),
+    )
     ports = []
     for _ in range(16):
-        with pool.lease(Load(10, 10)) as lease:
+        with pool.lease(PickRequest.of(Load(10, 10))) as lease:
             ports.append(lease.backend.port)
     assert ports == list(range(8)) * 2
 
 
 def test_long_requests_spread_by_their_load(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
-    with balancer.decoders.lease(Load(1000, 1000)) as heavy:
+    with balancer.decoders.lease(PickRequest.of(Load(1000, 1000))) as heavy:
         assert heavy.backend == one
-        with balancer.decoders.lease(Load(10, 10)), balancer.decoders.lease(Load(10, 10)):
+        with (
+            balancer.decoders.lease(PickRequest.of(Load(10, 10))),
+            balancer.decoders.lease(PickRequest.of(Load(10, 10))),
+        ):
             assert (balancer.decoders.in_flight(one), balancer.decoders.in_flight(two)) == (1, 2)
 
 
 def test_a_prefiller_whose_kv_waits_is_freer_than_one_that_computes(balancer: Balancer) -> None:
-    with balancer.prefillers.lease(Load(100, 100)) as waiting, balancer.prefillers.lease(Load(100, 100)) as computing:
+    with (
+        balancer.prefillers.lease(PickRequest.of(Load(100, 100))) as waiting,
+        balancer.prefillers.lease(PickRequest.of(Load(100, 100))) as computing,
+    ):
         assert waiting.backend != computing.backend
         waiting.free_compute()
         assert {balancer.prefillers.pick() for _ in range(4)} == {waiting.backend}
@@ -142,9 +157,9 @@ def test_the_load_of_other_workers_counts(balancer: Balancer) -> None:
 
 def test_a_preferred_backend_is_taken_however_loaded_it_is(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
-    with balancer.prefillers.lease(Load(1000, 1000), prefer=two) as lease:
+    with balancer.prefillers.lease(PickRequest.of(Load(1000, 1000), prefer=two)) as lease:
         assert lease.backend is two
-        with balancer.prefillers.lease(Load(1, 1), prefer=two) as another:
+        with balancer.prefillers.lease(PickRequest.of(Load(1, 1), prefer=two)) as another:
             assert another.backend is two
         assert balancer.prefillers.pick() == one
 
@@ -161,7 +176,7 @@ def test_a_preferred_backend_that_may_not_be_taken_is_not(balancer: Balancer) ->
 
 def test_a_lease_that_moves_forgets_what_was_preferred(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
-    with balancer.prefillers.lease(Load(1, 1), prefer=two) as lease:
+    with balancer.prefillers.lease(PickRequest.of(Load(1, 1), prefer=two)) as lease:
         assert lease.move([], UpstreamError(Failure.RESET, two, "gone")) == one
 
 
@@ -176,9 +191,14 @@ class Pressed:
         scoreboard = Scoreboard(slots=3)
         self.roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pool = Pool(
-            *(Role.DECODE, POLICIES["least_load"](), scoreboard, scoreboard.row(0), self.roster, Health()),
-            pressure_seconds=5.0,
+            Role.DECODE,
+            policy=make_policy("least_load"),
+            scoreboard=scoreboard,
+            row=scoreboard.row(0),
+            roster=self.roster,
+            health=Health(),
             clock=lambda: self.now,
+            limits=PoolLimits(pressure_seconds=5.0),
         )
 
     def recomputed(self, decoder: Backend) -> None:
@@ -291,7 +311,7 @@ def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(
     assert balancer.decoders.eligible() == ()
     assert balancer.transitions[-1].reason == "nobody else is left"
     assert balancer.decoders.is_ready()
-    with balancer.decoders.lease(Load(1, 1)) as lease:
+    with balancer.decoders.lease(PickRequest.of(Load(1, 1))) as lease:
         assert lease.backend == one
         assert balancer.decoders.is_ready()
         with pytest.raises(NoBackendAvailable):
@@ -327,7 +347,7 @@ def test_those_that_are_there_at_the_first_look_need_not_prove_anything(balancer
 
 
 def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Balancer) -> None:
-    with balancer.decoders.lease(Load(1, 1)) as lease:
+    with balancer.decoders.lease(PickRequest.of(Load(1, 1))) as lease:
         balancer.roster.remove(Role.DECODE, lease.backend.host, lease.backend.port)
         assert lease.backend not in balancer.decoders.eligible()
         balancer.roster.add(Role.DECODE, lease.backend.host, lease.backend.port)
@@ -338,7 +358,12 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
 def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
     pairs = Pairs(after=1)
     pool = Pool(
-        *(Role.PREFILL, POLICIES["random"](), balancer.scoreboard, balancer.row, balancer.roster, balancer.health),
+        Role.PREFILL,
+        policy=make_policy("random"),
+        scoreboard=balancer.scoreboard,
+        row=balancer.row,
+        roster=balancer.roster,
+        health=balancer.health,
         pairs=pairs,
     )
     prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
@@ -363,7 +388,7 @@ def came_back(balancer: Balancer, backend: Backend) -> None:
 def shares(balancer: Balancer, policy: str) -> dict[str, int]:
     """Of 400 requests that stay, as the policy places them."""
     pool = balancer.pool(Role.DECODE, policy)
-    leases = [pool.lease(Load(100, 100)) for _ in range(400)]
+    leases = [pool.lease(PickRequest.of(Load(100, 100))) for _ in range(400)]
     for lease in leases:
         lease.__enter__()
     count = Counter(lease.backend.name for lease in leases)
@@ -388,7 +413,7 @@ def test_a_backend_that_came_back_gets_a_growing_share(
 ) -> None:
     one, two = balancer.decoders.backends()
     came_back(balancer, one)
-    if balancer.pool(Role.DECODE, policy)._policy.weighs_load:
+    if balancer.pool(Role.DECODE, policy).policy.weighs_load:
         assert {balancer.pool(Role.DECODE, policy).pick() for _ in range(20)} == {two}
     assert at_once[0] <= shares(balancer, policy)[one.name] <= at_once[1]
     balancer.clock.now += 15.0
@@ -410,7 +435,7 @@ def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Bal
 def test_without_limits_there_is_always_room(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     assert balancer.decoders.limit(one) is None
-    leases = [balancer.decoders.lease(Load(1, 1)) for _ in range(100)]
+    leases = [balancer.decoders.lease(PickRequest.of(Load(1, 1))) for _ in range(100)]
     for lease in leases:
         lease.__enter__()
     assert balancer.decoders.has_room()
@@ -422,12 +447,16 @@ def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balance
     pool = balancer.pool(Role.DECODE, max_running=2)
     one, two = pool.backends()
     assert pool.limit(one) == 2
-    with pool.lease(Load(1, 1)), pool.lease(Load(1000, 1000), avoid=[one]), pool.lease(Load(1, 1)):
+    with (
+        pool.lease(PickRequest.of(Load(1, 1))),
+        pool.lease(PickRequest.of(Load(1000, 1000), avoid=[one])),
+        pool.lease(PickRequest.of(Load(1, 1))),
+    ):
         assert (pool.in_flight(one), pool.in_flight(two)) == (2, 1)
         assert pool.pick() == pool.pick(prefer=one) == two
         assert pool.pick(avoid=[two]) == one
         assert pool.has_room()
-        with pool.lease(Load(1, 1)) as last:
+        with pool.lease(PickRequest.of(Load(1, 1))) as last:
             assert last.backend == two
             assert not pool.has_room()
             assert pool.pick() == one
@@ -438,7 +467,7 @@ def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balance
 def test_every_policy_prefers_who_has_room(balancer: Balancer, policy: str) -> None:
     pool = balancer.pool(Role.DECODE, policy, max_running=1)
     one, two = pool.backends()
-    with pool.lease(Load(), prefer=one):
+    with pool.lease(PickRequest.of(Load(), prefer=one)):
         assert {pool.pick() for _ in range(10)} == {two}
 
 
@@ -448,12 +477,13 @@ def test_the_limit_is_what_the_engine_said_unless_it_is_configured(balancer: Bal
     assert balancer.decoders.eligible() == (one, two)
     balancer.health.note_facts(one, EngineFacts(max_num_seqs=1))
     assert (balancer.decoders.limit(one), balancer.decoders.limit(two)) == (1, None)
-    with balancer.decoders.lease(Load(), prefer=one):
+    with balancer.decoders.lease(PickRequest.of(Load(), prefer=one)):
         assert {balancer.decoders.pick() for _ in range(10)} == {two}
         assert balancer.decoders.has_room()
         down(balancer, two)
         assert not balancer.decoders.has_room()
-        balancer.decoders.configure(POLICIES["least_load"](), 5, 5.0)
+        balancer.decoders.use(make_policy("least_load"))
+        balancer.decoders.configure(PoolLimits(max_running=5))
         assert balancer.decoders.limit(one) == 5
         assert balancer.decoders.has_room()
 
@@ -466,13 +496,13 @@ def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
     assert not pool.has_room()
 
 
-def test_room_that_is_kept_is_no_lease(balancer: Balancer) -> None:
+def test_a_reservation_is_charged_and_tells_nothing_of_its_backend(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     looked: list[bool] = []
-    with pool.room(Load(compute=5, kv=7), avoid=[two]):
+    with pool.reserve(PickRequest.of(Load(compute=5, kv=7), avoid=[two])):
         assert balancer.books(one) == (1, Load(compute=5, kv=7))
-        with pool.room(Load()):
+        with pool.reserve(PickRequest.of(Load())):
             assert not pool.has_room()
         pool.on_release = lambda: looked.append(pool.has_room())
     assert looked == [True]
@@ -480,17 +510,34 @@ def test_room_that_is_kept_is_no_lease(balancer: Balancer) -> None:
     assert balancer.ends == []
 
 
-def test_where_nobody_is_there_is_no_room_to_keep(balancer: Balancer) -> None:
+def test_where_nobody_is_there_is_nothing_to_reserve(balancer: Balancer) -> None:
     down(balancer, *balancer.decoders.backends())
-    with balancer.decoders.room(Load(compute=1)):
-        assert balancer.all_books() == {(0, Load())}
+    with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute=1))):
+        pytest.fail("there is nobody")
+    assert balancer.all_books() == {(0, Load())}
+
+
+def test_a_reservation_that_an_error_ends_tells_nothing_either(balancer: Balancer) -> None:
+    with pytest.raises(UpstreamError), balancer.decoders.reserve(PickRequest.of(Load(compute=1))) as held:
+        raise UpstreamError(Failure.RESET, held.backend, "gone")
+    assert balancer.all_books() == {(0, Load())}
+    assert balancer.ends == []
+
+
+def test_a_reservation_tries_nobody_on_probation(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.put_on_probation(one)
+    with balancer.decoders.reserve(PickRequest.of(Load())) as held:
+        assert held.backend == two
+    with balancer.decoders.lease(PickRequest.of(Load())) as trial:
+        assert trial.backend == one
 
 
 def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.PREFILL, max_running=1)
     looked: list[bool] = []
     with ExitStack() as stack:
-        leases = [stack.enter_context(pool.lease(Load(compute=5, kv=5))) for _ in pool.backends()]
+        leases = [stack.enter_context(pool.lease(PickRequest.of(Load(compute=5, kv=5)))) for _ in pool.backends()]
         assert not pool.has_room()
         pool.on_release = lambda: looked.append(pool.has_room())
         leases[0].free_compute()
@@ -503,9 +550,9 @@ def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: 
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     balancer.put_on_probation(one)
-    with pool.lease(Load(), prefer=two):
+    with pool.lease(PickRequest.of(Load(), prefer=two)):
         assert pool.has_room()
-        with pool.lease(Load()) as trial:
+        with pool.lease(PickRequest.of(Load())) as trial:
             assert trial.backend == one
             assert not pool.has_room()
             down(balancer, two)
@@ -519,10 +566,10 @@ def test_the_pool_tells_when_there_may_be_room_again(balancer: Balancer) -> None
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     pool.on_release = lambda: told.append(pool.has_room())
-    with pool.lease(Load(), avoid=[two]):
+    with pool.lease(PickRequest.of(Load(), avoid=[two])):
         assert told == []
     assert told == [True]
-    with pool.lease(Load(), avoid=[two]) as lease:
+    with pool.lease(PickRequest.of(Load(), avoid=[two])) as lease:
         lease.move([], UpstreamError(Failure.RESET, one, "gone"))
     assert told == [True] * 3
     down(balancer, one)
@@ -536,9 +583,10 @@ def test_the_pool_tells_when_there_may_be_room_again(balancer: Balancer) -> None
 def test_a_changed_policy_and_pressure_hold_for_the_next_lease() -> None:
     pressed = Pressed()
     zero, one, two = pressed.pool.backends()
-    pressed.pool.configure(POLICIES["round_robin"](), None, 2.0)
+    pressed.pool.use(make_policy("round_robin"))
+    pressed.pool.configure(PoolLimits(pressure_seconds=2.0))
     pressed.recomputed(zero)
-    with pressed.pool.lease(Load(100, 100)) as lease:
+    with pressed.pool.lease(PickRequest.of(Load(100, 100))) as lease:
         assert lease.backend == one
         assert [pressed.pool.pick() for _ in range(2)] == [two, one]
     pressed.now = 2.0
@@ -567,7 +615,8 @@ def refused(backend: Backend) -> UpstreamError:
 @pytest.mark.parametrize("how", ["probes", "requests"])
 def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Balancer, how: str) -> None:
     pool, health, clock = balancer.decoders, balancer.health, balancer.clock
-    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    pool.use(make_policy("round_robin"))
+    pool.configure(PoolLimits(restart_seconds=60.0))
     one, two = pool.backends()
 
     def refuses(backend: Backend) -> None:
@@ -597,7 +646,8 @@ def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Ba
 
 def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
-    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    pool.use(make_policy("round_robin"))
+    pool.configure(PoolLimits(restart_seconds=60.0))
     for backend in pool.backends():
         for _ in range(3):
             health.on_probe(backend, False, "refused", is_refused=True)
@@ -606,7 +656,8 @@ def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
 
 def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
-    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    pool.use(make_policy("round_robin"))
+    pool.configure(PoolLimits(restart_seconds=60.0))
     for backend in pool.backends():
         health.on_probe(backend, True, "200")
     down(balancer, *pool.backends())
@@ -618,7 +669,8 @@ def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) ->
 
 def test_an_answer_to_a_request_shows_that_connections_are_taken(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
-    pool.configure(POLICIES["round_robin"](), None, 5.0, restart_seconds=60.0)
+    pool.use(make_policy("round_robin"))
+    pool.configure(PoolLimits(restart_seconds=60.0))
     one, two = pool.backends()
     for backend in (one, two):
         health.on_probe(backend, True, "200")

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from proxy.backend import Load, Role
 from proxy.balancer.health import Health
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -42,8 +43,12 @@ class Workers:
         roster = Roster([], [("d", 1 + number) for number in range(self.backends)], self.scoreboard)
         self.pools = [
             Pool(
-                *(Role.DECODE, POLICIES[self.policy](), self.scoreboard, self.scoreboard.row(worker), roster, Health()),
-                worker=worker,
+                Role.DECODE,
+                policy=make_policy(self.policy, PolicyContext(worker=worker)),
+                scoreboard=self.scoreboard,
+                row=self.scoreboard.row(worker),
+                roster=roster,
+                health=Health(),
             )
             for worker in range(self.count)
         ]
@@ -53,7 +58,7 @@ class Workers:
 
     def look(self, worker: int, load: Load = ONE) -> Backend:
         """The first half of entering a lease: the backend that is chosen."""
-        return self.pools[worker].take(load)[0]
+        return self.pools[worker].take(PickRequest.of(load))[0]
 
     def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
         """The second half; a negative load gives back."""
@@ -150,7 +155,7 @@ def test_a_burst_in_several_processes_leaves_backends_that_differ_by_no_more_req
                 os.close(writing)
                 os.read(reading, 1)  # all of them begin when the pipe is closed
                 for _ in range(each):
-                    together.pools[worker].lease(ONE).__enter__()
+                    together.pools[worker].lease(PickRequest.of(ONE)).__enter__()
                 status = 0
             finally:
                 os._exit(status)

@@ -154,7 +154,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
-    async with pushing.connector.open(call, (), Journey()) as attempt:
+    async with pushing.connector.open(call, call.pick_request(), Journey()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
     theirs = callback(engine_id(decoder.received[0]))
@@ -213,7 +213,7 @@ async def test_a_decoder_gets_its_own_time_after_all_that_comes_before(start: St
         timeouts={"prefill_seconds": 20.0, "prefill_seconds_per_1k_tokens": 0.0, "first_token_seconds": 40.0},
     )
     call = replace(a_call(pushing), stream=True)
-    async with pushing.connector.open(call, (), Journey()) as attempt:
+    async with pushing.connector.open(call, call.pick_request(), Journey()) as attempt:
         assert attempt.first_token_seconds == 70.0
         await attempt.response.read()
 

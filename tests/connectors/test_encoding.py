@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from proxy.backend import Load, Role
+from proxy.balancer.pick import PickRequest
 from proxy.call import parse
 from proxy.connectors.encoding import media
 from proxy.settings import Cost
@@ -140,7 +141,7 @@ async def test_another_encoder_is_asked_and_nobody_prefills_before(
     failing.faults.add("refuse_status" if fault else "reset_before_headers", **(fault or {}))
     # The other one is so busy that it is chosen only for want of a better one.
     pool = gateway.worker.pools.of(Role.ENCODE)
-    with pool.lease(Load(compute=1_000_000), avoid=[_backend(gateway, failing)]):
+    with pool.lease(PickRequest.of(Load(compute=1_000_000), avoid=[_backend(gateway, failing)])):
         assert (await gateway.ask(body_with(IMAGE))).is_done
     assert [len(generations(engine)) for engine in (failing, other)] == [1, 1]
     assert len(generations(*gateway.prefillers)) == 1

@@ -9,6 +9,7 @@ import pytest
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.pick import PickRequest
 from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
@@ -79,7 +80,7 @@ async def test_a_decoder_that_has_failed_is_not_asked_though_it_is_the_least_loa
     gateway = await deploy(1, 2)
     decoders = gateway.worker.pools.decode
     gateway.decoders[0].faults.add("refuse_status", status=400, times=1)
-    with decoders.lease(Load(1000, 1000), avoid=decoders.backends()[:1]):
+    with decoders.lease(PickRequest.of(Load(1000, 1000), avoid=decoders.backends()[:1])):
         await gateway.ask(request(Api.CHAT))
         assert await released(gateway) == {("released",): 1.0}
     assert [len(releases(decoder)) for decoder in gateway.decoders] == [0, 1]

@@ -234,7 +234,7 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """An attempt by the gateway's connector, without what stands above it; its answer is read and has arrived."""
-    async with gateway.worker.gateway.connector.open(call, (), Journey(), prefer) as attempt:
+    async with gateway.worker.gateway.connector.open(call, call.pick_request((), prefer), Journey()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
         yield attempt

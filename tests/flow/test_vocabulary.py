@@ -15,7 +15,7 @@ from aiohttp.test_utils import unused_port
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health, HealthState
-from proxy.balancer.policies import POLICIES
+from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -88,9 +88,17 @@ async def deploy() -> AsyncIterator[Deploy]:
             roster = Roster(*addresses, scoreboard)
 
             def pool(role: Role) -> Pool:
-                policy = POLICIES["least_load"]()
+                policy = make_policy("least_load")
                 on_end = ends_of(ends)
-                return Pool(role, policy, scoreboard, scoreboard.row(0), roster, health, on_end=on_end)
+                return Pool(
+                    role,
+                    policy=policy,
+                    scoreboard=scoreboard,
+                    row=scoreboard.row(0),
+                    roster=roster,
+                    health=health,
+                    on_end=on_end,
+                )
 
             pools = Pools(pool(Role.PREFILL), pool(Role.DECODE))
             upstream = await stack.enter_async_context(Upstream(Timeouts(), EngineKeys(None)))

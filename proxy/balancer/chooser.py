@@ -1,0 +1,120 @@
+"""Which of a role's eligible backends a request gets: what holds for every policy, around the policy's own choice.
+
+Those short of KV memory are passed over for a while, and those that work on as many requests as they can, as long as
+there are others. Those that came back are spared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+from proxy.balancer import slow_start
+from proxy.balancer.pick import Candidate
+from proxy.balancer.policies import WEIGHTS
+from proxy.errors import NoBackendAvailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.backend import Backend, Role
+    from proxy.balancer.pick import PickRequest, Policy
+    from proxy.balancer.scoreboard import Scoreboard
+
+
+class Chooser:
+    """Chooses for one role, in one worker. `consider` says among whom."""
+
+    def __init__(
+        self,
+        role: Role,
+        policy: Policy,
+        scoreboard: Scoreboard,
+        share_percent: Callable[[Backend], int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`share_percent`: of its share of requests what a backend gets now, while it starts slowly."""
+        self.policy = policy
+        self.pressure_seconds = 0.0
+        """How long a backend that ran out of KV memory is passed over."""
+        self._candidates: tuple[Candidate, ...] = ()
+        self._role = role
+        self._per_compute, self._per_kv = WEIGHTS[role]
+        self._scoreboard = scoreboard
+        self._share_percent = share_percent
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._pressed: dict[Backend, float] = {}  # short of KV memory, until when
+        self._is_any_slow = False
+        self._has_limits = False
+
+    def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
+        """Choose among these from now on. `limits[i]`: requests that `backends[i]` works on at a time; None: any
+        number.
+        """
+        both = zip(backends, limits, strict=True)
+        self._candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
+        self._has_limits = any(limit is not None for limit in limits)
+        self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
+
+    def press(self, backend: Backend) -> None:
+        """It ran out of KV memory: pass it over for a while."""
+        self._pressed[backend] = self._clock() + self.pressure_seconds
+
+    def has_room(self) -> bool:
+        """Whether somebody is below its limit, or nobody is there."""
+        return not self._has_limits or any(candidate.has_room for candidate in self._candidates)
+
+    def choose(self, request: PickRequest) -> Backend:
+        """The backend for a request. Raises NoBackendAvailable."""
+        candidates: Sequence[Candidate] = self._candidates
+        if avoid := request.avoid:
+            candidates = [candidate for candidate in candidates if candidate.backend not in avoid]
+        if self._pressed:
+            candidates = self._without_pressed(candidates)
+        if not candidates:
+            raise NoBackendAvailable(self._role)
+        prefer = request.prefer
+        if prefer is not None and prefer.role is self._role:
+            for candidate in candidates:
+                if candidate.backend == prefer and candidate.has_room:
+                    return candidate.backend
+        chosen = self._ask(candidates, request)
+        if self._has_limits and not chosen.has_room:
+            roomy = [candidate for candidate in candidates if candidate.has_room]
+            if roomy:
+                chosen = self._ask(roomy, request)
+        return chosen.backend
+
+    def _ask(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        """What the policy says of these, with those that came back spared."""
+        scoreboard, per_compute, per_kv = self._scoreboard, self._per_compute, self._per_kv
+        if self._is_any_slow:
+            candidates = self._spared(candidates)
+        weights = scoreboard.weigh([candidate.backend.slot for candidate in candidates], per_compute, per_kv)
+        if self._is_any_slow and self.policy.weighs_load:
+            load = request.load(self._role)
+            cost = per_compute * load.compute + per_kv * load.kv
+            percents = [candidate.share_percent for candidate in candidates]
+            weights = slow_start.slowed(weights, percents, max(1, cost))
+        for candidate, weight in zip(candidates, weights, strict=True):
+            candidate.weight = weight
+        return self.policy.choose(candidates, request)
+
+    def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """With the share of each, and only some of those that came back if the policy does not look at weights."""
+        percents = [self._share_percent(candidate.backend) for candidate in candidates]
+        for candidate, percent in zip(candidates, percents, strict=True):
+            candidate.share_percent = percent
+        if self.policy.weighs_load:
+            return candidates
+        return slow_start.taking_part(candidates, percents, self._rng)
+
+    def _without_pressed(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those with KV memory to spare, or all of them if none has."""
+        now = self._clock()
+        self._pressed = {backend: until for backend, until in self._pressed.items() if until > now}
+        return [candidate for candidate in candidates if candidate.backend not in self._pressed] or candidates

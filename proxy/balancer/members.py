@@ -1,0 +1,95 @@
+"""The backends of one role as they are now: who there is, who is enabled, and who may get requests.
+
+Eligible means enabled, which the operator says through the roster, and healthy, which probes and traffic say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.balancer.condition import HealthState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.backend import Backend, Role
+    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.roster import Roster
+
+
+class Notes(Protocol):
+    """Something that is remembered of backends."""
+
+    def forget(self, backend: Backend) -> None:
+        """It has left."""
+
+
+class Members:
+    """One role's backends, each tuple in slot order. `refresh` comes before whatever is read."""
+
+    def __init__(
+        self,
+        role: Role,
+        roster: Roster,
+        health: Health,
+        *,
+        notes: Sequence[Notes],
+        on_transition: Callable[[Transition], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`notes` forget the backends that leave; `on_change` is called when anything may be another."""
+        self.all: tuple[Backend, ...] = ()
+        """Also those that are down or draining."""
+        self.enabled: tuple[Backend, ...] = ()
+        self.eligible: tuple[Backend, ...] = ()
+        self.awaiting_trial: tuple[Backend, ...] = ()
+        self.gone_at: float | None = None
+        """When the last one ceased to take connections that was up; None: some do."""
+        self._role = role
+        self._roster = roster
+        self._health = health
+        self._notes = notes
+        self._on_transition = on_transition
+        self._on_change = on_change
+        self._has_looked = False
+        self._versions: tuple[int, int] | None = None  # of roster and health, when all above was computed
+
+    def refresh(self) -> None:
+        """Recompute who there is, only when roster or health have changed: every pick and every scrape comes by here,
+        and in each worker at least the prober.
+        """
+        for transition in self._health.advance():
+            self._on_transition(transition)
+        roster_version = self._roster.version  # read before the members: another worker may change them meanwhile
+        if self._versions == (roster_version, self._health.version):
+            return
+        members = self._roster.members(self._role)
+        self._meet(tuple(member.backend for member in members))
+        self.enabled = tuple(member.backend for member in members if not member.draining)
+        for transition in self._health.relieve(self.enabled):
+            self._on_transition(transition)
+        health = self._health
+        self.eligible = tuple(backend for backend in self.enabled if health.is_eligible(backend))
+        self.awaiting_trial = tuple(backend for backend in self.enabled if health.awaits_trial(backend))
+        if not self.eligible and not self.awaiting_trial:
+            # All are new, as after a reload that replaces them: who has not answered yet is better than nobody.
+            unknown = (backend for backend in self.enabled if health.state(backend) is HealthState.UNKNOWN)
+            self.eligible = tuple(unknown)
+        self.gone_at = None
+        if all(health.is_unreachable(backend) for backend in (*self.eligible, *self.awaiting_trial)):
+            gone = (health.gone_at(backend) for backend in self.enabled)
+            self.gone_at = max((since for since in gone if since is not None), default=None)
+        self._versions = (roster_version, health.version)
+        self._on_change()
+
+    def _meet(self, backends: tuple[Backend, ...]) -> None:
+        """Forget who has left, whichever worker finalised that, and note who came later than the first look."""
+        for gone in set(self.all).difference(backends):
+            self._health.forget(gone)
+            for notes in self._notes:
+                notes.forget(gone)
+        if self._has_looked:
+            for added in set(backends).difference(self.all):
+                self._health.on_added(added)
+        self._has_looked = True
+        self.all = backends

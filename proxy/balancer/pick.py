@@ -1,0 +1,172 @@
+"""The port between what is to be chosen for and who chooses: PickRequest, Candidate, Policy.
+
+Whoever wants a lease says by a PickRequest what the request costs and what may be known of it. The chooser shows the
+eligible backends to the role's policy as Candidates, and the policy names one of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.backend import Load, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.wire.prefix import PrefixKeys
+
+
+class Subject(Protocol):
+    """What a policy may know of the request itself: a Call, as far as it is shown to the balancer.
+
+    All of it is worked out when a policy asks, so that policies which do not look at requests pay nothing for it.
+    """
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated from the text's bytes, exact for token ids."""
+
+    @property
+    def output_tokens(self) -> int:
+        """The client's limit, or the configured guess."""
+
+    @property
+    def prefix_keys(self) -> PrefixKeys:
+        """What the prompt's prefixes are called; empty where the request has no single prompt."""
+
+    @property
+    def session(self) -> str | None:
+        """What the client calls those of its requests that have much in common; None: it calls them nothing."""
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """How soon the client wants the first token after its request; None: it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickRequest:
+    """What a backend of some role is wanted for. The same one serves the picks of all roles."""
+
+    prefill: Load
+    """What it costs a prefiller or an encoder."""
+    decode: Load
+    """What it costs a decoder."""
+    subject: Subject | None = None
+    """None: there is nothing to know, as of a request that is only passed on."""
+    avoid: Collection[Backend] = ()
+    """Backends of any role that must not be chosen."""
+    prefer: Backend | None = None
+    """Chosen if it may be and has room, whatever the policy would say; backends of other roles are chosen freely."""
+    proves_generation: bool = True
+    """How the request ends shows whether the backend generates; otherwise only whether there was a connection."""
+
+    @classmethod
+    def of(
+        cls,
+        load: Load,
+        *,
+        avoid: Collection[Backend] = (),
+        prefer: Backend | None = None,
+        proves_generation: bool = True,
+    ) -> PickRequest:
+        """For what costs a backend `load`, whatever its role, and of which no more is known."""
+        return cls(load, load, None, avoid, prefer, proves_generation)
+
+    def avoiding(self, avoid: Collection[Backend]) -> PickRequest:
+        """The same, but these are avoided and no others."""
+        return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
+
+    def elsewhere(self, avoid: Collection[Backend]) -> PickRequest:
+        """The same for another backend than before: these are avoided and no others, and none is preferred."""
+        return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
+
+    def load(self, role: Role) -> Load:
+        """What it costs a backend of this role, as far as that does not depend on which one it is."""
+        return self.decode if role is Role.DECODE else self.prefill
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """An eligible backend, as a policy sees it. The chooser keeps it up to date; `weight` is that of this moment."""
+
+    backend: Backend
+    limit: int | None
+    """Requests it works on at a time; None: any number."""
+    scoreboard: Scoreboard = field(repr=False)
+    weight: int = 0
+    """Its load in one number, lower is freer. It is raised while the backend starts slowly."""
+    share_percent: int = 100
+    """Of the requests that it would get otherwise: less than 100 while it starts slowly."""
+
+    @property
+    def running(self) -> int:
+        """Requests it works on, of all workers."""
+        return self.scoreboard.running(self.backend.slot)
+
+    @property
+    def load(self) -> Load:
+        """What it is charged with, by all workers."""
+        return self.scoreboard.load(self.backend.slot)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is below its limit."""
+        return self.limit is None or self.scoreboard.running(self.backend.slot) < self.limit
+
+
+def _unknown(backend: Backend) -> EngineFacts | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy may use. Each worker has its own, and so has each role."""
+
+    worker: int = 0
+    """The number of the worker, for what takes turns: workers that pick at the same moment see the same loads."""
+    rng: random.Random = field(default_factory=random.Random)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    facts: Callable[[Backend], EngineFacts | None] = _unknown
+    """What the engine says of itself; None: nothing yet."""
+
+
+class Policy(ABC):
+    """Chooses a backend for each request of one role, in one worker. It never waits.
+
+    `choose` is all that it must have. A policy that overrides none of the other methods is not called for them.
+    """
+
+    weighs_load = True
+    """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        self.context = context or PolicyContext()
+
+    @abstractmethod
+    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        """One of the candidates, which come in slot order, and never none.
+
+        It may be asked a second time for one pick, without those that have no room, and for picks that come to nothing:
+        what is remembered of a request is for `dispatched` to remember.
+        """
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """What the request costs this backend, which was chosen. It is charged until it is given back."""
+        return request.load(backend.role)
+
+    def dispatched(self, backend: Backend, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
+        """A lease begins: the backend is about to get the request."""
+
+    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:  # noqa: B027 - nor need this
+        """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
+
+        Comes once for each `dispatched`, in the moment in which it is known: of a prefiller when it has answered.
+        """
