@@ -8,7 +8,8 @@ Roster       which backends there are, the same for all workers: joining, enable
 Pool         the backends of one role; the only one that knows which are eligible now
 Load         what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
 Scoreboard   load per backend across workers; each worker writes its own row
-Policy       given eligible backends and their loads, choose one; pure
+PickRequest  what a backend is wanted for: its cost, which backends to avoid or prefer, what else is known
+Policy       given a request, the eligible backends and their loads, choose one
 Lease        one request's claim on one backend; leaving it gives the load back and reports how it went
 Health       what probes and the outcomes of requests say about a backend
 Pairs        prefillers and decoders between which hand-overs fail, kept apart

@@ -10,9 +10,10 @@ import random
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.backend import Load, Role
+from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.scoreboard import Scoreboard
-    from proxy.wire.prefix import PrefixKeys
+
+
+_NO_KEYS: Final = PrefixKeys()
 
 
 class Subject(Protocol):
@@ -59,7 +62,7 @@ class PickRequest:
     decode: Load
     """What it costs a decoder."""
     subject: Subject | None = None
-    """None: there is nothing to know, as of a request that is only passed on."""
+    """Whose properties this one has as its own. None: nothing is known, as of a request that is only passed on."""
     avoid: Collection[Backend] = ()
     """Backends of any role that must not be chosen."""
     prefer: Backend | None = None
@@ -86,6 +89,31 @@ class PickRequest:
     def elsewhere(self, avoid: Collection[Backend]) -> PickRequest:
         """The same for another backend than before: these are avoided and no others, and none is preferred."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """See Subject; 0 where nothing is known."""
+        return 0 if self.subject is None else self.subject.prompt_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """See Subject; 0 where nothing is known."""
+        return 0 if self.subject is None else self.subject.output_tokens
+
+    @property
+    def prefix_keys(self) -> PrefixKeys:
+        """See Subject; empty where nothing is known."""
+        return _NO_KEYS if self.subject is None else self.subject.prefix_keys
+
+    @property
+    def session(self) -> str | None:
+        """See Subject."""
+        return None if self.subject is None else self.subject.session
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """See Subject."""
+        return None if self.subject is None else self.subject.first_token_seconds
 
     def load(self, role: Role) -> Load:
         """What it costs a backend of this role, as far as that does not depend on which one it is."""

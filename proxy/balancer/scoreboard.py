@@ -3,6 +3,10 @@
 One row per worker, written only by that worker, so there are no locks; a backend's load is the sum of its column over
 the rows. Cells are aligned 64-bit integers, so a reader sees the old or the new number and never a mixture. The
 supervisor erases the row of a worker that died. Create it before forking: the memory is anonymous and inherited.
+
+Load that comes from elsewhere, as from a gateway on another host, has guest rows behind those of the workers. Each of
+them has one writer, too, which charges `running`, `compute` and `kv`, and erases the row when it knows nothing any
+more. It leaves `requests` alone: an instance that is removed leaves when the requests of this gateway have ended.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class Handovers:
 
 
 class Row:
-    """The part of the scoreboard that one worker writes."""
+    """The part of the scoreboard that one worker or guest writes."""
 
     __slots__ = ("_cells", "_lanes")
 
@@ -90,16 +94,19 @@ class Row:
 class Scoreboard:
     """All rows. Every worker may read all of it and write its own `row`."""
 
-    def __init__(self, workers: int = 1, slots: int = 1024) -> None:
+    def __init__(self, workers: int = 1, slots: int = 1024, guests: int = 0) -> None:
+        """`guests`: rows for load that does not come from this gateway's workers."""
         self.workers = workers
         self.slots = slots
+        self._rows = workers + guests
         self._width = _CELLS_PER_SLOT * slots
-        self._cells = memoryview(mmap.mmap(-1, workers * self._width * _CELL_BYTES)).cast("q")
+        self._cells = memoryview(mmap.mmap(-1, self._rows * self._width * _CELL_BYTES)).cast("q")
         self._lanes_width = 2 * LANES * slots
-        self._lanes = memoryview(mmap.mmap(-1, workers * self._lanes_width * _CELL_BYTES)).cast("q")
+        self._lanes = memoryview(mmap.mmap(-1, self._rows * self._lanes_width * _CELL_BYTES)).cast("q")
 
-    def row(self, worker: int) -> Row:
-        return Row(self._cells_of(worker), self._lanes_of(worker))
+    def row(self, number: int) -> Row:
+        """The workers come first, then the guests."""
+        return Row(self._cells_of(number), self._lanes_of(number))
 
     def load(self, slot: int) -> Load:
         return Load(compute=self._sum(slot, _COMPUTE), kv=self._sum(slot, _KV))
@@ -144,7 +151,7 @@ class Scoreboard:
         """
         cells, width = self._cells, self._width
         firsts = [_CELLS_PER_SLOT * slot for slot in slots]
-        if self.workers == 1:
+        if self._rows == 1:
             return [
                 per_compute * cells[first + _COMPUTE] + per_kv * (cells[first + _KV] + cells[first + _PINNED_TOKENS])
                 for first in firsts
@@ -155,18 +162,20 @@ class Scoreboard:
             for first in firsts
         ]
 
-    def erase(self, worker: int) -> None:
-        """Forget what a worker had charged. Only for a worker that is dead: it would go on from zero."""
-        for cells in (self._cells_of(worker), self._lanes_of(worker)):
+    def erase(self, number: int) -> None:
+        """Forget what a row had been charged with. Only for a worker that is dead, as it would go on from zero, or by
+        the guest that writes it.
+        """
+        for cells in (self._cells_of(number), self._lanes_of(number)):
             cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
 
-    def _cells_of(self, worker: int) -> memoryview[int]:
-        if not 0 <= worker < self.workers:
-            raise IndexError(f"worker {worker} of {self.workers}")
-        return self._cells[worker * self._width : (worker + 1) * self._width]
+    def _cells_of(self, number: int) -> memoryview[int]:
+        if not 0 <= number < self._rows:
+            raise IndexError(f"row {number} of {self._rows}")
+        return self._cells[number * self._width : (number + 1) * self._width]
 
-    def _lanes_of(self, worker: int) -> memoryview[int]:
-        return self._lanes[worker * self._lanes_width : (worker + 1) * self._lanes_width]
+    def _lanes_of(self, number: int) -> memoryview[int]:
+        return self._lanes[number * self._lanes_width : (number + 1) * self._lanes_width]
 
     def _firsts(self, slot: int) -> range:
         """Where the lanes of a decoder begin, in the row of each worker."""

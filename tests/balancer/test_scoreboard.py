@@ -6,7 +6,11 @@ import os
 
 import pytest
 
-from proxy.backend import Load
+from proxy.backend import Load, Role
+from proxy.balancer.health import Health
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard
 
 
@@ -105,3 +109,71 @@ def test_hand_overs_are_counted_by_decoder_and_by_lanes_of_prefillers() -> None:
     assert (board.handovers(2), board.handovers_by_lane(2)) == (Handovers(), {})
     board.erase(0)
     assert board.handovers(3) == Handovers(2, 110)
+
+
+class Replica:
+    """A plug-in that brings the load of another gateway: the one writer of a guest row."""
+
+    def __init__(self, board: Scoreboard, number: int) -> None:
+        self._board = board
+        self._number = number
+        self._row = board.row(number)
+        self._known: dict[int, tuple[int, Load]] = {}
+
+    def publish(self, slot: int, running: int, load: Load) -> None:
+        """What the other gateway has on a backend now."""
+        before, charged = self._known.get(slot, (0, Load()))
+        self._row.add(slot, running=running - before, compute=load.compute - charged.compute, kv=load.kv - charged.kv)
+        self._known[slot] = running, load
+
+    def lose_sight(self) -> None:
+        """Nothing is known any more."""
+        self._board.erase(self._number)
+        self._known.clear()
+
+
+def test_load_from_elsewhere_is_the_row_of_a_guest() -> None:
+    board = Scoreboard(workers=2, slots=2, guests=1)
+    replica = Replica(board, 2)
+    board.row(0).add(1, requests=1, running=1, compute=5, kv=5)
+    replica.publish(1, 3, Load(compute=100, kv=10))
+    replica.publish(1, 2, Load(compute=70, kv=20))
+    assert (board.running(1), board.load(1)) == (3, Load(compute=75, kv=25))
+    assert board.weigh([0, 1], 10, 3) == [0, 825]
+    assert board.requests(1) == 1  # an instance that is removed is not kept by the requests of others
+    replica.lose_sight()
+    assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))
+
+
+def test_a_guest_in_a_process_of_its_own_is_heard_by_all_workers() -> None:
+    board = Scoreboard(workers=1, slots=2, guests=1)
+    child = os.fork()
+    if child == 0:
+        Replica(board, 1).publish(0, 1, Load(compute=9))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert board.weigh([0, 1], 1, 1) == [9, 0]
+    assert board.running(0) == 1
+
+
+def test_a_pool_chooses_around_the_load_of_another_gateway() -> None:
+    board = Scoreboard(workers=1, slots=2, guests=1)
+    roster = Roster([], [("d", 1), ("d", 2)], board)
+    pool = Pool(
+        Role.DECODE,
+        policy=make_policy("least_load"),
+        scoreboard=board,
+        row=board.row(0),
+        roster=roster,
+        health=Health(),
+        limits=PoolLimits(max_running=2),
+    )
+    one, two = pool.backends()
+    replica = Replica(board, 1)
+    replica.publish(one.slot, 2, Load(compute=5))
+    assert {pool.pick() for _ in range(4)} == {two}
+    replica.publish(two.slot, 2, Load(compute=50))
+    assert not pool.has_room()
+    replica.lose_sight()
+    assert pool.has_room()
+    assert {pool.pick() for _ in range(4)} == {one, two}

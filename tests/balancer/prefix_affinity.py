@@ -1,0 +1,67 @@
+"""A policy that looks at requests, as somebody could add one: the proof that it takes one file and one line.
+
+It sends a prompt where most of it has been before, unless others are freer by more than that saves. It charges a
+prefiller for what the prefiller has to compute, and forgets what no prefill has come of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.backend import Load
+from proxy.balancer.pick import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+
+
+class PrefixAffinity(Policy):
+    """For prefillers. It remembers without end, which a policy to be used must not."""
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self._has: dict[Backend, set[int]] = {}
+        self._added: dict[tuple[int, Backend], set[int]] = {}
+
+    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        """By what has to be computed until the prompt has been; among equals the one that has the least to forget."""
+
+        def cost(candidate: Candidate) -> tuple[int, int]:
+            backend = candidate.backend
+            return candidate.load.compute + self.cost_of(backend, request).compute, len(self.keys_of(backend))
+
+        return min(candidates, key=cost)
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """Only the rest of the prompt is computed."""
+        load = request.load(backend.role)
+        prefix = request.prefix_keys
+        has = self.keys_of(backend)
+        size = next((size for key, size in reversed([*zip(prefix.keys, prefix.sizes, strict=True)]) if key in has), 0)
+        cached = request.prompt_tokens * size // prefix.sizes[-1] if size else 0
+        return Load(compute=load.compute - cached, kv=load.kv)
+
+    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+        """What is under way counts as well, or a burst with one prompt would scatter."""
+        has = self._has.setdefault(backend, set())
+        added = set(request.prefix_keys.keys) - has
+        has |= added
+        self._added[id(request), backend] = added
+
+    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
+        """What was not prefilled is not there."""
+        added = self._added.pop((id(request), backend))
+        if not served:
+            self._has[backend] -= added
+
+    def keys_of(self, backend: Backend) -> set[int]:
+        """What it thinks a prefiller has."""
+        return self._has.get(backend, set())
+
+    @property
+    def under_way(self) -> int:
+        """Requests that began and have not ended."""
+        return len(self._added)

@@ -1,0 +1,233 @@
+"""The port for policies: what a policy is shown of a request and of backends, and what it hears of leases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Load, Role
+from proxy.balancer.pick import PickRequest, Policy
+from proxy.call import parse
+from proxy.errors import Failure, UpstreamError
+from proxy.settings import Cost
+from proxy.wire.openai import Api
+from proxy.wire.prefix import PrefixKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from conftest import Balancer
+
+    from proxy.backend import Backend
+    from proxy.balancer.pick import Candidate
+
+CHAT = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "prompt_cache_key": "a", "user": "b"}'
+NOTHING = Load()
+
+
+class Listening(Policy):
+    """Takes the last candidate, charges the first slot ten times as much, and writes down what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Sequence[Candidate], PickRequest]] = []
+        self.heard: list[tuple[object, ...]] = []
+
+    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        self.seen.append((candidates, request))
+        return candidates[-1]
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        load = request.load(backend.role)
+        return Load(compute=10 * load.compute, kv=load.kv) if backend.port == 1 else load
+
+    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+        self.heard.append(("dispatched", backend.name))
+
+    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
+        self.heard.append(("ended", backend.name, served))
+
+
+@pytest.fixture
+def listening(balancer: Balancer) -> Listening:
+    policy = Listening()
+    balancer.decoders.use(policy)
+    balancer.prefillers.use(policy)
+    return policy
+
+
+def failed(backend: Backend) -> UpstreamError:
+    return UpstreamError(Failure.RESET, backend, "gone")
+
+
+# What is shown
+
+
+def test_a_call_is_shown_to_the_policies_of_all_roles_by_one_request(balancer: Balancer, listening: Listening) -> None:
+    call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
+    request = call.pick_request()
+    with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
+        assert balancer.books(decoder.backend) == (1, call.decode_load)
+        assert balancer.books(prefiller.backend) == (1, call.prefill_load)
+    (_, of_decoder), (_, of_prefiller) = listening.seen
+    assert of_decoder is of_prefiller is request
+    assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)
+    assert (request.session, request.first_token_seconds) == ("a", 1.5)
+    assert len(request.prefix_keys.keys) == 1
+
+
+def test_of_a_request_that_is_only_passed_on_there_is_nothing_to_know() -> None:
+    request = PickRequest.of(Load(3, 4))
+    assert (request.load(Role.PREFILL), request.load(Role.DECODE)) == (Load(3, 4), Load(3, 4))
+    assert (request.prompt_tokens, request.output_tokens, request.session, request.first_token_seconds) == (
+        *(0, 0),
+        *(None, None),
+    )
+    assert request.prefix_keys == PrefixKeys()
+
+
+@pytest.mark.parametrize(
+    ("deadline", "seconds"), [("20", 0.02), ("0", None), ("-5", None), ("soon", None), ("inf", None), ("nan", None)]
+)
+def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds: float | None) -> None:
+    assert parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": deadline}).first_token_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("members", "session"), [(b'"user": "b"', "b"), (b'"user": 7', None), (b'"prompt_cache_key": ""', None)]
+)
+def test_a_session_is_what_the_client_calls_it(members: bytes, session: str | None) -> None:
+    assert parse(Api.COMPLETIONS, b'{"prompt": "Hi", %b}' % members, Cost()).session == session
+
+
+def test_candidates_come_with_their_limits_and_what_they_work_on(balancer: Balancer) -> None:
+    policy = Listening()
+    pool = balancer.pool(Role.DECODE, max_running=4)
+    pool.use(policy)
+    one, two = pool.backends()
+    with pool.lease(PickRequest.of(Load(5, 6), avoid=[two])), pool.lease(PickRequest.of(Load(7, 8), avoid=[one])):
+        pool.pick()
+        candidates = policy.seen[-1][0]
+        assert [(each.backend, each.limit, each.running, each.has_room) for each in candidates] == [
+            *[(one, 4, 1, True), (two, 4, 1, True)]
+        ]
+        assert [each.load for each in candidates] == [Load(50, 6), Load(7, 8)]
+        assert [each.weight for each in candidates] == [56, 15]
+
+
+def test_a_policy_is_asked_again_without_those_that_have_no_room(balancer: Balancer) -> None:
+    policy = Listening()
+    pool = balancer.pool(Role.DECODE, max_running=1)
+    pool.use(policy)
+    one, two = pool.backends()
+    with pool.lease(PickRequest.of(NOTHING)) as lease:
+        assert lease.backend == two
+        assert pool.pick() == one
+        assert [len(candidates) for candidates, _ in policy.seen] == [2, 2, 1]
+        with pool.lease(PickRequest.of(NOTHING)):
+            assert pool.pick() == two  # all are full
+
+
+# What is charged
+
+
+def test_a_policy_says_what_the_chosen_backend_is_charged(balancer: Balancer, listening: Listening) -> None:
+    one, two = balancer.decoders.backends()
+    with balancer.decoders.lease(PickRequest.of(Load(5, 6))) as lease:
+        assert (lease.backend, balancer.books(two)) == (two, (1, Load(5, 6)))
+        assert lease.move((), failed(two)) == one
+        assert (balancer.books(one), balancer.books(two)) == ((1, Load(50, 6)), (0, NOTHING))
+        lease.free_compute()
+        assert balancer.books(one) == (1, Load(0, 6))
+    assert balancer.all_books() == {(0, NOTHING)}
+
+
+def test_what_was_freed_is_not_charged_anew_by_a_move(balancer: Balancer, listening: Listening) -> None:
+    one, two = balancer.prefillers.backends()
+    with balancer.prefillers.lease(PickRequest.of(Load(5, 6))) as lease:
+        lease.free_kv()
+        assert lease.move((), failed(two)) == one
+        assert balancer.books(one) == (1, Load(50, 0))
+    assert balancer.all_books() == {(0, NOTHING)}
+
+
+def test_a_reservation_is_charged_by_the_policy_and_nobody_hears_of_it(
+    balancer: Balancer, listening: Listening
+) -> None:
+    one, two = balancer.decoders.backends()
+    with balancer.decoders.reserve(PickRequest.of(Load(5, 6), avoid=[two])):
+        assert balancer.books(one) == (1, Load(50, 6))
+    assert balancer.all_books() == {(0, NOTHING)}
+    assert listening.heard == []
+
+
+# What is heard
+
+
+def leave(kind: type[BaseException] | None) -> Callable[[Backend], None]:
+    def end(backend: Backend) -> None:
+        if kind is UpstreamError:
+            raise failed(backend)
+        if kind is not None:
+            raise kind
+
+    return end
+
+
+@pytest.mark.parametrize(("error", "served"), [(None, True), (UpstreamError, False), (KeyboardInterrupt, False)])
+def test_a_policy_hears_of_each_lease_how_it_ended(
+    balancer: Balancer, listening: Listening, error: type[BaseException] | None, served: bool
+) -> None:
+    try:
+        with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
+            assert listening.heard == [("dispatched", "p:2")]
+            leave(error)(lease.backend)
+    except (UpstreamError, KeyboardInterrupt):
+        assert error is not None
+    assert listening.heard == [("dispatched", "p:2"), ("ended", "p:2", served)]
+
+
+def test_a_policy_hears_at_once_that_a_prefiller_has_answered(balancer: Balancer, listening: Listening) -> None:
+    lease = balancer.prefillers.lease(PickRequest.of(NOTHING))
+    lease.__enter__()
+    lease.free_compute()
+    assert listening.heard[1:] == [("ended", "p:2", True)]
+    lease.free_compute()
+    lease.__exit__(UpstreamError, failed(lease.backend), None)
+    assert listening.heard[2:] == []
+
+
+def test_a_policy_hears_of_a_move_as_of_two_leases(balancer: Balancer, listening: Listening) -> None:
+    with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
+        lease.move((), failed(lease.backend))
+    assert listening.heard == [
+        ("dispatched", "p:2"),
+        ("ended", "p:2", False),
+        ("dispatched", "p:1"),
+        ("ended", "p:1", True),
+    ]
+
+
+def test_who_heard_the_beginning_hears_the_end_though_another_policy_chooses_by_then(
+    balancer: Balancer, listening: Listening
+) -> None:
+    with balancer.prefillers.lease(PickRequest.of(NOTHING)):
+        other = Listening()
+        balancer.prefillers.use(other)
+    assert listening.heard == [("dispatched", "p:2"), ("ended", "p:2", True)]
+    assert other.heard == []
+
+
+@pytest.mark.parametrize("method", ["choose", "cost_of", "dispatched"])
+def test_a_policy_that_fails_leaves_nothing_charged(
+    balancer: Balancer, listening: Listening, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Listening, method, fail)
+    balancer.decoders.use(listening)
+    with pytest.raises(ZeroDivisionError), balancer.decoders.lease(PickRequest.of(Load(1, 1))):
+        pytest.fail("it must not begin")
+    assert balancer.all_books() == {(0, NOTHING)}
