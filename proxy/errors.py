@@ -90,6 +90,21 @@ class Overloaded(GatewayError):
         super().__init__(message, code=code)
 
 
+class ShuttingDown(GatewayError):
+    """This process is about to end; another one may serve the request."""
+
+    status = 503
+    code = "draining"
+    retry_after_seconds = 1.0
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is shutting down")
+
+
+class ClientStalled(Exception):
+    """The client read nothing for the whole write timeout."""
+
+
 class Failure(StrEnum):
     """How a backend failed; the retry matrix and health are written in these words."""
 

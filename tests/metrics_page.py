@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import MisfitKind, Misfits
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.metrics import EJECTIONS, Metrics
+from proxy.observe.metrics import EJECTIONS, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ What `/metrics` answers, in Prometheus' text format or in OpenMetrics, for all w
 are known begins at 0, and an instance that was removed loses its series. With one worker there are the `process_*`
 metrics of prometheus-client, too. [OPERATING.md](OPERATING.md) explains the mechanisms behind the numbers.
 
-This page is generated from `proxy/metrics.py`, by `{COMMAND}`.
+This page is generated from `proxy/observe/metrics.py`, by `{COMMAND}`.
 """
 
 

@@ -13,7 +13,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.configuration import FIXED, Change, Configuration, Follower
 from proxy.configuration.current import option_of
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.settings import OPTIONS, SettingsError, load
 from tests.asking import until
 from tests.forking import in_child

@@ -14,8 +14,8 @@ import pytest
 
 from proxy import logs
 from proxy.logs.handler import LineHandler
-from proxy.metrics import Metrics
 from proxy.monitor import Memory, Monitor, OpenFds, Overload, overload_of
+from proxy.observe.metrics import Metrics
 from proxy.settings import Log
 
 if TYPE_CHECKING:

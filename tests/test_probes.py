@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.metrics import Metrics
 from proxy.monitor import Monitor, ProbeServer
+from proxy.observe.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,10 +17,11 @@ from proxy.api.replies import HTTP_ERRORS
 from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.errors import Failure
-from proxy.flow.resume import Action
-from proxy.metrics import TERMS
-from proxy.record import Record, Stage
+from proxy.observe.metrics import TERMS
+from proxy.observe.outcome import Outcome
+from proxy.observe.record import Record
 from proxy.settings import load
+from proxy.terms import Action, Stage
 from proxy.wire.openai import Api
 
 ROOT = Path(__file__).parent.parent
@@ -153,7 +154,7 @@ def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
 def test_every_field_of_the_access_line_is_explained() -> None:
     record = Record(Api.CHAT, "id", lost_engines=1)
     record.journey().seconds[Stage.ENCODE] = 1.0
-    assert set(record.fields(200, "--", 1.0)) == names(section("## Log").partition("`term` has")[0])
+    assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
 
 
 def test_every_letter_of_a_term_is_explained() -> None:

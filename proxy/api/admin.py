@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.configuration import Change
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 

@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from proxy.errors import GatewayError
+from proxy.errors import ShuttingDown
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiohttp.typedefs import Handler
-
-
-class ShuttingDown(GatewayError):
-    """This process is about to end; another one may serve the request."""
-
-    status = 503
-    code = "draining"
-    retry_after_seconds = 1.0
-
-    def __init__(self) -> None:
-        super().__init__("the gateway is shutting down")
 
 
 class Drain:

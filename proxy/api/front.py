@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from aiohttp.http import RawRequestMessage
 
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Listen
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,19 @@
-"""The routes that generate, one for each dialect: bytes in, Call, gateway, answer; and the account of how it ended."""
+"""The routes that generate, one for each dialect: bytes in, Call, gateway, answer"""
 
 from __future__ import annotations
 
 import asyncio
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from proxy import call as calls
 from proxy.api.body import memory_bytes, read_json
-from proxy.api.drain import ShuttingDown
 from proxy.api.replies import REQUEST_ID
 from proxy.dialects import DIALECTS
-from proxy.errors import Failure, GatewayError, UpstreamError
-from proxy.flow.client import ClientStalled, ClientStream
-from proxy.logs import access_line
-from proxy.record import Record
+from proxy.errors import ClientStalled, GatewayError
+from proxy.flow.client import ClientStream
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
@@ -26,7 +23,8 @@ if TYPE_CHECKING:
     from proxy.api.keys import ClientKeys
     from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
-    from proxy.metrics import Metrics
+    from proxy.observe.observers import Observers
+    from proxy.observe.record import Record
     from proxy.settings import Settings
 
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
@@ -38,20 +36,14 @@ _PASSED_ON: Final = ("traceparent", "tracestate", calls.FIRST_TOKEN_HEADER)
 class GenerationApi:
     """The routes that go through the connector."""
 
-    def __init__(self, gateway: Gateway, keys: ClientKeys, drain: Drain, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, gateway: Gateway, keys: ClientKeys, drain: Drain, settings: Settings, observers: Observers
+    ) -> None:
         self._gateway = gateway
         self._keys = keys
         self._drain = drain
         self._settings = settings
-        self._metrics = metrics
-        # Finding a series by its labels costs more than counting with it, and there are few.
-        self._requests = cache(metrics.requests_total.labels)
-        self._ends = cache(metrics.request_end_total.labels)
-        self._durations = cache(metrics.request_duration_seconds.labels)
-        self._first_tokens = cache(metrics.time_to_first_token_seconds.labels)
-        self._stages = cache(metrics.stage_duration_seconds.labels)
-        self._tokens = cache(metrics.tokens_total.labels)
-        self._inflight = cache(metrics.inflight_requests.labels)
+        self._observers = observers
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
@@ -68,9 +60,7 @@ class GenerationApi:
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""
-        record = Record(dialect.label, request[REQUEST_ID])
-        inflight = self._inflight(dialect.label)
-        inflight.inc()
+        record = self._observers.begin(dialect.label, request[REQUEST_ID])
         try:
             with self._drain:
                 return await self._answer(dialect, request, record)
@@ -78,8 +68,7 @@ class GenerationApi:
             record.error = error
             raise
         finally:
-            inflight.dec()
-            self._observe(record)
+            self._observers.end(record)
 
     async def _answer(self, dialect: Dialect, request: web.Request, record: Record) -> web.StreamResponse:
         caller = self._keys.identify(request)
@@ -127,57 +116,3 @@ class GenerationApi:
         finally:
             record.committed = client.is_committed
         return client.response
-
-    def _observe(self, record: Record) -> None:
-        metrics, api = self._metrics, record.api
-        duration = record.clock() - record.started
-        term, status = end_of(record)
-        self._requests(api, status).inc()
-        self._ends(term).inc()
-        self._durations(api, "true" if record.stream else "false").observe(duration)
-        if record.first_token_seconds is not None:
-            self._first_tokens(api).observe(record.first_token_seconds)
-        prompt, cached, completion = record.tokens()
-        self._tokens("prompt").inc(prompt)
-        self._tokens("cached").inc(cached)
-        self._tokens("completion").inc(completion)
-        for journey in record.journeys:
-            for stage, seconds in journey.seconds.items():
-                self._stages(stage.label).observe(seconds)
-        if record.committed and isinstance(record.error, UpstreamError):
-            metrics.streams_broken_total.labels("engine", _broken_reason(record.error)).inc()
-        elif record.committed and isinstance(record.error, ClientStalled):
-            metrics.streams_broken_total.labels("client", "write_timeout").inc()
-        elif record.committed and isinstance(record.error, ShuttingDown):
-            metrics.streams_broken_total.labels("gateway", "draining").inc()
-        elif record.committed and record.error is not None:
-            metrics.streams_broken_total.labels("client", "left").inc()
-        access_line(record.fields(status, term, duration))
-
-
-def end_of(record: Record) -> tuple[str, int]:
-    """Who ended the request and in which stage, as a two-letter `term`, and the status for log and metrics.
-
-    The first letter: `-` nobody, it is complete; C the client left; c the client stalled; S an engine failed; s an
-    engine was too slow; P the gateway refused. The second is the stage, R while the request was being read.
-    """
-    error = record.error
-    if error is None:
-        return "--", 200
-    stage = record.stage.value if record.stage else "R"
-    if isinstance(error, ClientStalled):
-        return "cD", 200
-    if isinstance(error, ShuttingDown) and record.committed:
-        return "KD", 200
-    if isinstance(error, asyncio.CancelledError | ConnectionError):  # whichever of the two is noticed first
-        return "C" + stage, 200 if record.committed else 499
-    if isinstance(error, UpstreamError):
-        who = "s" if error.failure is Failure.TIMEOUT else "S"
-        return who + stage, 200 if record.committed else error.status
-    status = error.status if isinstance(error, GatewayError | web.HTTPException) else 500
-    return "P" + stage, status
-
-
-def _broken_reason(error: UpstreamError) -> str:
-    known = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
-    return error.failure.value if error.failure in known else Failure.BROKEN.value

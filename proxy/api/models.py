@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 _PATH: Final = "/v1/models"
 _NAMED: Final = _PATH + "/{model:.+}"  # names may have slashes

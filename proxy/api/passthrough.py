@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.flow.budget import Repeat, RetryBudget
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
 ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {

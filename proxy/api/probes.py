@@ -9,10 +9,9 @@ import orjson
 from aiohttp import web
 
 from proxy import __version__
-from proxy.api.drain import ShuttingDown
 from proxy.api.replies import error_response
 from proxy.backend import Role
-from proxy.errors import NoBackendAvailable
+from proxy.errors import NoBackendAvailable, ShuttingDown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

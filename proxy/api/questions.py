@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.api.keys import ClientKeys
     from proxy.backend import Backend
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 

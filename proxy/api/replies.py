@@ -18,7 +18,7 @@ from aiohttp import web
 
 from proxy import SERVER, logs
 from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
-from proxy.metrics import REJECTIONS
+from proxy.observe.metrics import REJECTIONS
 from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

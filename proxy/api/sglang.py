@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from proxy.configuration.configuration import Change, Configuration
     from proxy.configuration.current import Current, Stamp
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id, prefill_seconds
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.ranks import Ranks
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
 
 

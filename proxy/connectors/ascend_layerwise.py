@@ -34,7 +34,7 @@ from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 from proxy.upstream import upstream_error
 from proxy.wire.openai import OPENAI_APIS, Api
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.releaser import Releaser
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
     from proxy.wire.document import Document
 
@@ -165,7 +166,7 @@ class AscendLayerwise:
             if handover.is_settled:  # the decoder is at work, and needs nobody for it
                 return
             raise
-        journey.saw_prompt_usage(answer.values.get("usage"))
+        journey.usage.saw_prompt(answer.values.get("usage"))
         handover.prefilled()
         if not handover.is_settled:
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)

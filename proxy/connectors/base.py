@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.releaser import Releaser
     from proxy.errors import UpstreamError
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response, Upstream
     from proxy.wire.openai import Api
@@ -109,9 +110,9 @@ class Attempt:
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
-        self.journey.saw_completion_usage(usage)
+        self.journey.usage.saw_completion(usage)
         if not self.kv_handed_over:
-            self.journey.saw_prompt_usage(usage)
+            self.journey.usage.saw_prompt(usage)
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""

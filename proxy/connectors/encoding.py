@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Connector, Kit
-    from proxy.record import Journey
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})

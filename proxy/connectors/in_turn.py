@@ -30,7 +30,7 @@ from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Kit
     from proxy.connectors.ranks import RankClaim
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Document
@@ -154,7 +155,7 @@ class InTurn(ABC):
                     )
 
     def _account(self, call: Call, journey: Journey, prefiller: Backend, decoder: Backend) -> Verdict:
-        tokens = journey.prompt_tokens or call.prompt_tokens
+        tokens = journey.usage.prompt_tokens or call.prompt_tokens
         return self._fitness.handed_over(prefiller, decoder, tokens, self.least_tokens)
 
     # What a protocol says
@@ -186,7 +187,7 @@ class InTurn(ABC):
                 answer_seconds=prefill_seconds(self._timeouts, call),
             )
         answer = parse_prefilled(response, body)
-        journey.saw_prompt_usage(answer.values.get("usage"))
+        journey.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
         return Prefilled(attempt_id, response, params, kv)

@@ -32,7 +32,7 @@ from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER, Ranks
 from proxy.errors import Failure, UpstreamError
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from proxy.connectors.custody import Custody
     from proxy.connectors.ranks import RankClaim
     from proxy.connectors.releaser import Releaser
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.openai import Api
@@ -182,7 +183,7 @@ class MooncakeBootstrap:
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        journey.saw_prompt_usage(answer.values.get("usage"))
+        journey.usage.saw_prompt(answer.values.get("usage"))
         handover.prefilled()
         if not handover.is_settled:
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
     from proxy.connectors.ranks import Ranks
-    from proxy.record import Journey
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
 
 # Without these members there is nothing to look at, as in nearly all requests.

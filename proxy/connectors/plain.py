@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Attempt, Kit
-    from proxy.record import Journey
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
     from proxy.wire.openai import Api
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.balancer.misfits import Misfits
     from proxy.connectors.base import Pools
     from proxy.connectors.custody import PrefilledKv
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 

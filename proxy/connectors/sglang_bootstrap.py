@@ -28,7 +28,7 @@ from proxy.connectors.beside import running
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
-from proxy.record import Journey, Stage
+from proxy.terms import Stage
 from proxy.wire import sglang
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Kit
     from proxy.connectors.beside import PrefillLeg
     from proxy.connectors.ranks import RankClaim
+    from proxy.observe.timeline import Journey
     from proxy.settings import Settings
     from proxy.upstream import Response
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
     from proxy.call import Call
     from proxy.connectors.in_turn import Prefilled
-    from proxy.record import Journey
+    from proxy.observe.timeline import Journey
 
 
 class VllmStore(InTurn):

@@ -59,7 +59,7 @@ class OpenAi(Dialect):
             corrections["kv_transfer_params"] = REMOVED
         usage = values.get("usage")
         if attempt.kv_handed_over and isinstance(usage, dict):
-            corrected = with_prompt_details(usage, attempt.journey.prompt_details)
+            corrected = with_prompt_details(usage, attempt.journey.usage.prompt_details)
             if corrected is not usage:
                 corrections["usage"] = corrected
         return corrections

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Role
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
 # Other workers free room, too, and tell nobody.

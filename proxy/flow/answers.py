@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
     from proxy.flow.parts import FlowParts
     from proxy.flow.unit_guard import UnitGuard
-    from proxy.metrics import Metrics
-    from proxy.record import Journey, Record
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.record import Record
+    from proxy.observe.timeline import Journey
     from proxy.wire.document import Document
 
 
@@ -45,10 +46,10 @@ class Answer(ABC):
     def close(self, journey: Journey) -> None:
         """End an answer that no engine ends."""
         self._end(journey)
-        journey.saw_completion_usage(self.delivery.usage)
+        journey.usage.saw_completion(self.delivery.usage)
 
     def _end(self, journey: Journey) -> None:
-        ending = self.delivery.closing(journey.prompt_details)
+        ending = self.delivery.closing(journey.usage.prompt_details)
         if self._client is not None:
             self._client.write(ending)
 

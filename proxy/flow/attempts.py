@@ -11,7 +11,7 @@ from proxy.flow.resuming import Resuming
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.flow.suspects import SuspectRequest
 from proxy.flow.unit_guard import UnitGuard
-from proxy.record import Stage
+from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.flow.answers import Answer
     from proxy.flow.parts import FlowParts
     from proxy.flow.suspicion import Suspicion
-    from proxy.record import Record
+    from proxy.observe.record import Record
 
 # Between two looks for a backend that could go on with an answer.
 _LOOK_AGAIN_SECONDS: Final = 0.25

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import HttpVersion11, web
 
+from proxy.errors import ClientStalled
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
@@ -25,10 +27,6 @@ _HEADERS: Final = {
 
 # An empty socket buffer takes so many bytes without a wait (asyncio and uvloop call 64 KiB too many).
 _NO_WAIT_BYTES: Final = 32 * 1024
-
-
-class ClientStalled(Exception):
-    """The client read nothing for the whole write timeout."""
 
 
 class _Answer(web.StreamResponse):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Segment
-from proxy.flow.resume import Action
 from proxy.flow.seam import Mismatch
 from proxy.flow.transcript import Transcript
+from proxy.terms import Action
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.token import Shape

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
     from proxy.flow.vocabulary import Vocabulary
-    from proxy.metrics import Metrics
-    from proxy.record import Record
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.record import Record
     from proxy.settings import Settings
 
 

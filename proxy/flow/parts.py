@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proxy.flow.budget import RetryBudget
     from proxy.flow.suspects import Suspects
     from proxy.flow.vocabulary import Vocabulary
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
 

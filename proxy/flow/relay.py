@@ -152,7 +152,7 @@ class Relay:
         if meaning is Meaning.OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
             delivery.opening(segment, event)
         elif meaning is Meaning.USAGE:
-            details = attempt.journey.prompt_details
+            details = attempt.journey.usage.prompt_details
             part = delivery.told_usage(segment, event, details, handed_over=attempt.kv_handed_over)
         elif meaning is Meaning.DONE:
             if not segment.is_complete:

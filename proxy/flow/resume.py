@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond
+from proxy.terms import Action
 from proxy.wire import kimi
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
@@ -54,19 +55,6 @@ _OF_THE_PROMPT: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_log
 _STRUCTURED: Final = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
 )
-
-
-class Action(StrEnum):
-    """What is done about an answer that was broken off; the value is the metric label."""
-
-    RESTART = "restart"  # the client has nothing: from the beginning
-    COMPLETION_TOKENS = "completion_tokens"  # a completion, from its token ids
-    CHAT_TOKENS = "chat_tokens"  # a chat, from token ids that the engine takes in place of the messages
-    ROLL_BACK = "roll_back"  # likewise, from before a tool call of which the client has nothing
-    RAW_TOKENS = "raw_tokens"  # a chat, from token ids as a completion, whose text is parsed here
-    SUFFIX = "suffix"  # likewise, in the middle of tool calls that the client has the beginning of
-    REPLAY = "replay"  # from the beginning, showing what is new as long as the rest is the same
-    FINISH = "finish"  # nothing is left to generate
 
 
 class ChatTokens(StrEnum):

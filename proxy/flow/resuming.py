@@ -13,14 +13,15 @@ from proxy.balancer.capabilities import (
     TRAILING_BLANKS_HELD,
 )
 from proxy.errors import Failure
-from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, plan
+from proxy.flow.resume import CannotResume, ChatTokens, Resumption, Situation, plan
+from proxy.terms import Action
 
 if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.errors import UpstreamError
     from proxy.flow.answers import Answer
     from proxy.flow.parts import FlowParts
-    from proxy.record import Journey
+    from proxy.observe.timeline import Journey
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +114,14 @@ class Resuming:
             delivery.begin_anew()
         else:
             delivery.go_on(resumption)
-        self._journey.is_resumed = resumption.kept > 0
+        self._journey.usage.is_resumed = resumption.kept > 0
         return resumption
 
     def _situation(self) -> Situation:
         delivery, is_everywhere = self._delivery, self._parts.is_in_every_engine
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (
-            self._journey.counts_reasoning
+            self._journey.usage.counts_reasoning
             or (delivery.segment.usage or {}).get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and is_everywhere(REASONING_USAGE))
         )

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Pools
     from proxy.errors import UpstreamError
     from proxy.flow.suspicion import UnitHistory
-    from proxy.metrics import Metrics
-    from proxy.record import Journey, Record
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.record import Record
+    from proxy.observe.timeline import Journey
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from proxy.flow.budget import Repeat
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
-    from proxy.record import Journey, Record
+    from proxy.observe.record import Record
+    from proxy.observe.timeline import Journey
 
 
 class UnitGuard:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Scoreboard
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

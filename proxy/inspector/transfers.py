@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Handovers, Scoreboard
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 _METRICS_PATH: Final = "/metrics"
 _METRICS_TIMEOUT: Final = aiohttp.ClientTimeout(total=5.0)

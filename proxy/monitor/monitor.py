@@ -22,7 +22,7 @@ from proxy.monitor.usage import Memory, OpenFds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from types import TracebackType
 
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
     from proxy.upstream.addresses import AddressRules
 
 logger = logging.getLogger(__name__)

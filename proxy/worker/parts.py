@@ -47,8 +47,10 @@ from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
 from proxy.flow.vocabulary import Vocabulary
 from proxy.inspector import Inspector, log_misfit
-from proxy.metrics import Metrics
 from proxy.monitor import Memory, Monitor
+from proxy.observe.listeners import AccessLog, RequestMetrics
+from proxy.observe.metrics import Metrics
+from proxy.observe.observers import Observers
 from proxy.prober import Prober, log_transition
 from proxy.settings import Endpoint
 from proxy.upstream import AddressRules, Names, Upstream, new_session
@@ -90,6 +92,7 @@ class Worker:
     upstream: Upstream
     releaser: Releaser
     gateway: Gateway
+    observers: Observers
     evacuation: Evacuation
     generation: GenerationApi
     passthrough: PassthroughApi
@@ -218,7 +221,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index)),
             is_ready=probes.is_ready,
         )
-        generation = GenerationApi(gateway, client_keys, drain, settings, metrics)
+        observers = Observers((RequestMetrics(metrics), AccessLog()))
+        generation = GenerationApi(gateway, client_keys, drain, settings, observers)
         models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
         passthrough = PassthroughApi(
             *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
@@ -261,7 +265,7 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
-            *(inspector, upstream, releaser, gateway, evacuation, generation, passthrough, administrators),
+            *(inspector, upstream, releaser, gateway, observers, evacuation, generation, passthrough, administrators),
             *(instances, front, admin_front, cors, callback_front, index),
         )
         await stack.enter_async_context(follower)

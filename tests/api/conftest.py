@@ -21,7 +21,7 @@ from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.prober import Prober
 from proxy.settings import HealthChecks, Joining
 

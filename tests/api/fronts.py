@@ -14,7 +14,7 @@ from aiohttp import web
 from proxy.api import replies
 from proxy.api.body import read_body
 from proxy.api.front import Front
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.settings import Listen
 from tests.asking import until
 from tests.clock import Clock

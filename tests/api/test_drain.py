@@ -12,8 +12,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from proxy.api import replies
-from proxy.api.drain import Drain, ShuttingDown
-from proxy.metrics import Metrics
+from proxy.api.drain import Drain
+from proxy.errors import ShuttingDown
+from proxy.observe.metrics import Metrics
 from tests.asking import read, until
 
 if TYPE_CHECKING:

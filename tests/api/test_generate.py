@@ -16,6 +16,8 @@ from aiohttp.test_utils import TestServer
 from proxy.api import replies
 from proxy.api.generation import GenerationApi
 from proxy.api.keys import ClientKeys
+from proxy.observe.listeners import AccessLog, RequestMetrics
+from proxy.observe.observers import Observers
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import Answer, read, until
 from tests.canned import data
@@ -61,7 +63,8 @@ class Site:
 async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
     keys = ClientKeys(worker.callers)
-    api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, worker.metrics)
+    observers = Observers((RequestMetrics(worker.metrics), AccessLog()))
+    api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, observers)
     app = web.Application()
     replies.install(app, worker.metrics)
     app.add_routes(api.routes())

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer, make_mocked_request
 from proxy.api import replies
 from proxy.api.keys import CALLER, ClientKeys
 from proxy.callers import Callers, KeyUsage, assign_slots
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from proxy.errors import (
     Unauthorized,
     UpstreamError,
 )
-from proxy.metrics import REJECTIONS
+from proxy.observe.metrics import REJECTIONS
 from tests.api.fronts import HEAD, serving
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health, Transition
 from proxy.errors import Failure, UpstreamError
-from proxy.metrics import EJECTIONS
+from proxy.observe.metrics import EJECTIONS
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from proxy.backend import Backend, Role
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
 from proxy.errors import Failure, UpstreamError
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, Names, new_session
 from tests.asking import until
 from tests.canned import http

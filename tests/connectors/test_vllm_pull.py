@@ -11,7 +11,7 @@ import pytest
 
 from proxy.backend import Role
 from proxy.call import Call, parse
-from proxy.record import Journey
+from proxy.observe.timeline import Journey
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable, Overloaded
 from proxy.flow.admission import Admission
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
 

@@ -10,9 +10,10 @@ import pytest
 
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery, observed
-from proxy.flow.resume import Action, Resumption, can_be_observed
+from proxy.flow.resume import Resumption, can_be_observed
 from proxy.flow.seam import Seam
 from proxy.sim.engine import SimulatedEngine
+from proxy.terms import Action
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request
 from tests.canned import CannedEngine, data, http, json_answer

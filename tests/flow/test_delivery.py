@@ -12,10 +12,11 @@ import pytest
 from proxy.call import Call, parse
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery, observed
-from proxy.flow.resume import Action, Resumption
+from proxy.flow.resume import Resumption
 from proxy.flow.seam import Mismatch, Seam
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
+from proxy.terms import Action
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request

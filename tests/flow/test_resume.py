@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery, observed
-from proxy.flow.resume import Action, CannotResume, ChatTokens, Resumption, Situation, output_limit, plan
+from proxy.flow.resume import CannotResume, ChatTokens, Resumption, Situation, output_limit, plan
 from proxy.flow.seam import Mismatch
 from proxy.flow.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
+from proxy.terms import Action
 from proxy.wire.kimi import KimiParser
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter

@@ -11,7 +11,7 @@ from proxy.connectors.base import Attempt
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
-from proxy.record import Journey
+from proxy.observe.timeline import Journey
 from proxy.settings import Cost
 from proxy.upstream.response import Response
 from proxy.wire.openai import Api

@@ -7,7 +7,7 @@ import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, Names
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from proxy.backend import Backend, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure, UpstreamError
-from proxy.metrics import Metrics
+from proxy.observe.metrics import Metrics
 from proxy.settings import Timeouts
 from proxy.upstream import AddressProblem, AddressRules, Names, Upstream
 from tests.upstream.desk import LOOPBACK, NameServer, desk

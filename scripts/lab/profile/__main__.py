@@ -34,7 +34,7 @@ PARTS: Final = tuple(
         ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientStream\.write) \("),
         ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
         ("the client's side: aiohttp", r"aiohttp/|proxy/api/(front|connection|heads|objections|body)"),
-        ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|_observe|proxy/record"),
+        ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|proxy/observe"),
         ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|budget)"),
         ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/fanout"),
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from bisect import bisect_left
 from importlib.metadata import version
 from itertools import product
@@ -23,14 +22,17 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
+from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
+from proxy.observe.instances import Instances
+from proxy.terms import Action, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -44,15 +46,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 GENERATION_APIS: Final = ("chat", "completions", "generate")
 APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling", "sglang")
-STAGES: Final = ("queue", "encode", "prefill", "handoff", "first_token", "stream")
+STAGES: Final = tuple(stage.label for stage in Stage)
 LEGS: Final = ("prefill", "decode", "encode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
-HANDOVERS: Final = ("transferred", "computed", "unknown")
+HANDOVERS: Final = tuple(str(verdict) for verdict in Verdict)
 RELEASES: Final = ("released", "failed", "unsupported")
-RESUME_ACTIONS: Final = (
-    *("restart", "completion_tokens", "chat_tokens", "roll_back", "raw_tokens", "suffix", "replay", "finish"),
-)
+RESUME_ACTIONS: Final = tuple(str(action) for action in Action)
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 REJECTIONS: Final = (
     *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "no_healthy_encode", "draining"),
@@ -122,7 +122,7 @@ class Metrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._instances: _Instances | None = None
+        self._instances: Instances | None = None
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
@@ -313,7 +313,7 @@ class Metrics:
 
     def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
         """From now on every scrape tells about the instances that these have at that moment."""
-        self._instances = _Instances(tuple(pools), scoreboard, health, misfits)
+        self._instances = Instances(tuple(pools), scoreboard, health, misfits)
 
     def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
         """From now on every scrape tells how many workers were replaced, by reason."""
@@ -378,73 +378,3 @@ class Metrics:
         for metric, series in known:
             for labels in series:
                 metric.labels(*labels)
-
-
-class _Instances:
-    """What the balancer knows about the instances at the moment of a scrape.
-
-    `instance` is `host:port`, the same as the target under which Prometheus scrapes the engine itself.
-    """
-
-    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
-        self._pools = pools
-        self._scoreboard = scoreboard
-        self._health = health
-        self._misfits = misfits
-
-    def names(self) -> Iterator[tuple[str, str]]:
-        """Role and instance of each."""
-        return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("role", "instance")
-        up = GaugeMetricFamily(
-            "pdproxy_instance_up",
-            "1 if a health check or a request has shown that the instance is healthy, otherwise 0.",
-            labels=labels,
-        )
-        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
-        load = GaugeMetricFamily(
-            "pdproxy_instance_load_tokens",
-            "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
-            labels=(*labels, "kind"),
-        )
-        failures = GaugeMetricFamily(
-            "pdproxy_instance_consecutive_failures",
-            "Failed requests of an instance since its last success.",
-            labels=labels,
-        )
-        pinned_kv = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv",
-            "KV caches that an instance keeps, as far as is known, although no decoder will fetch them.",
-            labels=labels,
-        )
-        pinned_tokens = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv.", labels=labels
-        )
-        pinned_oldest = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_oldest_seconds",
-            "Age of the oldest of pdproxy_instance_pinned_kv.",
-            labels=labels,
-        )
-        misfits = GaugeMetricFamily(
-            "pdproxy_instance_misfit",
-            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
-            labels=(*labels, "kind"),
-        )
-        now = time.monotonic()
-        for backend in (backend for pool in self._pools for backend in pool.backends()):
-            key = (backend.role.value, backend.name)
-            charged = self._scoreboard.load(backend.slot)
-            up.add_metric(key, self._health.is_confirmed(backend))
-            inflight.add_metric(key, self._scoreboard.requests(backend.slot))
-            load.add_metric((*key, "compute"), charged.compute)
-            load.add_metric((*key, "kv"), charged.kv)
-            failures.add_metric(key, self._health.consecutive_failures(backend))
-            pinned = self._scoreboard.pinned(backend.slot)
-            pinned_kv.add_metric(key, pinned.count)
-            pinned_tokens.add_metric(key, pinned.tokens)
-            pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
-            for misfit in self._misfits.of(backend):
-                misfits.add_metric((*key, misfit.kind), 1)
-        yield from (up, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)

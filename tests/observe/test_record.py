@@ -8,7 +8,10 @@ import pytest
 
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
-from proxy.record import Journey, Record, Stage
+from proxy.observe.outcome import Outcome
+from proxy.observe.record import Record
+from proxy.observe.timeline import Journey
+from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from tests.clock import Clock
@@ -69,7 +72,7 @@ def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: Record,
     journey = record.journey()
     journey.begin_attempt()
     walk(journey, clock, (Stage.PREFILL, 5.0), (Stage.STREAM, 1.0), (None, 0.0))
-    journey.is_resumed = True
+    journey.usage.is_resumed = True
     journey.begin_attempt()
     assert (journey.stage, journey.decoder, journey.attempts) == (None, "-", 2)
     walk(journey, clock, (Stage.PREFILL, 1.0), (Stage.STREAM, 2.0), (None, 0.0))
@@ -95,7 +98,7 @@ def test_an_attempt_that_begins_with_media_is_one_attempt(record: Record, clock:
         journey.begin_attempt()
         walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
         assert (journey.attempts, journey.seconds) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
-    assert record.fields(200, "--", 6.0)["t_encode"] == 2.0
+    assert record.fields(Outcome("--", 200, 6.0))["t_encode"] == 2.0
 
 
 def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Record) -> None:
@@ -109,17 +112,17 @@ def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Record)
 
 def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
     journey = Journey()
-    journey.saw_prompt_usage({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
-    journey.is_resumed = True
-    journey.saw_prompt_usage({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
-    journey.saw_completion_usage({"completion_tokens": 9})
-    assert (journey.prompt_tokens, journey.cached_tokens, journey.completion_tokens) == (10, 4, 9)
+    journey.usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
+    journey.usage.is_resumed = True
+    journey.usage.saw_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
+    journey.usage.saw_completion({"completion_tokens": 9})
+    assert (journey.usage.prompt_tokens, journey.usage.cached_tokens, journey.usage.completion_tokens) == (10, 4, 9)
 
 
 def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Record) -> None:
     record.journey().resumes = 2
     record.journey().resumes = 1
-    assert record.fields(200, "--", 1.0)["resumes"] == 3
+    assert record.fields(Outcome("--", 200, 1.0))["resumes"] == 3
 
 
 @pytest.mark.parametrize(
@@ -135,18 +138,18 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
 )
 def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
     journey = Journey()
-    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
         take(usage)
-    assert (journey.prompt_tokens, journey.completion_tokens) == expected
+    assert (journey.usage.prompt_tokens, journey.usage.completion_tokens) == expected
 
 
 def test_a_usage_without_numbers_forgets_nothing() -> None:
     journey = Journey()
-    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
         take({"completion_tokens": None})
-    assert (journey.prompt_tokens, journey.completion_tokens) == (10, 3)
+    assert (journey.usage.prompt_tokens, journey.usage.completion_tokens) == (10, 3)
 
 
 def test_only_the_first_token_counts(record: Record, clock: Clock) -> None:
@@ -183,9 +186,9 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
     walk(journey, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
     walk(journey, clock, (Stage.STREAM, 8.0), (None, 0.0))
-    for take in (journey.saw_prompt_usage, journey.saw_completion_usage):
+    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    assert record.fields(200, "--", 10.750049) == {
+    assert record.fields(Outcome("--", 200, 10.750049)) == {
         "id": "r1",
         "key": "-",
         "api": "chat",
@@ -221,17 +224,17 @@ def test_the_access_line_of_several_units_has_the_longest_stages_and_all_attempt
         journey.begin_attempt()
         journey.decoder = decoder
         walk(journey, clock, (Stage.STREAM, seconds), (None, 0.0))
-    line = record.fields(200, "--", 4.0)
+    line = record.fields(Outcome("--", 200, 4.0))
     assert (line["d"], line["units"], line["attempts"], line["t_stream"]) == ("d:1", 2, 4, 3.0)
 
 
 def test_the_access_line_of_a_request_that_never_got_anywhere(record: Record) -> None:
     record.error = NoBackendAvailable(Role.DECODE)
-    line = record.fields(503, "PR", 0.001)
+    line = record.fields(Outcome("PR", 503, 0.001))
     assert (line["p"], line["d"], line["units"], line["attempts"], line["ttft"]) == ("-", "-", 0, 0, None)
     assert line["error"] == "no healthy decode instance is available"
 
 
 def test_an_error_without_a_message_for_clients_is_not_told(record: Record) -> None:
     record.error = RuntimeError("my-secret-prompt")
-    assert record.fields(500, "PR", 0.0)["error"] is None
+    assert record.fields(Outcome("PR", 500, 0.0))["error"] is None

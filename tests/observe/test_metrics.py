@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy import __version__, metrics
+from proxy import __version__
 from proxy.api.passthrough import ROUTES
 from proxy.backend import Load, Role
 from proxy.balancer.health import Health
@@ -26,10 +26,10 @@ from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import Failure, UpstreamError
-from proxy.flow.resume import Action
-from proxy.metrics import RESUME_ACTIONS, Metrics
-from proxy.record import Stage
+from proxy.observe import metrics
+from proxy.observe.metrics import RESUME_ACTIONS, Metrics
 from proxy.settings import Kv
+from proxy.terms import Action, Stage
 from proxy.wire.openai import Api
 from tests import metrics_page
 
@@ -195,7 +195,7 @@ WORKERS = """
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
-    from proxy.metrics import Metrics
+    from proxy.observe.metrics import Metrics
 
     scoreboard = Scoreboard(workers=2, slots=4)
     roster, health = Roster([("p", 1)], [], scoreboard), Health()

@@ -1,0 +1,88 @@
+"""The metrics of the instances, read when somebody scrapes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prometheus_client import Metric
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.scoreboard import Scoreboard
+
+
+class Instances:
+    """What the balancer knows about the instances at the moment of a scrape.
+
+    `instance` is `host:port`, the same as the target under which Prometheus scrapes the engine itself.
+    """
+
+    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
+        self._pools = pools
+        self._scoreboard = scoreboard
+        self._health = health
+        self._misfits = misfits
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """Role and instance of each."""
+        return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("role", "instance")
+        up = GaugeMetricFamily(
+            "pdproxy_instance_up",
+            "1 if a health check or a request has shown that the instance is healthy, otherwise 0.",
+            labels=labels,
+        )
+        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
+        load = GaugeMetricFamily(
+            "pdproxy_instance_load_tokens",
+            "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
+            labels=(*labels, "kind"),
+        )
+        failures = GaugeMetricFamily(
+            "pdproxy_instance_consecutive_failures",
+            "Failed requests of an instance since its last success.",
+            labels=labels,
+        )
+        pinned_kv = GaugeMetricFamily(
+            "pdproxy_instance_pinned_kv",
+            "KV caches that an instance keeps, as far as is known, although no decoder will fetch them.",
+            labels=labels,
+        )
+        pinned_tokens = GaugeMetricFamily(
+            "pdproxy_instance_pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv.", labels=labels
+        )
+        pinned_oldest = GaugeMetricFamily(
+            "pdproxy_instance_pinned_kv_oldest_seconds",
+            "Age of the oldest of pdproxy_instance_pinned_kv.",
+            labels=labels,
+        )
+        misfits = GaugeMetricFamily(
+            "pdproxy_instance_misfit",
+            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
+            labels=(*labels, "kind"),
+        )
+        now = time.monotonic()
+        for backend in (backend for pool in self._pools for backend in pool.backends()):
+            key = (backend.role.value, backend.name)
+            charged = self._scoreboard.load(backend.slot)
+            up.add_metric(key, self._health.is_confirmed(backend))
+            inflight.add_metric(key, self._scoreboard.requests(backend.slot))
+            load.add_metric((*key, "compute"), charged.compute)
+            load.add_metric((*key, "kv"), charged.kv)
+            failures.add_metric(key, self._health.consecutive_failures(backend))
+            pinned = self._scoreboard.pinned(backend.slot)
+            pinned_kv.add_metric(key, pinned.count)
+            pinned_tokens.add_metric(key, pinned.tokens)
+            pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
+            for misfit in self._misfits.of(backend):
+                misfits.add_metric((*key, misfit.kind), 1)
+        yield from (up, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)

@@ -1,0 +1,64 @@
+"""How a request ended: who ended it, in which stage, and with which status."""
+
+from __future__ import annotations
+
+from asyncio import CancelledError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import ClientStalled, Failure, ShuttingDown, UpstreamError
+
+if TYPE_CHECKING:
+    from proxy.observe.record import Record
+
+_TOLD_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one request."""
+
+    term: str
+    """Two letters: who ended it, and the stage. The first: `-` nobody, it is complete; C the client left; c the client
+    stalled; S an engine failed; s an engine was too slow; P the gateway refused; K it was cut off by a shutdown. The
+    second is the stage, R while the request was being read."""
+    status: int
+    """For log and metrics; 499 where the client left before there was one."""
+    duration_seconds: float
+    broken: tuple[str, str] | None = None
+    """Which side broke an answer off whose status had been sent, and why; None: it is whole, or nothing was sent."""
+
+
+def outcome_of(record: Record) -> Outcome:
+    """The outcome of a request that ends now."""
+    term, status = _term_and_status(record)
+    broken = _broken(record.error) if record.committed and record.error is not None else None
+    return Outcome(term, status, record.clock() - record.started, broken)
+
+
+def _term_and_status(record: Record) -> tuple[str, int]:
+    error = record.error
+    if error is None:
+        return "--", 200
+    stage = record.stage.value if record.stage else "R"
+    if isinstance(error, ClientStalled):
+        return "cD", 200
+    if isinstance(error, ShuttingDown) and record.committed:
+        return "KD", 200
+    if isinstance(error, CancelledError | ConnectionError):  # whichever of the two is noticed first
+        return "C" + stage, 200 if record.committed else 499
+    if isinstance(error, UpstreamError):
+        who = "s" if error.failure is Failure.TIMEOUT else "S"
+        return who + stage, 200 if record.committed else error.status
+    # GatewayError and aiohttp's HTTPException have one; what else ends a request is a mistake of ours.
+    return "P" + stage, getattr(error, "status", 500)
+
+
+def _broken(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, UpstreamError):
+        return "engine", (error.failure if error.failure in _TOLD_FAILURES else Failure.BROKEN).value
+    if isinstance(error, ClientStalled):
+        return "client", "write_timeout"
+    if isinstance(error, ShuttingDown):
+        return "gateway", "draining"
+    return "client", "left"

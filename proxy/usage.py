@@ -1,0 +1,47 @@
+"""What engines tell of one unit's tokens, put together from all of its legs and attempts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.wire.openai import prompt_details
+
+
+@dataclass(slots=True)
+class Usage:
+    """One unit's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_details: dict[str, Any] | None = None
+    """The prefiller's `prompt_tokens_details`; None when it does not tell."""
+    counts_reasoning: bool = False
+    """The prefiller counts reasoning tokens, so a decoder does so in a chat."""
+    is_resumed: bool = False
+    """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
+    the client's."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that were found in the prefix cache; None when that is not known."""
+        return _count((self.prompt_details or {}).get("cached_tokens"), None)
+
+    def saw_prompt(self, usage: Any) -> None:
+        """Take what a usage object, whatever it really is, says of the prompt.
+
+        The first to tell is right: later attempts find in the cache what the first ones put there.
+        """
+        if isinstance(usage, dict) and self.prompt_details is None and not self.is_resumed:
+            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.prompt_details = prompt_details(usage)
+            self.counts_reasoning = usage.get("completion_tokens_details") is not None
+
+    def saw_completion(self, usage: Any) -> None:
+        """Take what a usage object, whatever it really is, says of the answer."""
+        if isinstance(usage, dict):
+            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) else otherwise
