@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import MisfitKind, Misfits
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def page() -> str:
     """The whole text."""
     metrics = Metrics()
     metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
+    metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
     labels = _labels(metrics, families)

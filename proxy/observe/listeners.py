@@ -9,6 +9,8 @@ from proxy.logs import access_line
 from proxy.observe.observers import RequestListener
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from proxy.observe.metrics import Metrics
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import Record
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 class RequestMetrics(RequestListener):
     """Counts requests, times their stages, and adds up their tokens."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, labels: Iterable[str]) -> None:
+        """`labels`: of the dialects that are served."""
+        metrics.show_generation_series(labels)
         # Finding a series by its labels costs more than counting with it, and there are few.
         self._requests = cache(metrics.requests_total.labels)
         self._ends = cache(metrics.request_end_total.labels)

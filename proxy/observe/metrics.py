@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-GENERATION_APIS: Final = ("chat", "completions", "generate")
-APIS: Final = (*GENERATION_APIS, "models", "tokenizer", "pooling", "sglang")
+APIS: Final = ("models", "tokenizer", "pooling", "sglang")
+"""The routes that do not generate; those that do are labelled by their dialects."""
 STAGES: Final = tuple(stage.label for stage in Stage)
 LEGS: Final = ("prefill", "decode", "encode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
@@ -360,8 +360,6 @@ class Metrics:
         known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
             (self.requests_total, product(APIS, ("200",))),
             (self.request_end_total, product(TERMS)),
-            (self.request_duration_seconds, product(GENERATION_APIS, ("true", "false"))),
-            (self.time_to_first_token_seconds, product(GENERATION_APIS)),
             (self.stage_duration_seconds, product(STAGES)),
             (self.inflight_requests, product(APIS)),
             (self.retries_total, product(LEGS, FAILURES)),
@@ -375,6 +373,23 @@ class Metrics:
             (self.rejected_total, product(REJECTIONS)),
             (self.config_reloads_total, product(("ok", "failed"))),
         ]
-        for metric, series in known:
-            for labels in series:
-                metric.labels(*labels)
+        _show_series(known)
+
+    def show_generation_series(self, apis: Iterable[str]) -> None:
+        """The same for the routes that generate, whose labels these are."""
+        apis = tuple(apis)
+        _show_series(
+            [
+                (self.requests_total, product(apis, ("200",))),
+                (self.inflight_requests, product(apis)),
+                (self.request_duration_seconds, product(apis, ("true", "false"))),
+                (self.time_to_first_token_seconds, product(apis)),
+            ]
+        )
+
+
+def _show_series(known: Iterable[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]]) -> None:
+    """Make these series, so that they are there from the first scrape on."""
+    for metric, series in known:
+        for labels in series:
+            metric.labels(*labels)

@@ -42,6 +42,7 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import Kit, Pools
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import Releaser
+from proxy.dialects import DIALECTS
 from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
@@ -221,7 +222,8 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index)),
             is_ready=probes.is_ready,
         )
-        observers = Observers((RequestMetrics(metrics), AccessLog()))
+        labels = [dialect.label for dialect in DIALECTS if gateway.speaks(dialect)]
+        observers = Observers((RequestMetrics(metrics, labels), AccessLog()))
         generation = GenerationApi(gateway, client_keys, drain, settings, observers)
         models = ModelsApi(tuple(serving.values()), session, keys, client_keys, metrics)
         passthrough = PassthroughApi(

@@ -63,7 +63,7 @@ class Site:
 async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
     keys = ClientKeys(worker.callers)
-    observers = Observers((RequestMetrics(worker.metrics), AccessLog()))
+    observers = Observers((RequestMetrics(worker.metrics, ("generate",)), AccessLog()))
     api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, observers)
     app = web.Application()
     replies.install(app, worker.metrics)

@@ -170,11 +170,11 @@ def test_a_request_is_where_its_slowest_unit_is(record: Record, clock: Clock) ->
 
 def test_tokens_are_summed_over_the_units(record: Record) -> None:
     first, second = record.journey(), record.journey()
-    for take in (first.saw_prompt_usage, first.saw_completion_usage):
+    for take in (first.usage.saw_prompt, first.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (second.saw_prompt_usage, second.saw_completion_usage):
+    for take in (second.usage.saw_prompt, second.usage.saw_completion):
         take({"prompt_tokens": 20, "completion_tokens": 4})
-    second.saw_prompt_usage({"prompt_tokens_details": {"cached_tokens": 16}})
+    second.usage.saw_prompt({"prompt_tokens_details": {"cached_tokens": 16}})
     assert record.tokens() == (30, 16, 7)
 
 
