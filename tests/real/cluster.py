@@ -12,7 +12,7 @@ from tests.real.answers import request
 from tests.real.stacks import KV_BYTES_PER_TOKEN, SGLANG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tests.real.engines import Engines
     from tests.real.programs import Program
@@ -48,6 +48,8 @@ class Cluster:
     prefillers: list[Program]
     decoders: list[Program]
     gateway: Program
+    sources_before: Sources
+    """What the engines had counted when this gateway was started; they have served other gateways before."""
     chats: str = "auto"
     """The gateway's option `resume.chats`."""
 
@@ -61,15 +63,8 @@ class Cluster:
         return self.engines.single[0]
 
     def sources(self) -> Sources:
-        """The sum over all prompts that these decoders got since they were started."""
-        if self.stack.family is SGLANG:
-            # SGLang's decoders do not count what they receive; its prefillers count what they send, in MiB.
-            sent = total(self.prefillers, "sglang:kv_transfer_total_mb_sum", if_none=0)
-            computed = total(self.decoders, "sglang:realtime_tokens_total", {"mode": "prefill_compute"}, if_none=0)
-            return Sources(round(sent * 2**20 / KV_BYTES_PER_TOKEN), int(computed), 0)
-        name = "vllm:prompt_tokens_by_source_total"
-        sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
-        return Sources(*(int(total(self.decoders, name, {"source": source})) for source in sources))
+        """The sum over all prompts that the decoders got since this gateway was started."""
+        return count_sources(self.stack, self.prefillers, self.decoders) - self.sources_before
 
     def running_requests(self) -> float:
         """The number of requests that the engines are running or have queued."""
@@ -95,6 +90,18 @@ class Cluster:
 
     def _engines_total(self, names: Iterable[str]) -> float:
         return sum(total([*self.prefillers, *self.decoders], name) for name in names)
+
+
+def count_sources(stack: Stack, prefillers: Sequence[Program], decoders: Sequence[Program]) -> Sources:
+    """The sum over all prompts that these decoders got since they were started."""
+    if stack.family is SGLANG:
+        # SGLang's decoders do not count what they receive; its prefillers count what they send, in MiB.
+        sent = total(prefillers, "sglang:kv_transfer_total_mb_sum", if_none=0)
+        computed = total(decoders, "sglang:realtime_tokens_total", {"mode": "prefill_compute"}, if_none=0)
+        return Sources(round(sent * 2**20 / KV_BYTES_PER_TOKEN), int(computed), 0)
+    name = "vllm:prompt_tokens_by_source_total"
+    sources = ("external_kv_transfer", "local_compute", "local_cache_hit")
+    return Sources(*(int(total(decoders, name, {"source": source}, if_none=0)) for source in sources))
 
 
 def total(

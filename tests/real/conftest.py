@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.real.cluster import Cluster
+from tests.real.cluster import Cluster, count_sources
 from tests.real.engines import Engines
 from tests.real.programs import endpoints, start_gateway, stop
 from tests.real.stacks import NIXL, SIZES, STACKS, THINKING, Size
@@ -132,7 +132,7 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
     gateway = start_gateway(next(engines.ports), log, *words, **variables)
     print(f"{name}: engines and gateway are ready after {time.monotonic() - began:.0f} s", flush=True)
     try:
-        yield Cluster(engines, *chosen, gateway, chats)
+        yield Cluster(engines, *chosen, gateway, count_sources(engines.stack, *chosen), chats)
     finally:
         stop([gateway])
 

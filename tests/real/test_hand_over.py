@@ -35,7 +35,7 @@ def test_decoders_get_prompts_from_where_the_connector_says(cluster: Cluster, sh
 
 
 @pytest.mark.only("nixl", "mooncake", "sglang")
-def test_decoders_have_computed_hardly_any_prompt_of_this_run(cluster: Cluster, show: Show) -> None:
+def test_decoders_have_computed_hardly_any_prompt(cluster: Cluster, show: Show) -> None:
     sources = cluster.sources()
     assert sources.transferred > 100 * sources.computed
     show(str(sources))
