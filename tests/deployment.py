@@ -23,8 +23,8 @@ from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
 from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.settings import Loaded, Settings
+from proxy.shared import Listeners, Shared
 from proxy.sim.engine import SimulatedEngine
-from proxy.supervisor import Listeners, Shared
 from proxy.wire.openai import OPENAI_APIS
 from proxy.worker import build, listening
 from tests.asking import api_of, ask, until
@@ -294,7 +294,13 @@ def _shared(settings: Settings) -> Shared:
     loaded = Loaded(settings, {})
     callbacks = [socket.create_server(("127.0.0.1", 0))] if settings.connector == "ascend_layerwise" else []
     listeners = Listeners(socket.create_server(("127.0.0.1", 0)), callbacks=callbacks)
-    return Shared(Configuration(loaded, lambda: loaded, roster), listeners, scoreboard, roster, KeyUsage())
+    return Shared(
+        configuration=Configuration(loaded, lambda: loaded, roster),
+        listeners=listeners,
+        scoreboard=scoreboard,
+        roster=roster,
+        key_usage=KeyUsage(),
+    )
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.settings import Admin, Listen, Settings
 from proxy.settings.model import Drain
-from proxy.supervisor.inheritance import PortInUse
+from proxy.supervisor.listening import PortInUse
 from proxy.supervisor.succession import listen_in_succession
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ import pytest
 from proxy.settings import Admin, Endpoint, Listen, Loaded, Settings, SettingsError
 from proxy.settings.model import Drain, Layerwise
 from proxy.supervisor import RestartPolicy, serve
-from proxy.supervisor.inheritance import create_listener, listen
+from proxy.supervisor.listening import create_listener, listen
 from proxy.supervisor.supervisor import _metrics_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from proxy.supervisor import Shared
+    from proxy.shared import Shared
 
 
 # --- the program -----------------------------------------------------------------------------------------------------

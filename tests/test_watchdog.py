@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.supervisor.watchdog import Heartbeats, Watchdog
+from proxy.shared import Heartbeats
+from proxy.supervisor.watchdog import Watchdog
 from tests.forking import in_child
 
 

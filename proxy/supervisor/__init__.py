@@ -6,7 +6,6 @@ supervisor itself serves nothing and has no event loop: it waits for a signal, p
 looks whether the living ones work. When it dies itself, its pipe to the workers closes and they leave.
 """
 
-from proxy.supervisor.inheritance import Listeners, RunWorker, Shared
 from proxy.supervisor.supervisor import RestartPolicy, serve
 
-__all__ = ["Listeners", "RestartPolicy", "RunWorker", "Shared", "serve"]
+__all__ = ["RestartPolicy", "serve"]

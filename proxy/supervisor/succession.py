@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings import reachable
-from proxy.supervisor.inheritance import PortInUse, listen
+from proxy.supervisor.listening import PortInUse, listen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.settings import Settings
-    from proxy.supervisor.inheritance import Listeners
+    from proxy.shared import Listeners
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
-from proxy.supervisor.inheritance import share
+from proxy.shared import share
 from proxy.supervisor.succession import listen_in_succession
 from proxy.supervisor.watchdog import Watchdog
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.settings import Loaded
-    from proxy.supervisor.inheritance import RunWorker, Shared
+    from proxy.shared import RunWorker, Shared
 
 logger = logging.getLogger(__name__)
 

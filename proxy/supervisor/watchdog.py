@@ -1,47 +1,16 @@
 """Which workers live without working: stopped by a signal, or in a call that does not come back.
 
-Each worker's event loop counts its turns in shared memory. Whoever's count stands still for too long is frozen, and is
-of no use to anybody: its clients wait, and what it charged to the engines stays charged.
+Each worker's event loop counts its turns in shared memory (`shared.Heartbeats`). A worker whose count stands still for
+too long is frozen, and is of no use to anybody: its clients wait, and what it charged to the engines stays charged.
 """
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_CELL_BYTES: Final = 8
-REASONS: Final = ("died", "frozen")
-
-
-class Heartbeats:
-    """The counts of all workers' turns, and how many workers were replaced. Make it before forking.
-
-    A worker writes its own count, and the supervisor the rest, so there are no locks.
-    """
-
-    def __init__(self, workers: int = 1) -> None:
-        self._cells = memoryview(mmap.mmap(-1, (workers + len(REASONS)) * _CELL_BYTES)).cast("q")
-        self._workers = workers
-
-    def beat(self, worker: int) -> None:
-        """This worker's event loop has turned."""
-        self._cells[worker] += 1
-
-    def counts(self) -> Mapping[int, int]:
-        """By worker."""
-        return dict(enumerate(self._cells[: self._workers].tolist()))
-
-    def note_replacement(self, reason: str) -> None:
-        """Another worker takes the place of one that ended, for one of REASONS."""
-        self._cells[self._workers + REASONS.index(reason)] += 1
-
-    def replacements(self) -> Mapping[str, int]:
-        """How many there were, by reason."""
-        return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
 
 
 @dataclass(slots=True)

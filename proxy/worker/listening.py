@@ -10,7 +10,7 @@ from proxy.monitor import ProbeServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from proxy.supervisor import Listeners
+    from proxy.shared import Listeners
     from proxy.worker.parts import Worker
 
 

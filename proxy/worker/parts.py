@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Connector
     from proxy.errors import GatewayError
     from proxy.settings import Listen, Settings
-    from proxy.supervisor import Listeners, Shared
+    from proxy.shared import Listeners, Shared
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from proxy.api.drain import Drain
     from proxy.settings import Settings
-    from proxy.supervisor import Listeners, Shared
+    from proxy.shared import Listeners, Shared
     from proxy.worker.parts import Worker
 
 logger = logging.getLogger(__name__)

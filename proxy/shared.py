@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
+import mmap
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
@@ -17,16 +14,17 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.suspect_memory import SuspectMemory
 from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
-from proxy.settings import SettingsError
-from proxy.supervisor.watchdog import Heartbeats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import socket
+    from collections.abc import Mapping
     from types import TracebackType
 
-    from proxy.settings import Loaded, Settings
+    from proxy.settings import Loaded
 
-_ADMIN_BACKLOG: Final = 128
+_CELL_BYTES: Final = 8
+REASONS: Final = ("died", "frozen")
+"""Why a worker was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,34 @@ class Listeners:
                 listener.close()
 
 
-@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """The counts of all workers' turns, and how many workers were replaced. Make it before forking.
+
+    A worker writes its own count, and the supervisor the rest, so there are no locks.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        self._cells = memoryview(mmap.mmap(-1, (workers + len(REASONS)) * _CELL_BYTES)).cast("q")
+        self._workers = workers
+
+    def beat(self, worker: int) -> None:
+        """This worker's event loop has turned."""
+        self._cells[worker] += 1
+
+    def counts(self) -> Mapping[int, int]:
+        """By worker."""
+        return dict(enumerate(self._cells[: self._workers].tolist()))
+
+    def note_replacement(self, reason: str) -> None:
+        """Another worker takes the place of one that ended, for one of REASONS."""
+        self._cells[self._workers + REASONS.index(reason)] += 1
+
+    def replacements(self) -> Mapping[str, int]:
+        """How many there were, by reason."""
+        return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What all workers inherit and share."""
 
@@ -80,63 +105,6 @@ RunWorker = Callable[[Shared, int, int | None], int]
 end of a pipe that closes when the supervisor is gone, None without a supervisor."""
 
 
-class PortInUse(OSError):
-    """Somebody else listens there."""
-
-    def __init__(self, text: str, host: str, port: int) -> None:
-        super().__init__(text)
-        self.host = host
-        self.port = port
-
-
-def listen(settings: Settings) -> Listeners:
-    """The listening sockets. Raises OSError whose text is one sentence for the operator, and SettingsError."""
-    admin = settings.admin
-    with ExitStack() as stack:
-
-        def open_if(port: int | None) -> socket.socket | None:
-            return None if port is None else stack.enter_context(create_listener(admin.host, port))
-
-        clients = stack.enter_context(
-            create_listener(settings.listen.host, settings.listen.port, settings.listen.backlog)
-        )
-        callbacks = [stack.enter_context(listener) for listener in _callback_listeners(settings)]
-        listeners = Listeners(clients, open_if(admin.port), open_if(admin.probe_port), callbacks)
-        stack.pop_all()  # all of them are there: from here on they are closed together
-        return listeners
-
-
-def _callback_listeners(settings: Settings) -> Iterator[socket.socket]:
-    if settings.connector != "ascend_layerwise":
-        return
-    try:
-        settings.callback_host  # noqa: B018 raises
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
-    host, first = settings.layerwise.host or settings.listen.host, settings.layerwise.port
-    for worker in range(settings.workers):
-        yield create_listener(host, first and first + worker, settings.listen.backlog)
-
-
-def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> socket.socket:
-    """A listening socket. Raises OSError whose text is one sentence for the operator.
-
-    A name with several addresses gets its first IPv4 one, because `localhost` is expected to answer there; `::` listens
-    on IPv4, too.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-        return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=host == "::")
-    except OSError as error:
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        text = f"cannot listen on {where}: {str(reason).lower()}"
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(text, host, port) from error
-        raise OSError(text) from error
-
-
 def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> Shared:
     """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
     settings = loaded.settings
@@ -147,7 +115,10 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
     scoreboard = Scoreboard(workers=settings.workers, slots=slots)
     roster = Roster(prefill, decode, scoreboard, encode)
     return Shared(
-        *(Configuration(loaded, load, roster), listeners, scoreboard, roster),
-        KeyUsage(workers=settings.workers),
+        configuration=Configuration(loaded, load, roster),
+        listeners=listeners,
+        scoreboard=scoreboard,
+        roster=roster,
+        key_usage=KeyUsage(workers=settings.workers),
         heartbeats=Heartbeats(settings.workers),
     )
