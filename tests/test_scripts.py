@@ -72,3 +72,9 @@ def test_what_takes_no_arguments_says_so_before_it_does_anything(script: str, fr
     assert result.returncode == 2
     assert "takes no arguments, and --frobnicate is one" in result.stderr
     assert not (fresh_clone / ".venv").exists()
+
+
+def test_each_program_of_the_lab_belongs_to_the_script_of_its_name() -> None:
+    programs = {path.parent.name for path in (ROOT / "scripts" / "lab").glob("*/__main__.py")}
+    runs = {script for script in SCRIPTS if "run_lab" in (ROOT / "scripts" / script).read_text()}
+    assert {script.replace("-", "_") for script in runs} == programs
