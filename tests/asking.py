@@ -13,7 +13,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 async def until(condition: Callable[[], object], what: str, timeout_seconds: float = 5.0) -> None:
@@ -123,9 +123,18 @@ _alone: dict[bytes, str] = {}
 
 async def answer_alone(body: dict[str, Any]) -> str:
     """The text that a single engine without any gateway gives for a request, not streamed."""
-    body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    key = orjson.dumps(body)
-    if key not in _alone:
+    return (await answers_alone([body]))[0]
+
+
+async def answers_alone(bodies: Iterable[dict[str, Any]]) -> list[str]:
+    """The texts of several requests, one after the other."""
+    whole = [
+        {name: value for name, value in body.items() if name not in ("stream", "stream_options")} for body in bodies
+    ]
+    keys = [orjson.dumps(body) for body in whole]
+    if not all(key in _alone for key in keys):
         async with SimulatedEngine() as engine, aiohttp.ClientSession() as session:
-            _alone[key] = (await ask(session, engine.url, body)).text
-    return _alone[key]
+            for key, body in zip(keys, whole, strict=True):
+                if key not in _alone:
+                    _alone[key] = (await ask(session, engine.url, body)).text
+    return [_alone[key] for key in keys]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.deployment import Deployment, Engine
 
-pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin"]
+pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.selection.plugin"]
 
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -59,8 +59,7 @@ def clock() -> Clock:
 
 class Deploy(Protocol):
     """Starts engines, which speak the connector's protocol, and a gateway. `engine` are options of all engines;
-    `prefiller` and `decoder` of a role's; engines that are given are taken as they are. The rest are sections of the
-    settings.
+    `prefiller` and `decoder` of a role's; engines that are given are taken as they are. The rest is for `deployed`.
     """
 
     async def __call__(

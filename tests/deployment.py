@@ -304,8 +304,13 @@ def _shared(settings: Settings) -> Shared:
 
 
 @asynccontextmanager
-async def deployed(prefillers: list[Engine], decoders: list[Engine], **sections: Any) -> AsyncIterator[Deployment]:
-    """Start engines and a gateway in front; at the end make sure that nothing is left. `sections` are settings."""
+async def deployed(
+    prefillers: list[Engine], decoders: list[Engine], *, settle_seconds: float = 0.01, **sections: Any
+) -> AsyncIterator[Deployment]:
+    """Start engines and a gateway in front; at the end make sure that nothing is left.
+
+    `settle_seconds`: how long KV that nobody fetches is left alone before it is released. `sections` are settings.
+    """
     tasks_before = asyncio.all_tasks()
     problems: list[str] = []
     watcher = _Problems(problems)
@@ -320,7 +325,7 @@ async def deployed(prefillers: list[Engine], decoders: list[Engine], **sections:
             shared = _shared(settings)
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = await stack.enter_async_context(AsyncExitStack())
-            worker = await gateway.enter_async_context(build(shared))
+            worker = await gateway.enter_async_context(build(shared, settle_seconds=settle_seconds))
             stop_accepting = await gateway.enter_async_context(listening(worker, shared.listeners))
             url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(

@@ -43,8 +43,10 @@ RELEASE_MODEL: Final = "pdproxy-release-kv"
 
 # A decoder that was told to stop may be in the middle of the transfer. Were the blocks freed and written again before
 # it has stopped, it could keep another prompt's KV in its prefix cache.
-_SETTLE_SECONDS: Final = 0.2
-# Between two attempts at a release; the first pause is twice the settling time, and each one twice the one before.
+SETTLE_SECONDS: Final = 0.2
+"""How long a decoder that was told to stop is given before the prefiller is told to free the KV. The pause between two
+attempts at a release is at first twice as long, and each one twice the one before."""
+
 _MAX_PAUSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 5.0
 _CLOSING_SECONDS: Final = 1.0
@@ -56,8 +58,9 @@ _MAX_AT_ONCE: Final = 8
 class Releaser:
     """One worker's dealings with KV that nobody fetches. `async with` it; leaving grants pending releases a moment.
 
-    A release outlives its request, and says nothing about the health of the decoder that is asked. One that no decoder
-    has answered is tried again, for as long as instances are waited for that may be restarting, and the KV is pinned.
+    A release waits `settle_seconds`, outlives its request, and says nothing about the health of the decoder that is
+    asked. One that no decoder has answered is tried again, for as long as instances are waited for that may be
+    restarting, and the KV is pinned.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Releaser:
         ledger: Ledger,
         misfits: Misfits,
         metrics: Metrics,
+        *,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._pairs = pools.pairs
         self._pools = pools
@@ -75,6 +80,7 @@ class Releaser:
         self._ledger = ledger
         self._misfits = misfits
         self._metrics = metrics
+        self._settle_seconds = settle_seconds
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self._last_transfer = KvTransfer.OTHER
         self._doubtful: dict[Backend, deque[tuple[Backend, int, float]]] = {}
@@ -173,7 +179,7 @@ class Releaser:
         loop = asyncio.get_running_loop()
         until = loop.time() + min(self._restart_seconds, pin.until - pin.since)
         avoid = set(failed)
-        pause_seconds = _SETTLE_SECONDS
+        pause_seconds = self._settle_seconds
         while True:
             await asyncio.sleep(pause_seconds)
             async with self._room:

@@ -41,7 +41,7 @@ from proxy.configuration import Follower, text_of
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import Kit, Pools
 from proxy.connectors.encoding import Encoding
-from proxy.connectors.releaser import Releaser
+from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
 from proxy.dialects import DIALECTS
 from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
@@ -155,8 +155,11 @@ class Worker:
 
 
 @asynccontextmanager
-async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
-    """Put the parts of one worker together on the running loop; leaving the context stops them."""
+async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
+    """Put the parts of one worker together on the running loop; leaving the context stops them.
+
+    `settle_seconds`: how long KV that nobody fetches is left alone before it is released; see `connectors/releaser.py`.
+    """
     current = shared.configuration.current()
     settings = current.settings
     metrics = Metrics()
@@ -187,7 +190,9 @@ async def build(shared: Shared, index: int = 0) -> AsyncIterator[Worker]:
             )
         )
         misfits = shared.misfits
-        releaser = await stack.enter_async_context(Releaser(pools, upstream, settings, ledger, misfits, metrics))
+        releaser = await stack.enter_async_context(
+            Releaser(pools, upstream, settings, ledger, misfits, metrics, settle_seconds=settle_seconds)
+        )
         callback_url = _callback_url(settings, shared.listeners, index)
         background = await stack.enter_async_context(Background(logger, "a message to an engine"))
         kit = Kit(*(pools, upstream, releaser, session, keys, settings, metrics, fitness, background), callback_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,10 +27,9 @@ BODIES: dict[str, dict[str, Any]] = {
 UNITS = {"samples": 3, "prompts": 3}
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("kind", BODIES)
-@pytest.mark.parametrize("connector", CONNECTORS)
-async def test_an_answer(deploy: Deploy, connector: str, kind: str, stream: bool) -> None:
+@pytest.mark.covering("connector kind shape", product(CONNECTORS, BODIES, ("stream", "whole")))
+async def test_an_answer(deploy: Deploy, connector: str, kind: str, shape: str) -> None:
+    stream = shape == "stream"
     gateway = await deploy(2, 2, connector=connector)
     body = BODIES[kind] | {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
 

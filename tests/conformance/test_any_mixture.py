@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request, until
+from tests.selection.covering import values
 
 if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine
@@ -49,8 +51,7 @@ PATIENCE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.covering("connector seed", product(CONNECTORS, range(3)), values)
 async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
     chance = random.Random(seed)
     gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3, "block_size": 4}, **PATIENCE)

@@ -9,6 +9,7 @@ begun; one that does saves those that are marked.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,10 +18,11 @@ import pytest
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request
+from tests.conformance.rows import all_of_one
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -199,26 +201,19 @@ WAITS_IN_VAIN = Refused(1, 1, status=504)
 TOO_LATE = ("lost_response", "invalid_json", "truncated_json", "hang_after_headers")
 
 
-def combinations() -> list[Any]:
-    rows = []
+def rows() -> Iterator[tuple[str, str, Case, str, Api]]:
+    """Connector, mode, case, how it is asked, and where."""
     for connector in CONNECTORS:
         cases = PREFILL_FAILS + DECODE_FAILS
         if connector == "plain":  # without prefillers, and nothing is loaded
             cases = [one for one in DECODE_FAILS if one.action != "load_failure"]
         if connector == "sglang_bootstrap":  # whose engines wait for memory
             cases = [one for one in cases if one.action != "recompute"]
-        rows += [
-            (connector, mode, one, stream)
-            for mode in MODES
-            for one in cases
-            if mode == "restart-only" or connector in ("plain", "vllm_pull") or one.breaks_an_answer
-            for stream in (True, False)
-        ]
-        rows += [(connector, "restart-only", one, False) for one in WHOLE_ANSWER_FAILS]
-    return [
-        pytest.param(connector, mode, one, stream, id=f"{connector}-{mode}-{one}-{'stream' if stream else 'whole'}")
-        for connector, mode, one, stream in rows
-    ]
+        for mode, one, shape in product(MODES, cases, ("stream", "whole")):
+            if mode == "restart-only" or connector in ("plain", "vllm_pull") or one.breaks_an_answer:
+                yield from ((connector, mode, one, shape, api) for api in OPENAI_APIS)
+        for one, api in product(WHOLE_ANSWER_FAILS, OPENAI_APIS):
+            yield connector, "restart-only", one, "whole", api
 
 
 def outcome(connector: str, failure: Case, mode: str, stream: bool) -> Outcome:
@@ -249,11 +244,9 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     return sections | ({"layerwise": {"callback_seconds": 0.08}} if names and connector == "ascend_layerwise" else {})
 
 
-@pytest.mark.parametrize("api", OPENAI_APIS)
-@pytest.mark.parametrize(("connector", "mode", "failure", "stream"), combinations())
-async def test_a_failing_engine(
-    deploy: Deploy, connector: str, mode: str, failure: Case, stream: bool, api: Api
-) -> None:
+@pytest.mark.covering("connector mode failure shape api", rows(), all_of_one)
+async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failure: Case, shape: str, api: Api) -> None:
+    stream = shape == "stream"
     gateway = await deploy(
         2, 2, connector=connector, **timeouts(connector, failure), resume={"mode": mode, "repeat_up_to_tokens": 0}
     )

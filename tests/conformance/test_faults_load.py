@@ -19,7 +19,7 @@ from yarl import URL
 
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
-from tests.asking import Answer, answer_alone, ask, request, until
+from tests.asking import Answer, answers_alone, ask, request, until
 from tests.canned import CannedEngine, data, event_stream
 from tests.flow.test_relay import ENDING, chunk, held_back
 from tests.scenarios.program import gateway as gateway_program
@@ -133,7 +133,7 @@ async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(depl
     chance = random.Random(7)
     gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3})
     bodies = [a_request(number, chance) for number in range(REQUESTS)]
-    texts = [await answer_alone(body) for body in bodies]
+    texts = await answers_alone(bodies)
     assert len(set(texts)) == REQUESTS
     room = asyncio.Semaphore(AT_A_TIME)
     answers: list[Answer] = []

@@ -7,6 +7,7 @@ would otherwise have lasted for ever. Nothing is tried again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
+from tests.conformance.rows import all_of_one
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from proxy.sim.state import State
     from tests.conftest import Deploy
@@ -81,18 +83,15 @@ def phases(connector: str) -> list[Phase]:
     return [*PHASES, MEETING, *([QUEUEING] if connector == "ascend_layerwise" else [])]
 
 
-def combinations() -> list[Any]:
-    return [
-        pytest.param(connector, phase, id=f"{connector}-{phase}")
-        for connector in CONNECTORS
-        for phase in phases(connector)
-    ]
+def rows() -> Iterator[tuple[str, Phase, str, Api]]:
+    """Connector, phase, how it is asked, and where."""
+    for connector in CONNECTORS:
+        yield from product([connector], phases(connector), ("stream", "whole"), OPENAI_APIS)
 
 
-@pytest.mark.parametrize("api", OPENAI_APIS)
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize(("connector", "phase"), combinations())
-async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, stream: bool, api: Api) -> None:
+@pytest.mark.covering("connector phase shape api", rows(), all_of_one)
+async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, shape: str, api: Api) -> None:
+    stream = shape == "stream"
     # Two of each, so that a second attempt would have somewhere to go.
     gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0, **phase.engine}, connector=connector)
     engine = gateway.engines[0] if phase.role == "prefill" else gateway.decoders[0]

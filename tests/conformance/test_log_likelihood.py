@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -53,12 +54,11 @@ def choices(answer: Answer) -> dict[int, list[Any]]:
     return told
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("kind", ECHOES)
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.covering("connector kind shape", product(CONNECTORS, ECHOES, ("stream", "whole")))
 async def test_an_echoed_prompt_has_the_log_probabilities_of_one_engine(
-    deploy: Deploy, connector: str, kind: str, stream: bool
+    deploy: Deploy, connector: str, kind: str, shape: str
 ) -> None:
+    stream = shape == "stream"
     gateway = await deploy(2, 2, connector=connector)
     body = ECHOES[kind] | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
     answer, alone = await gateway.ask(body), await of_one_engine(body, connector)

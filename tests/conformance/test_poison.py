@@ -7,6 +7,7 @@ answers with 500 cost none. `-rP` prints what each case has cost.
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,13 +74,11 @@ async def costs(gateway: Deployment, place: str, body: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.fault(55)
-@pytest.mark.parametrize("n", [1, 8])
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("place", ROLE_OF)
-@pytest.mark.parametrize("engines", [6, 12])
+@pytest.mark.covering("engines place shape n", product((6, 12), ROLE_OF, ("stream", "whole"), (1, 8)))
 async def test_a_poison_request_costs_two_engines_and_no_bystander(
-    deploy: Deploy, engines: int, place: str, stream: bool, n: int
+    deploy: Deploy, engines: int, place: str, shape: str, n: int
 ) -> None:
+    stream = shape == "stream"
     counts = (engines, 3) if place == "prefill" else (3, engines)
     gateway = await deploy(*counts, engine=PACE, resume=PATIENT)
     lost, whole, answers = await costs(gateway, place, poison(stream=stream, n=n))
@@ -110,12 +109,11 @@ async def test_poison_requests_at_the_same_time_cost_two_engines_each_and_none_a
 
 
 @pytest.mark.fault(55)
-@pytest.mark.parametrize("mode", ["exact", "restart-only"])
-@pytest.mark.parametrize("place", ROLE_OF)
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.covering(
+    "connector place mode",
+    [row for row in product(CONNECTORS, ROLE_OF, ("exact", "restart-only")) if row[:2] != ("plain", "prefill")],
+)
 async def test_so_it_does_with_every_connector(deploy: Deploy, connector: str, place: str, mode: str) -> None:
-    if connector == "plain" and place == "prefill":
-        pytest.skip("there are no prefillers")
     gateway = await deploy(4, 6, engine=PACE, connector=connector, resume={"mode": mode, **PATIENT})
     lost, whole, _ = await costs(gateway, place, poison(stream=True))
     assert lost <= 2

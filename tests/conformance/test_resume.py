@@ -69,6 +69,7 @@ class Row:
     decoder breaks off, too, after so many tokens.
     """
 
+    kind: str
     body: Mapping[str, Any]
     where: str
     place: Place
@@ -79,7 +80,7 @@ class Row:
 
     def __str__(self) -> str:
         details = [self.fault, *(f"{name}={value}" for name, value in self.fields.items())]
-        return "-".join([self.where.replace(" ", "_"), *details])
+        return "-".join([self.kind, self.where.replace(" ", "_"), *details])
 
     def expected(self, profile: str) -> list[str]:
         before, _, since = self.does.partition(" / ")
@@ -89,9 +90,15 @@ class Row:
 
 def rows(
     kind: str, body: Mapping[str, Any], *lines: tuple[Any, ...], profiles: tuple[str, ...] = PROFILES
-) -> list[Any]:
-    table = [Row(body, *line) for line in lines]
-    return [pytest.param(profile, row, id=f"{kind}-{row}-{profile}") for row in table for profile in profiles]
+) -> list[tuple[Row, str]]:
+    return [(Row(kind, body, *line), profile) for line in lines for profile in profiles]
+
+
+def both_ways(row: tuple[Row, str]) -> set[object]:
+    """The short suite runs each row with an engine that takes a chat's tokens and one that does not, as far as there
+    are such, and each kind of answer with all versions.
+    """
+    return {(str(row[0]), row[1] in NATIVE), (row[0].kind, row[1])}
 
 
 # What is done at every place
@@ -171,10 +178,10 @@ WHOLE_COMPLETION = rows(
 )
 
 
-@pytest.mark.parametrize(
-    ("profile", "row"), [*STREAMED_CHAT, *WHOLE_CHAT, *PLAIN_CHAT, *STREAMED_COMPLETION, *WHOLE_COMPLETION]
+@pytest.mark.covering(
+    "row profile", [*STREAMED_CHAT, *WHOLE_CHAT, *PLAIN_CHAT, *STREAMED_COMPLETION, *WHOLE_COMPLETION], both_ways
 )
-async def test_an_answer_goes_on_wherever_it_breaks_off(profile: str, row: Row) -> None:
+async def test_an_answer_goes_on_wherever_it_breaks_off(row: Row, profile: str) -> None:
     await check(profile, row)
 
 
@@ -263,8 +270,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("profile", "row"), FAULTS)
-async def test_an_answer_goes_on_however_it_breaks_off(profile: str, row: Row) -> None:
+@pytest.mark.covering("row profile", FAULTS, both_ways)
+async def test_an_answer_goes_on_however_it_breaks_off(row: Row, profile: str) -> None:
     await check(profile, row, **(SHORT if row.fault == "stall_after_tokens" else {}))
 
 
@@ -299,8 +306,8 @@ TWICE = rows(
 )
 
 
-@pytest.mark.parametrize(("profile", "row"), TWICE)
-async def test_an_answer_goes_on_twice(profile: str, row: Row) -> None:
+@pytest.mark.covering("row profile", TWICE, both_ways)
+async def test_an_answer_goes_on_twice(row: Row, profile: str) -> None:
     await check(profile, row, decoders=2 if row.fault == "recompute" else 3)
 
 
@@ -362,8 +369,8 @@ UNCONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("profile", "row"), UNCONTINUED)
-async def test_what_cannot_go_on_begins_anew_or_is_an_error(profile: str, row: Row) -> None:
+@pytest.mark.covering("row profile", UNCONTINUED, both_ways)
+async def test_what_cannot_go_on_begins_anew_or_is_an_error(row: Row, profile: str) -> None:
     await check(profile, row)
 
 
@@ -514,8 +521,8 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("profile", "row"), OPTIONS)
-async def test_an_answer_goes_on_whatever_was_asked_for(profile: str, row: Row) -> None:
+@pytest.mark.covering("row profile", OPTIONS, both_ways)
+async def test_an_answer_goes_on_whatever_was_asked_for(row: Row, profile: str) -> None:
     # With a `min_tokens` in force the answer does not end where it would.
     await check(profile, row, engine={"eos_after": 20} if "min_tokens" in row.body else None)
 
@@ -885,8 +892,8 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(("profile", "row"), PLAIN)
-async def test_an_answer_goes_on_without_prefillers(profile: str, row: Row) -> None:
+@pytest.mark.covering("row profile", PLAIN, both_ways)
+async def test_an_answer_goes_on_without_prefillers(row: Row, profile: str) -> None:
     await check(profile, row, connector="plain")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,16 +15,20 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from tests.conftest import Deploy
 
-LIMITS = [("max_tokens", api) for api in OPENAI_APIS] + [("max_completion_tokens", Api.CHAT)]
+SPELLED = (10, 10.0, "10", " 10 ", "10.0", "1_0")
+LIMITS = [
+    (name, api, spelled, shape)
+    for name, api in [*product(["max_tokens"], OPENAI_APIS), ("max_completion_tokens", Api.CHAT)]
+    for spelled, shape in product(SPELLED, ("stream", "whole"))
+]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("spelled", [10, 10.0, "10", " 10 ", "10.0", "1_0"])
-@pytest.mark.parametrize(("name", "api"), LIMITS)
+@pytest.mark.covering("name api spelled shape", LIMITS)
 async def test_an_answer_is_as_long_as_was_asked_for_however_that_was_spelled(
-    deploy: Deploy, name: str, api: Api, spelled: object, stream: bool
+    deploy: Deploy, name: str, api: Api, spelled: object, shape: str
 ) -> None:
     """Engines take such numbers, and what is left of them for another engine has to be told."""
+    stream = shape == "stream"
     gateway = await deploy(1, 2, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
         decoder.faults.add("reset_after_tokens", tokens=3, times=1)

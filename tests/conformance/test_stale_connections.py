@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,12 +31,11 @@ async def closing_reused(deploy: Deploy, engines: int, connector: str) -> Deploy
 
 
 @pytest.mark.fault(70)
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.covering("connector shape engines", product(CONNECTORS, ("stream", "whole"), (1, 2)))
 async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
-    deploy: Deploy, connector: str, stream: bool, engines: int
+    deploy: Deploy, connector: str, shape: str, engines: int
 ) -> None:
+    stream = shape == "stream"
     gateway = await closing_reused(deploy, engines, connector)
     body = request(Api.CHAT, stream=stream)
     text = await answer_alone(body)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.faults import evidence, mistakes, read_table, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
+
+
+_PROPERTY = "fault"
 
 
 class FaultTable:
-    """Watches a run. Says nothing of one in which tests are left out."""
+    """Watches a run. Says nothing of one in which tests are left out.
+
+    Tests may run in workers of pytest-xdist, whose collection this process does not see. So it learns what there is
+    from the reports, which carry the rows that a test is marked with, and from a collection only where nothing runs.
+    """
 
     def __init__(self) -> None:
-        self._nodes: list[str] = []
+        self._nodes: set[str] = set()
         self._marked: dict[int, set[str]] = {}
         self._passed: set[str] = set()
         self._failed: set[str] = set()
@@ -24,13 +31,19 @@ class FaultTable:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
-        self._nodes = [item.nodeid for item in items]
         for item in items:
-            for mark in item.iter_markers("fault"):
-                for number in mark.args:
-                    self._marked.setdefault(number, set()).add(item.nodeid)
+            item.user_properties += [(_PROPERTY, number) for mark in item.iter_markers("fault") for number in mark.args]
+            if item.config.option.collectonly:
+                self._note(item.nodeid, item.user_properties)
+
+    def _note(self, node: str, properties: Iterable[tuple[str, Any]]) -> None:
+        self._nodes.add(node)
+        for name, value in properties:
+            if name == _PROPERTY:
+                self._marked.setdefault(value, set()).add(node)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report.nodeid, report.user_properties)
         if report.failed:
             self._failed.add(report.nodeid)
         elif report.when == "call" and report.passed:
@@ -38,18 +51,20 @@ class FaultTable:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
-        if _is_whole(session) and not self._is_in_order(session.config.option.collectonly):
+        is_ours = _is_whole(session) and not _is_worker(session.config)
+        if is_ours and not self._is_in_order(session.config.option.collectonly):
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         yield
 
     def _is_in_order(self, only_collected: bool) -> bool:
         rows = read_table()
+        found = mistakes(rows, self._nodes, self._marked)
+        self._lines = [f"faults: {mistake}" for mistake in found]
         if only_collected:
-            self._lines = [f"faults: {mistake}" for mistake in mistakes(rows, self._nodes, self._marked)]
-            return not self._lines
+            return not found
         line, is_shown = summary(rows, evidence(rows, self._nodes, self._marked), self._passed, self._failed)
-        self._lines = [line]
-        return is_shown
+        self._lines.append(line)
+        return is_shown and not found
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in self._lines:
@@ -58,6 +73,11 @@ class FaultTable:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultTable(), "fault-table")
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether another process tells what this one has seen."""
+    return hasattr(config, "workerinput")
 
 
 def _is_whole(session: pytest.Session) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -17,7 +18,7 @@ from proxy.terms import Action
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request
 from tests.canned import CannedEngine, data, http, json_answer
-from tests.flow.test_delivery import ENGINE, THINKING, TOOLS, call_of, chunk, take
+from tests.flow.test_delivery import ENGINE, STEPS, THINKING, TOOLS, VERSIONS, call_of, chunk, take
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
@@ -105,7 +106,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "stop strings of a completion": request(Api.COMPLETIONS, max_tokens=60, stop=["garden", " s"]),
 }
 SHOWN: dict[str, dict[str, Any]] = {
-    "": {},
+    "nothing": {},
     "ids": {"return_token_ids": True},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
     "ids and logprobs": {"return_token_ids": True, "logprobs": True},
@@ -126,25 +127,15 @@ def comparable(answer: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in answer.items() if name not in ("id", "created", "kv_transfer_params")]
 
 
-@pytest.mark.parametrize("profile", ["v0.18", "v0.27", "v0.33"])
-@pytest.mark.parametrize(
-    "steps", [{}, {"tokens_per_step": 3}, {"stream_interval": 4}], ids=lambda steps: "".join(steps)
+@pytest.mark.covering(
+    "what how steps profile",
+    [row for row in product(ASKED, SHOWN, STEPS, VERSIONS) if can_be_observed(call_of(ASKED[row[0]] | SHOWN[row[1]]))],
 )
-@pytest.mark.parametrize(
-    ("asked", "shown"),
-    [
-        pytest.param(asked, shown, id=f"{what}-{how}")
-        for what, asked in ASKED.items()
-        for how, shown in SHOWN.items()
-        if can_be_observed(call_of(asked | shown))
-    ],
-)
-async def test_an_answer_out_of_a_stream_is_that_of_an_engine(
-    asked: dict[str, Any], shown: dict[str, Any], steps: dict[str, int], profile: str
-) -> None:
+async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: str, steps: str, profile: str) -> None:
+    asked, shown = ASKED[what], SHOWN[how]
     body = asked | ({**shown, "logprobs": 2} if "logprobs" in shown and "prompt" in asked else shown)
     async with (
-        SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine,
+        SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine,
         aiohttp.ClientSession() as session,
     ):
         expected = await ask(session, engine.url, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -32,6 +33,9 @@ TOOLS = [
 ]
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 # No prompt fills a block, so none is found in the prefix cache.
+VERSIONS = ("v0.18", "v0.27", "v0.33")
+STEPS = {"one": {}, "three": {"tokens_per_step": 3}, "interval": {"stream_interval": 4}}
+"""How many tokens engines put into a chunk."""
 ENGINE: dict[str, Any] = {"tool_call_parser": "kimi_k2", "eos_after": 60, "block_size": 1 << 20}
 DONE = b"data: [DONE]\n\n"
 
@@ -101,17 +105,16 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_continuous", [False, True])
-@pytest.mark.parametrize("profile", ["v0.18", "v0.27", "v0.33"])
-@pytest.mark.parametrize(
-    "steps", [{}, {"tokens_per_step": 3}, {"stream_interval": 4}], ids=lambda steps: "".join(steps)
-)
-@pytest.mark.parametrize("body", ASKED.values(), ids=list(ASKED))
+@pytest.mark.covering("asked steps profile is_continuous", product(ASKED, STEPS, VERSIONS, (False, True)))
 async def test_a_client_that_asks_for_no_ids_gets_what_the_engine_tells_who_asks_for_none(
-    body: dict[str, Any], steps: dict[str, int], profile: str, is_continuous: bool
+    asked: str, steps: str, profile: str, is_continuous: bool
 ) -> None:
-    body = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": is_continuous}}
-    async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:
+    body = {
+        **ASKED[asked],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": is_continuous},
+    }
+    async with SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine:
         plain = await said_by(engine, body)
         watched = await said_by(engine, observed(call_of(body)).body({}))
     assert b'"token_ids":[' in watched

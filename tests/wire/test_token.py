@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.wire.token import Shape
+from tests.selection.covering import values
 
 FIRST = ("first", 5)
 
@@ -28,11 +30,17 @@ def shape(**fields: Any) -> Shape:
     return found
 
 
-@pytest.mark.parametrize("field", ["content", "reasoning", "reasoning_content", "text"])
-@pytest.mark.parametrize("spaces", [False, True])
-@pytest.mark.parametrize("text", [" token", "a", "ü", "日本", "🙂", "{}[],:", "'", "\u2028"])
-@pytest.mark.parametrize("token", [0, 7, 123456, 999_999_999])
-def test_text_and_id_are_what_json_says(field: str, spaces: bool, text: str, token: int) -> None:
+@pytest.mark.covering(
+    "token text spaces field",
+    product(
+        (0, 7, 123456, 999_999_999),
+        (" token", "a", "ü", "日本", "🙂", "{}[],:", "'", "\u2028"),
+        (False, True),
+        ("content", "reasoning", "reasoning_content", "text"),
+    ),
+    values,
+)
+def test_text_and_id_are_what_json_says(token: int, text: str, spaces: bool, field: str) -> None:
     raw = event(text, [token], field=field, spaces=spaces)
     found = shape(field=field, spaces=spaces).find(raw)
     assert found is not None
