@@ -1,0 +1,138 @@
+"""Small mistakes that somebody might make: what a source text could also have said, one place at a time."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
+_FUNCTIONS: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_LOGS: Final = ("logger", "logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One place that says something else. `begin` and `end` are offsets in the UTF-8 bytes of the source."""
+
+    line: int
+    last_line: int
+    begin: int
+    end: int
+    before: str
+    after: str
+
+    def of(self, source: bytes) -> bytes:
+        """The source with the mistake in it."""
+        return source[: self.begin] + self.after.encode() + source[self.end :]
+
+
+def mutants(source: bytes) -> list[Mutant]:
+    """All that are tried of a module. Annotations, decorators, docstrings and what is logged are left alone."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node, after in _changes(ast.parse(source)):
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        found.append(Mutant(node.lineno, node.end_lineno, begin, end, source[begin:end].decode(), after))
+    return found
+
+
+def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    for child in _children(tree):
+        if isinstance(child, ast.expr):
+            yield from ((child, f"({ast.unparse(other)})") for other in _expressions(child))
+        elif isinstance(child, ast.stmt):
+            yield from ((child, ast.unparse(other)) for other in _statements(child))
+        yield from _changes(child)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_left_alone(child):
+                yield child
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    match node:
+        case ast.JoinedStr():  # whose places Python 3.11 does not know
+            return True
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+            return name in _LOGS
+        case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar"))):
+            return True
+    return False
+
+
+def _expressions(node: ast.expr) -> Iterator[ast.expr]:
+    match node:
+        case ast.Compare(left, [operator], comparators) if type(operator) in _COMPARISONS:
+            yield ast.Compare(left, [_COMPARISONS[type(operator)]()], comparators)
+        case ast.BoolOp(operator, values):
+            yield ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
+            yield from values[:2]
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.BinOp(left, operator, right) if type(operator) in _OPERATORS:
+            yield ast.BinOp(left, _OPERATORS[type(operator)](), right)
+        case ast.IfExp(_, body, orelse):
+            yield body
+            yield orelse
+        case ast.Call(ast.Name(name), args, keywords) if name in _FUNCTIONS:
+            yield ast.Call(ast.Name(_FUNCTIONS[name]), args, keywords)
+        case ast.Constant(bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(int() | float() as value):
+            yield ast.Constant(value + 1)
+
+
+def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
+    match node:
+        case ast.Expr(ast.Call() | ast.Await()):
+            yield ast.Pass()
+        case ast.Return(value) if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+            yield ast.Return(ast.Constant(None))
+        case ast.AugAssign(target, operator, value):
+            yield ast.Pass()
+            if type(operator) in _OPERATORS:
+                yield ast.AugAssign(target, _OPERATORS[type(operator)](), value)
+        case ast.Assign([ast.Attribute()], _):
+            yield ast.Pass()
+        case ast.Continue():
+            yield ast.Break()
+        case ast.Break():
+            yield ast.Continue()
+        case ast.Delete():
+            yield ast.Pass()
