@@ -36,8 +36,13 @@ _LOGS: Final = ("logger", "logs")
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One place that says something else. `begin` and `end` are offsets in the UTF-8 bytes of the source."""
+    """One place in a function that says something else.
 
+    `function` is the outermost function around it, as `__qualname__` names it. `begin` and `end` are offsets in the
+    UTF-8 bytes of the source.
+    """
+
+    function: str
     line: int
     last_line: int
     begin: int
@@ -51,18 +56,28 @@ class Mutant:
 
 
 def mutants(source: bytes) -> list[Mutant]:
-    """All that are tried of a module. Annotations, decorators, docstrings and what is logged are left alone."""
+    """All that are tried of the functions of a module. Annotations, defaults, docstrings and logging are left alone."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = []
-    for node, after in _changes(ast.parse(source)):
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        begin = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        found.append(Mutant(node.lineno, node.end_lineno, begin, end, source[begin:end].decode(), after))
+    for name, function in _functions(ast.parse(source)):
+        for node, after in _changes(function):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            before = source[begin:end].decode()
+            found.append(Mutant(name, node.lineno, node.end_lineno, begin, end, before, after))
     return found
+
+
+def _functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -76,7 +91,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_params"):
+        if name in ("annotation", "returns", "decorator_list", "args"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _is_left_alone(child):
@@ -87,12 +102,8 @@ def _is_left_alone(node: ast.AST) -> bool:
     match node:
         case ast.JoinedStr():  # whose places Python 3.11 does not know
             return True
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
             return name in _LOGS
-        case ast.Assign(value=ast.Call(func=ast.Name(id="TypeVar"))):
-            return True
     return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import coverage
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from lab.mutation.trees import Place
+    from lab.mutation.places import Place
 
 
 def function_of(test: str) -> str:
@@ -34,14 +34,9 @@ class Reach:
         self._data = combined.get_data()
 
     def tests(self, place: Place) -> list[str]:
-        """Those that reach a line of it; for what runs when the module is imported, all that reach the module."""
+        """Those that reach a line of it, in the order in which to try them."""
         contexts = self._data.contexts_by_lineno(str(self._root / place.path))
-        lines = range(place.mutant.line, place.mutant.last_line + 1)
-        found = {test for line in lines for test in contexts.get(line, ())}
-        if "" in found or not found:
-            is_import = any("" in contexts.get(line, ()) for line in lines)
-            found |= set(chain(*contexts.values())) if is_import else set()
-        return self.ordered(found - {""})
+        return self.ordered({test for line in place.lines for test in contexts.get(line, ()) if test})
 
     def ordered(self, tests: Iterable[str]) -> list[str]:
         """One row of each test function, the cheapest function first, then the second rows, and so on."""

@@ -6,9 +6,13 @@ import pytest
 
 from lab.mutation.mutants import mutants
 
+BEGIN = "def f(x, a=1):\n    "
+
 
 def texts(source: str) -> list[str]:
-    return [mutant.of(source.encode()).decode() for mutant in mutants(source.encode())]
+    """What the body of a function could also have said."""
+    whole = (BEGIN + source).encode()
+    return [mutant.of(whole).decode().removeprefix(BEGIN) for mutant in mutants(whole)]
 
 
 @pytest.mark.parametrize(
@@ -22,11 +26,11 @@ def texts(source: str) -> list[str]:
         ("x = a if b else c", ["x = (a)", "x = (c)"]),
         ("x = min(a, b)", ["x = (max(a, b))"]),
         ("x = True", ["x = (False)"]),
-        ("f(a)", ["pass"]),
+        ("g(a)", ["pass"]),
         ("x += a", ["pass", "x -= a"]),
         ("self.x = a", ["pass"]),
-        ("def f():\n    return a", ["def f():\n    return None"]),
-        ("for x in y:\n    break", ["for x in y:\n    continue"]),
+        ("return a", ["return None"]),
+        ("for x in y: break", ["for x in y: continue"]),
     ],
 )
 def test_a_mistake_is_a_small_one(source: str, others: list[str]) -> None:
@@ -38,22 +42,29 @@ def test_a_mistake_is_a_small_one(source: str, others: list[str]) -> None:
     [
         '"""A docstring."""',
         "x: Literal[1]",
-        "@dataclass(slots=True)\nclass A: pass",
         "logger.info(text, 1)",
         "x = f'{a + 1}'",
-        "if TYPE_CHECKING:\n    x = 1",
-        "def f():\n    return",
-        "def f():\n    return None",
+        "return",
+        "return None",
     ],
 )
 def test_what_no_test_should_see_is_left_alone(source: str) -> None:
     assert texts(source) == []
 
 
+def test_what_happens_when_a_module_is_imported_is_left_alone() -> None:
+    assert mutants(b"A = 1\n@dataclass(slots=True)\nclass B:\n    c = 1\n") == []
+
+
+def test_a_place_is_known_by_the_function_around_it() -> None:
+    source = b"class A:\n    def b(self):\n        def c():\n            return 1\n"
+    assert {(mutant.function, mutant.line) for mutant in mutants(source)} == {("A.b", 4)}
+
+
 def test_a_place_is_found_behind_other_alphabets() -> None:
-    assert texts("x = 'ü日'; y = a < b\n") == ["x = 'ü日'; y = (a <= b)\n"]
+    assert texts("x = 'ü日'; y = a < b") == ["x = 'ü日'; y = (a <= b)"]
 
 
 def test_a_mistake_over_several_lines_is_one() -> None:
-    (first, *_) = mutants(b"x = (\n    a\n    and b\n)\n")
-    assert (first.line, first.last_line, first.before) == (2, 3, "a\n    and b")
+    (first, *_) = mutants((BEGIN + "x = (\n    a\n    and b\n    )\n").encode())
+    assert (first.line, first.last_line, first.before) == (3, 4, "a\n    and b")

@@ -1,8 +1,7 @@
-"""A pytest plugin for the lab: what each test reaches and costs, or only the tests that are asked for, in an order.
+"""A pytest plugin that notes what each test reaches and costs.
 
 `MUTATION_RECORD` names a directory: there each process leaves coverage data whose contexts are tests, and what each of
-them cost. `MUTATION_TESTS` names a file with one test a line: these run, in this order, and no others;
-`MUTATION_RUNNING` names the file that says which one is running.
+them cost.
 """
 
 from __future__ import annotations
@@ -46,29 +45,9 @@ class Recorder:
         (self._directory / f"seconds-{os.getpid()}.json").write_text(json.dumps(self._seconds))
 
 
-class Chooser:
-    """Runs the tests that are asked for, and tells which one it is at: after a failure that is the last one."""
-
-    def __init__(self, names: list[str], running: Path) -> None:
-        self._order = {name: at for at, name in enumerate(names)}
-        self._running = running
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._running.write_text(nodeid)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        chosen = [item for item in items if item.nodeid in self._order]
-        items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
-
-
 # Before the product is imported, or nobody sees what that reaches.
-_recorder = Recorder(Path(os.environ["MUTATION_RECORD"])) if "MUTATION_RECORD" in os.environ else None
+_recorder = Recorder(Path(os.environ["MUTATION_RECORD"]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if _recorder is not None:
-        config.pluginmanager.register(_recorder)
-    if "MUTATION_TESTS" in os.environ:
-        names = Path(os.environ["MUTATION_TESTS"]).read_text().splitlines()
-        config.pluginmanager.register(Chooser(names, Path(os.environ["MUTATION_RUNNING"])))
+    config.pluginmanager.register(_recorder)
