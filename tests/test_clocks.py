@@ -1,0 +1,42 @@
+"""Clocks: whatever is decided is decided by the monotonic clock, so that setting the system's time changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def banned(*paths: str, source: str | None = None) -> int:
+    """How often something is used that `banned-api` in pyproject.toml names."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise", "--quiet", *paths],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert not ran.stderr
+    return ran.stdout.count("TID251")
+
+
+def test_nothing_is_decided_by_the_time_of_day() -> None:
+    assert banned("proxy") == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\nnow = time.time()\n",
+        "from time import time_ns\nnow = time_ns()\n",
+        "import datetime\nnow = datetime.datetime.now()\n",
+        "from datetime import UTC, datetime\nnow = datetime.now(UTC)\n",
+    ],
+)
+def test_who_asks_for_the_time_of_day_is_told(source: str) -> None:
+    assert banned("--stdin-filename", "proxy/flow/late.py", "-", source=source) == 1
