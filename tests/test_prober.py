@@ -306,7 +306,7 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
             gateway.transitions.get_nowait()
         gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
         for _ in range(2):
-            gateway.pools[Role.PREFILL].report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+            gateway.pools[Role.PREFILL].outcomes.report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
         assert gateway.health.state(backend) is HealthState.EJECTED
         await until(lambda: gateway.health.state(backend) is HealthState.UP)
         await until(lambda: gateway.health.facts(backend) is not None)

@@ -71,12 +71,12 @@ class Lease:
         if isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
         elif self._has_served:
-            self._pool.count_served(backend)
+            self._pool.outcomes.count_served(backend)
         elif error is None:
-            self._pool.report(backend, None, self._trial, self._request.proves_generation)
+            self._pool.outcomes.report(backend, None, self._trial, self._request.proves_generation)
         else:
             # The client left, or another part failed: that says nothing about this backend.
-            self._pool.abandon(backend, self._trial)
+            self._pool.outcomes.abandon(backend, self._trial)
         if self._listener is not None:
             self._tell_end(served=error is None)
 
@@ -86,7 +86,7 @@ class Lease:
         A decoder's answer may take many minutes, for which it would get no other request.
         """
         if self._trial and self._request.proves_generation:
-            self._pool.confirm(self.backend, self._trial)
+            self._pool.outcomes.confirm(self.backend, self._trial)
             self._trial = 0
 
     def free_compute(self) -> None:
@@ -95,7 +95,7 @@ class Lease:
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            self._pool.confirm(backend, self._trial, self._request.proves_generation)
+            self._pool.outcomes.confirm(backend, self._trial, self._request.proves_generation)
             self._trial = 0
         self._pool.row.add(backend.slot, running=-self._running, compute=-self._compute)
         self._running = self._compute = 0
@@ -165,6 +165,6 @@ class Lease:
             self._reported = error
             trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
-                error.blame = self._pool.accuse(backend, error, self._request.proves_generation)
+                error.blame = self._pool.outcomes.accuse(backend, error, self._request.proves_generation)
             else:
-                self._pool.report(backend, error, trial, self._request.proves_generation)
+                self._pool.outcomes.report(backend, error, trial, self._request.proves_generation)

@@ -1,8 +1,8 @@
-"""The backends of one role: leases on them, what is told of them, and what is known of them.
+"""The backends of one role: leases on them, and what is known of them.
 
-Who is eligible now is for `members` to say, and who of them gets a request for `chooser`. When nobody is eligible there
-is no lease: a down backend is not tried for want of a better one. A backend on probation gets the next lease there is,
-and no other until that one has told something.
+Who is eligible now is for `members` to say, who of them gets a request for `chooser`, and how it went for `outcomes`.
+When nobody is eligible there is no lease: a down backend is not tried for want of a better one. A backend on probation
+gets the next lease there is, and no other until that one has told something.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
 from proxy.balancer.members import Members
+from proxy.balancer.outcomes import Outcomes
 from proxy.balancer.pick import PickRequest, Policy
-from proxy.errors import Failure
 
 if TYPE_CHECKING:
     import random
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from proxy.balancer.pairs import Pairs
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Row, Scoreboard
-    from proxy.errors import UpstreamError
 
 _NO_LOAD: Final = Load()
-_UNAUTHORIZED: Final = 401
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +80,22 @@ class Pool:
         come, come back or gone."""
         self._scoreboard = scoreboard
         self._health = health
-        self._on_transition = on_transition
-        self._on_end = on_end
-        self._ledger = ledger
-        self._fitness = fitness
+        on_transition = on_transition or _nobody_asks
         self._clock = clock
         self._room: object = None  # who could take requests, and how many, at the last look
         self._members = Members(
             role,
             roster,
             health,
+            ledger=ledger,
             notes=[notes for notes in (ledger, pairs, fitness) if notes is not None],
-            on_transition=self._tell,
+            on_transition=on_transition,
             on_change=self._on_change,
         )
         self._chooser = Chooser(role, policy, scoreboard, health.share_percent, clock=clock, rng=rng)
+        self.outcomes = Outcomes(
+            self._members, self._chooser, health, fitness=fitness, on_transition=on_transition, on_end=on_end
+        )
         self.use(policy)
         self.configure(limits or PoolLimits())
 
@@ -136,7 +135,7 @@ class Pool:
         """The backend for a lease, and the number of the trial that the lease is, 0 if it is none: see Lease. Raises
         NoBackendAvailable.
         """
-        self._refresh()
+        self._members.refresh()
         members = self._members
         if members.awaiting_trial:
             avoid = request.avoid
@@ -151,7 +150,7 @@ class Pool:
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""
-        self._refresh()
+        self._members.refresh()
         return self._chooser.choose(request)
 
     def pick(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> Backend:
@@ -159,64 +158,6 @@ class Pool:
         NoBackendAvailable.
         """
         return self.choose(PickRequest.of(_NO_LOAD, avoid=avoid, prefer=prefer))
-
-    # What is told
-
-    def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
-        """How a request on a backend ended; None means well."""
-        if error is not None and error.failure is Failure.REMOVED:
-            self.abandon(backend, trial)
-            return
-        if error is not None:
-            if error.failure is Failure.RECOMPUTED:
-                self._chooser.press(backend)
-            self._refresh()
-            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.has_served(backend):
-                self._fitness.refused_key(backend)
-        elif self._fitness is not None:
-            self._fitness.served(backend)
-        self._tell(self._health.on_outcome(backend, error, self._members.enabled, trial=trial, is_proof=is_proof))
-        if self._on_end is not None:
-            self._on_end(backend, "ok" if error is None else error.failure.value)
-
-    def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
-        """A request on a backend broke down. Whether it is held against the backend is up to whoever learns how the
-        request fares elsewhere: what is returned does it.
-        """
-        if self._on_end is not None:
-            self._on_end(backend, error.failure.value)
-
-        def blame() -> None:
-            self._refresh()
-            self._tell(self._health.on_outcome(backend, error, self._members.enabled, is_proof=is_proof))
-
-        return blame
-
-    def report_stall(self, backend: Backend) -> bool:
-        """A backend sends nothing on any of its streams while others do; whether it is out now, for this or for another
-        reason, so that nothing more is to be expected of it.
-        """
-        self._refresh()
-        self._tell(self._health.on_stall(backend, self._members.enabled))
-        return backend not in self._members.enabled or not self._health.is_healthy(backend)
-
-    def confirm(self, backend: Backend, trial: int, is_proof: bool = True) -> None:
-        """A request has gone well before its lease ended, or a trial before its request did."""
-        self._tell(self._health.on_outcome(backend, None, trial=trial, is_proof=is_proof))
-
-    def count_served(self, backend: Backend) -> None:
-        """The lease of such a request has ended."""
-        if self._fitness is not None:
-            self._fitness.served(backend)
-        if self._on_end is not None:
-            self._on_end(backend, "ok")
-
-    def abandon(self, backend: Backend, trial: int = 0) -> None:
-        """A request on a backend was broken off, and the backend is not to blame."""
-        if trial:
-            self._health.abandon_trial(backend, trial)
-        if self._on_end is not None:
-            self._on_end(backend, "abandoned")
 
     def released(self) -> None:
         """A lease has given its request back, or the backend has done its work for it."""
@@ -227,12 +168,12 @@ class Pool:
 
     def eligible(self) -> tuple[Backend, ...]:
         """Those that may get new requests, in slot order."""
-        self._refresh()
+        self._members.refresh()
         return self._members.eligible
 
     def backends(self) -> tuple[Backend, ...]:
         """All there are, in slot order: also those that are down or draining."""
-        self._refresh()
+        self._members.refresh()
         return self._members.all
 
     def is_healthy(self, backend: Backend) -> bool:
@@ -265,28 +206,28 @@ class Pool:
         """Whether some eligible backend is below its limit. True also where nobody is eligible, unless they are only
         restarting: a lease that fails at once is nothing to wait for.
         """
-        self._refresh()
+        self._members.refresh()
         if self._members.gone_at is not None and self.is_restarting():
             return False
         return bool(self._members.awaiting_trial) or self._chooser.has_room()
 
     def is_gone(self) -> bool:
         """Whether nobody takes connections, and somebody did who was up."""
-        self._refresh()
+        self._members.refresh()
         return self._members.gone_at is not None
 
     def is_restarting(self) -> bool:
         """Whether they are gone for less than `restart_seconds`, so that they may soon be back. Who never was up, or is
         gone for longer, is not waited for.
         """
-        self._refresh()
+        self._members.refresh()
         return (
             self._members.gone_at is not None and self._clock() - self._members.gone_at < self._limits.restart_seconds
         )
 
     def is_ready(self) -> bool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
-        self._refresh()
+        self._members.refresh()
         serving = (HealthState.UP, HealthState.PROBATION)
         return any(self._health.state(backend) in serving for backend in self._members.enabled)
 
@@ -295,11 +236,6 @@ class Pool:
         return self._scoreboard.requests(backend.slot)
 
     # How
-
-    def _refresh(self) -> None:
-        if self._ledger is not None:
-            self._ledger.expire()
-        self._members.refresh()
 
     def _on_change(self) -> None:
         """Backends, their health, or what settings say of them may be other ones than before."""
@@ -311,9 +247,9 @@ class Pool:
             self._room = room
             self.released()
 
-    def _tell(self, transition: Transition | None) -> None:
-        if transition is not None and self._on_transition is not None:
-            self._on_transition(transition)
+
+def _nobody_asks(transition: Transition) -> None:
+    """For pools whose changes of health are nobody's business."""
 
 
 def _overrides(policy: Policy, name: str) -> bool:

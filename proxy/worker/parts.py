@@ -185,7 +185,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             Upstream(
                 *(settings.timeouts, keys, names),
                 stall_seconds=_stall_seconds(settings),
-                on_stall=lambda backend: pools.of(backend.role).report_stall(backend),
+                on_stall=lambda backend: pools.of(backend.role).outcomes.report_stall(backend),
                 is_news=shared.bulletin.is_news,
             )
         )

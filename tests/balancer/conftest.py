@@ -53,7 +53,7 @@ class Balancer:
 
     def eject(self, backend: Backend) -> None:
         """For about eject_seconds."""
-        assert self.decoders.report_stall(backend)
+        assert self.decoders.outcomes.report_stall(backend)
         assert self.transitions[-1].cause == "stall"
 
     def put_on_probation(self, backend: Backend) -> None:

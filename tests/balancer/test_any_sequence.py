@@ -245,7 +245,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(role=roles, port=ports, worker=workers)
     def stall(self, role: Role, port: int, worker: int) -> None:
-        self.pools[role, worker].report_stall(self.backend(role, port))
+        self.pools[role, worker].outcomes.report_stall(self.backend(role, port))
 
     @rule(seconds=st.sampled_from([1.0, 5.0, 12.0, 30.0]))
     def let_time_pass(self, seconds: float) -> None:

@@ -97,7 +97,7 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
 def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     for _ in range(4):
-        balancer.decoders.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
+        balancer.decoders.outcomes.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
     balancer.clock.now += 36.0
     for _ in range(2):
         balancer.prefillers.backends()
@@ -202,7 +202,7 @@ class Pressed:
         )
 
     def recomputed(self, decoder: Backend) -> None:
-        self.pool.report(decoder, UpstreamError(Failure.RECOMPUTED, decoder, "no memory"))
+        self.pool.outcomes.report(decoder, UpstreamError(Failure.RECOMPUTED, decoder, "no memory"))
 
     def picked(self, avoid: tuple[Backend, ...] = ()) -> set[int]:
         return {self.pool.pick(avoid).port for _ in range(6)}
@@ -246,9 +246,9 @@ def test_other_failures_and_successes_are_no_shortage() -> None:
     pressed = Pressed()
     zero, one, _ = pressed.pool.backends()
     for failure in set(Failure) - {Failure.RECOMPUTED}:
-        pressed.pool.report(zero, UpstreamError(failure, zero, "failed"))
-        pressed.pool.report(zero, None)
-    pressed.pool.report(one, None)
+        pressed.pool.outcomes.report(zero, UpstreamError(failure, zero, "failed"))
+        pressed.pool.outcomes.report(zero, None)
+    pressed.pool.outcomes.report(one, None)
     assert pressed.picked() == {0, 1, 2}
 
 
@@ -266,7 +266,7 @@ def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balanc
 def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
-    assert not balancer.decoders.report_stall(two)
+    assert not balancer.decoders.outcomes.report_stall(two)
     assert balancer.decoders.eligible() == (two,)
     assert len(balancer.transitions) == 1
 
@@ -274,12 +274,12 @@ def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
 def test_nothing_is_to_be_expected_of_a_stalled_backend_that_is_out_already(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
-    assert balancer.decoders.report_stall(one)
+    assert balancer.decoders.outcomes.report_stall(one)
     down(balancer, two)
-    assert balancer.decoders.report_stall(two)
+    assert balancer.decoders.outcomes.report_stall(two)
     for prefiller in balancer.prefillers.backends():
         balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
-        assert balancer.prefillers.report_stall(prefiller)
+        assert balancer.prefillers.outcomes.report_stall(prefiller)
     assert [t.cause for t in balancer.transitions if t.cause] == ["stall"]
 
 
@@ -287,10 +287,10 @@ def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peer
     one, two = balancer.decoders.backends()
     balancer.roster.remove(Role.DECODE, "d", 2)
     for _ in range(10):
-        balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
+        balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (one,)
     balancer.roster.add(Role.DECODE, "d", 2)
-    balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
+    balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (two,)
 
 
@@ -624,7 +624,7 @@ def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Ba
             if how == "probes":
                 health.on_probe(backend, False, "refused", is_refused=True)
             else:
-                pool.report(backend, refused(backend))
+                pool.outcomes.report(backend, refused(backend))
 
     for backend in (one, two):
         health.on_probe(backend, True, "200")
@@ -674,7 +674,7 @@ def test_an_answer_to_a_request_shows_that_connections_are_taken(balancer: Balan
     one, two = pool.backends()
     for backend in (one, two):
         health.on_probe(backend, True, "200")
-        pool.report(backend, refused(backend))
+        pool.outcomes.report(backend, refused(backend))
     assert pool.is_restarting()
-    pool.report(two, None)
+    pool.outcomes.report(two, None)
     assert (pool.is_restarting(), pool.has_room()) == (False, True)

@@ -40,7 +40,7 @@ class Pushing:
 
     @property
     def connector(self) -> AscendLayerwise:
-        connector = self.gateway.worker.gateway.connector
+        connector = self.gateway.worker.gateway._parts.connector
         assert isinstance(connector, AscendLayerwise)
         return connector
 

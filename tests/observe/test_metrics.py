@@ -142,7 +142,7 @@ def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
     labels = {"role": "prefill", "instance": "10.0.0.1:7100"}
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
-    prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
+    prefillers.outcomes.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
     with prefillers.lease(PickRequest.of(Load(compute=30, kv=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
         assert gateway.value("pdproxy_instance_inflight", **labels) == 1

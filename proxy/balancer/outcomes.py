@@ -1,0 +1,101 @@
+"""How requests ended on one role's backends, and whom that is told: health, what does not fit, and the metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.backend import Backend
+    from proxy.balancer.chooser import Chooser
+    from proxy.balancer.fitness import Fitness
+    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.members import Members
+    from proxy.errors import UpstreamError
+
+_UNAUTHORIZED: Final = 401
+
+
+class Outcomes:
+    """Leases tell it."""
+
+    def __init__(
+        self,
+        members: Members,
+        chooser: Chooser,
+        health: Health,
+        *,
+        fitness: Fitness | None,
+        on_transition: Callable[[Transition], None],
+        on_end: Callable[[Backend, str], None] | None,
+    ) -> None:
+        """`on_end`: see Pool."""
+        self._members = members
+        self._chooser = chooser
+        self._health = health
+        self._fitness = fitness
+        self._on_transition = on_transition
+        self._on_end = on_end
+
+    def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
+        """How a request on a backend ended; None means well."""
+        if error is not None and error.failure is Failure.REMOVED:
+            self.abandon(backend, trial)
+            return
+        if error is not None:
+            if error.failure is Failure.RECOMPUTED:
+                self._chooser.press(backend)
+            self._members.refresh()
+            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.has_served(backend):
+                self._fitness.refused_key(backend)
+        elif self._fitness is not None:
+            self._fitness.served(backend)
+        self._tell(self._health.on_outcome(backend, error, self._members.enabled, trial=trial, is_proof=is_proof))
+        if self._on_end is not None:
+            self._on_end(backend, "ok" if error is None else error.failure.value)
+
+    def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
+        """A request on a backend broke down. Whether it is held against the backend is up to whoever learns how the
+        request fares elsewhere: what is returned does it.
+        """
+        if self._on_end is not None:
+            self._on_end(backend, error.failure.value)
+
+        def blame() -> None:
+            self._members.refresh()
+            self._tell(self._health.on_outcome(backend, error, self._members.enabled, is_proof=is_proof))
+
+        return blame
+
+    def report_stall(self, backend: Backend) -> bool:
+        """A backend sends nothing on any of its streams while others do; whether it is out now, for this or for another
+        reason, so that nothing more is to be expected of it.
+        """
+        self._members.refresh()
+        self._tell(self._health.on_stall(backend, self._members.enabled))
+        return backend not in self._members.enabled or not self._health.is_healthy(backend)
+
+    def confirm(self, backend: Backend, trial: int, is_proof: bool = True) -> None:
+        """A request has gone well before its lease ended, or a trial before its request did."""
+        self._tell(self._health.on_outcome(backend, None, trial=trial, is_proof=is_proof))
+
+    def count_served(self, backend: Backend) -> None:
+        """The lease of such a request has ended."""
+        if self._fitness is not None:
+            self._fitness.served(backend)
+        if self._on_end is not None:
+            self._on_end(backend, "ok")
+
+    def abandon(self, backend: Backend, trial: int = 0) -> None:
+        """A request on a backend was broken off, and the backend is not to blame."""
+        if trial:
+            self._health.abandon_trial(backend, trial)
+        if self._on_end is not None:
+            self._on_end(backend, "abandoned")
+
+    def _tell(self, transition: Transition | None) -> None:
+        if transition is not None:
+            self._on_transition(transition)
