@@ -265,6 +265,71 @@ async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
     gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
 
 
+# Leases, of which prefillers tell where decoders do not
+
+LEASE: dict[str, Any] = {
+    "prefiller": {"connector_name": "nixl", "pin_seconds": 0.2},
+    "decoder": {"connector_name": "nixl"},
+    "kv": {"pin_seconds": 0.2, "release": "never"},
+}
+
+
+async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tells_anything(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = SimulatedEngine(role="decode", protocol="none", connector_name="nixl")
+    decoder.faults.add("refuse_status", path="/metrics", status=404)
+    gateway = await watched(deploy, 1, [decoder], **LEASE)
+    (engine,) = gateway.prefillers
+    await until(lambda: _readings(engine), "the first reading")
+    await send(gateway, 5)
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(address(engine), "kv_not_fetched", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(
+        f"prefill instance {address(engine)} frees KV that it had handed over and that no decoder has"
+    )
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in line
+    await until(lambda: gateway.metrics("pdproxy_kv_orphans_total").get((), 0) >= 3, "the orphans")
+
+    decoder.options = dataclasses.replace(decoder.options, protocol=None)
+    await decoder.restart()
+    await until_told(gateway, caplog, f"prefill instance {address(engine)} fits again: decoders fetch its KV")
+    assert misfits(gateway) == set()
+    assert len(told(caplog, "WARNING", "frees KV")) == 1
+    gateway.expects_inexact_ledger = True
+
+
+async def until_told(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
+    """Send requests one after the other until this line is logged."""
+    for number in range(2000):
+        await send(gateway, 1, f"{number} at last {LONG}")
+        if told(caplog, "INFO", line):
+            return
+    raise AssertionError(f"never told: {line}")
+
+
+async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await watched(deploy, **LEASE)
+    (engine,) = gateway.prefillers
+    await until(lambda: _readings(engine), "the first reading")
+    await send(gateway, 4)
+    gateway.decoders[0].faults.add("slow_load", seconds=60.0)
+    for number in range(4):
+        async with gateway.asking(request(Api.CHAT, f"{number} left {LONG}", stream=True)):
+            await until(lambda: len(engine.pins) > 0, "KV that waits for its decoder")
+        await until(lambda: not engine.pins, "the end of its lease")
+    gateway.decoders[0].faults.clear()
+    readings = _readings(engine)
+    await send(gateway, 4, "again " + LONG)
+    await until(lambda: _readings(engine) > readings + 2, "readings after that")
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+    gateway.expects_inexact_ledger = True
+
+
 async def test_engines_that_have_no_store_in_common_are_told_of(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,7 +350,13 @@ async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(
     readings = _readings(gateway.decoders[0])
     await send(gateway, 20, "hi")
     assert _readings(gateway.decoders[0]) <= readings + 1  # for what came after the last reading
-    assert _readings(silent.decoders[0]) == 0
+    assert _readings(silent.decoders[0]) == _readings(silent.prefillers[0]) == 0
+
+
+async def test_prefillers_are_asked_where_they_have_leases_only(deploy: Deploy) -> None:
+    gateway = await watched(deploy, connector="mooncake_bootstrap")
+    await send(gateway, 4)
+    await judged(gateway, "transferred", 1)
     assert _readings(gateway.prefillers[0]) == 0
 
 

@@ -59,6 +59,7 @@ class Ledger:
         pin = Pin(backend, tokens, now, now + seconds, suspected)
         slot = self._slots.setdefault(backend.slot, _Slot())
         slot.pins[pin] = None
+        self._row.count_pinned(backend.slot)
         slot.tokens += tokens
         heapq.heappush(self._expiries, (pin.until, next(self._numbers), pin))
         self._publish(backend.slot, slot)

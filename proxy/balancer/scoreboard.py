@@ -20,9 +20,9 @@ from proxy.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_CELLS_PER_SLOT = 7
+_CELLS_PER_SLOT = 8
 _REQUESTS, _RUNNING, _COMPUTE, _KV = range(4)
-_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE = range(4, _CELLS_PER_SLOT)
+_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE, _PINNED_EVER = range(4, _CELLS_PER_SLOT)
 _CELL_BYTES = 8
 # Hand-overs are counted by decoder and lane, a count and tokens each. One lane for each possible prefiller would take
 # 16 MB for each worker.
@@ -82,6 +82,10 @@ class Row:
         lanes[index] += 1
         lanes[index + 1] += tokens
 
+    def count_pinned(self, slot: int) -> None:
+        """Count one more KV cache that is left behind, which is never taken back."""
+        self._cells[_CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
+
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
         """Replace what this worker knows to be pinned. It is nobody's load, so nothing waits for it to go."""
         cells = self._cells
@@ -126,6 +130,10 @@ class Scoreboard:
             tokens=self._sum(slot, _PINNED_TOKENS),
             since=None if since is None else since / _TICKS_PER_SECOND,
         )
+
+    def pinned_ever(self, slot: int) -> int:
+        """How many KV caches were left behind, with those that are gone; of all workers, as `handovers`."""
+        return self._sum(slot, _PINNED_EVER)
 
     def handovers(self, slot: int) -> Handovers:
         """Of all workers. A worker that died takes its part with it; a slot that changed hands keeps what it had."""

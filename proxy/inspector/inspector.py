@@ -18,7 +18,7 @@ from proxy.balancer.recognition import Told, unsuited
 from proxy.inspector.transfers import Transfers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     import aiohttp
@@ -51,10 +51,13 @@ class Inspector:
         metrics: Metrics,
         interval_seconds: float,
         connector: str,
+        lease_seconds: Callable[[Backend], float],
         *,
         reads: bool,
     ) -> None:
-        """`interval_seconds`: between two readings of a decoder's counters, 0 for never."""
+        """`interval_seconds`: between two readings of a decoder's counters, 0 for never. `lease_seconds`: how long a
+        prefiller keeps KV that nobody fetches, where it has leases.
+        """
         self._pools = pools
         self._health = health
         self._fitness = fitness
@@ -71,7 +74,7 @@ class Inspector:
         if reads and Role.PREFILL in pools:
             self._transfers = Transfers(
                 *(pools[Role.PREFILL], pools[Role.DECODE], scoreboard, health, fitness, session, keys, metrics),
-                *(self._background, connector),
+                *(self._background, connector, lease_seconds),
             )
 
     async def __aenter__(self) -> Self:

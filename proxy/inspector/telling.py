@@ -27,6 +27,11 @@ NOT_FETCHED: Final[Mapping[Role, str]] = {
         "--kv-transfer-config that of the others?"
     ),
 }
+EXPIRES: Final = (
+    "frees KV that it had handed over and that no decoder has fetched in time (vllm:nixl_num_kv_expired_reqs_total "
+    "grows). Is it reached at the address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and what "
+    "do the decoders' logs say of handshakes and transfers?"
+)
 NOT_STORED: Final[Mapping[Role, str]] = {
     Role.DECODE: (
         "finds nothing in the KV store: it computes the prompts of prefilled requests once more. Has it the same store "

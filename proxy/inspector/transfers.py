@@ -9,18 +9,19 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
-
 from proxy.balancer.attribution import PairWatch, culprits
 from proxy.balancer.handovers import Verdict, Watch
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.scoreboard import LANES
-from proxy.inspector.telling import NOT_FETCHED, NOT_STORED, log_pair
-from proxy.upstream import read_bounded
+from proxy.inspector.expiries import Expiries
+from proxy.inspector.scraping import scrape
+from proxy.inspector.telling import EXPIRES, NOT_FETCHED, NOT_STORED, log_pair
 from proxy.wire.exposition import parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+
+    import aiohttp
 
     from proxy.backend import Backend
     from proxy.background import Background
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from proxy.balancer.scoreboard import Handovers, Scoreboard
     from proxy.observe.metrics import Metrics
 
-_METRICS_PATH: Final = "/metrics"
-_METRICS_TIMEOUT: Final = aiohttp.ClientTimeout(total=5.0)
-_MAX_METRICS_BYTES: Final = 4 * 1024 * 1024
 # To render its counters costs an engine some milliseconds, in which it streams nothing.
 _SELDOM: Final = 4
 
@@ -68,7 +66,9 @@ class Transfers:
         metrics: Metrics,
         background: Background,
         connector: str,
+        lease_seconds: Callable[[Backend], float],
     ) -> None:
+        """`lease_seconds`: how long a prefiller keeps KV that nobody fetches."""
         self._prefill_pool = prefillers
         self._decode_pool = decoders
         self._scoreboard = scoreboard
@@ -83,6 +83,16 @@ class Transfers:
         """The prefillers that are up, each the only one in its lane."""
         self._decoders: dict[Backend, _Decoder] = {}
         self._told_pairs: set[tuple[Backend, Backend]] = set()
+        self._expiries = None
+        if connector == "vllm_pull":  # of the others no prefiller tells
+            self._expiries = Expiries(
+                scoreboard,
+                metrics,
+                background,
+                lambda backend: scrape(session, keys, backend),
+                lease_seconds,
+                self._tell,
+            )
 
     def look(self, interval_seconds: float) -> None:
         """Start the readings that are due. `interval_seconds`: between two readings of the same instance."""
@@ -101,6 +111,8 @@ class Transfers:
             if is_new and now >= known.due and not known.is_being_read:
                 known.is_being_read = True
                 self._background.start(self._read(backend, known, interval_seconds))
+        if self._expiries is not None:
+            self._expiries.look(self._lanes, decoders, self._that_fetch_nothing_from, interval_seconds * _SELDOM)
 
     def _see_prefillers(self) -> None:
         """Notice who has come up and gone. Nothing that was known of them holds for what comes up in their place."""
@@ -123,7 +135,7 @@ class Transfers:
     async def _read(self, backend: Backend, known: _Decoder, interval_seconds: float) -> None:
         sent, before = self._scoreboard.handovers(backend.slot), self._scoreboard.handovers_by_lane(backend.slot)
         try:
-            exposition = await self._ask(backend)
+            exposition = await scrape(self._session, self._keys, backend)
         finally:
             known.is_being_read = False
         told = None if exposition is None else parse_prompt_tokens(exposition)
@@ -150,17 +162,6 @@ class Transfers:
         self._fitness.misfits.judge(backend, verdict, pairs)
         self._tell()
 
-    async def _ask(self, backend: Backend) -> bytes | None:
-        """Its counters; None when it tells none."""
-        headers = self._keys.headers(backend)
-        try:
-            async with self._session.get(
-                backend.url + _METRICS_PATH, headers=headers, timeout=_METRICS_TIMEOUT, allow_redirects=False
-            ) as answer:
-                return await read_bounded(answer, _MAX_METRICS_BYTES) if answer.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            return None
-
     # What follows for pairs
 
     def _keep(self, decoder: Backend, found: dict[Backend, Verdict]) -> None:
@@ -177,6 +178,9 @@ class Transfers:
         for prefiller, other in outdated:
             self._decoders[other].pairs.pop(prefiller, None)
         self._decoders[decoder].pairs.update(found)
+
+    def _that_fetch_nothing_from(self, prefiller: Backend) -> set[Backend]:
+        return {decoder for decoder, known in self._decoders.items() if known.pairs.get(prefiller) is Verdict.COMPUTED}
 
     @property
     def _prefillers(self) -> Collection[Backend]:
@@ -202,8 +206,9 @@ class Transfers:
         hints = NOT_STORED if self._from_store else NOT_FETCHED
         for backend in blamed.decoders | blamed.prefillers:
             self._fitness.report(backend, MisfitKind.KV_NOT_FETCHED, hints[backend.role])
-        for backend in {backend for pair in good for backend in pair}:
-            self._fitness.report(backend, MisfitKind.KV_NOT_FETCHED, None)
+        loses = {} if self._expiries is None else self._expiries.loses
+        for backend in {backend for pair in good for backend in pair}.union(loses) - blamed.prefillers:
+            self._fitness.report(backend, MisfitKind.KV_NOT_FETCHED, EXPIRES if loses.get(backend) else None)
         for pair in blamed.pairs - self._told_pairs:
             log_pair(*pair, fits=False)
         for pair in self._told_pairs & good:

@@ -315,7 +315,8 @@ class HealthChecks(Section):
     """How long a prefiller and a decoder are kept apart after failed hand-overs; longer if they fail again."""
     transfer_interval_seconds: Delay = 15.0
     """Least time between two readings of a decoder's /metrics, which follow hand-overs and show whether it fetches the
-    KV cache or computes prompts once more; four times as long while all is well; 0: never read."""
+    KV cache or computes prompts once more; four times as long while all is well, and for prefillers, which with
+    vllm_pull are read to see whether leases expire; 0: never read."""
 
 
 class Joining(Section):

@@ -33,6 +33,16 @@ def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
     return _of_sglang(exposition) if b"sglang:" in exposition else None
 
 
+def parse_expired_leases(exposition: bytes) -> float | None:
+    """How often a prefiller has freed KV because no decoder had fetched it in time, since it started; None: it does not
+    tell.
+
+    vLLM's NixlConnector counts that (kv_connector/v1/nixl/stats.py). Of vLLM's MooncakeConnector only the log tells,
+    and SGLang has no leases: both legs of a request fail together.
+    """
+    return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
+
+
 def _of_vllm(exposition: bytes) -> PromptTokens | None:
     told = [
         _sum(exposition, b"vllm:prompt_tokens_by_source_total", b'source="%b"' % source)

@@ -41,6 +41,7 @@ from proxy.configuration import Follower, text_of
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import Kit, Pools
 from proxy.connectors.encoding import Encoding
+from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
 from proxy.dialects import DIALECTS
 from proxy.flow.evacuation import Evacuation
@@ -214,6 +215,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             Inspector(
                 *(everybody, shared.scoreboard, health, fitness, session, keys, metrics),
                 *(settings.health.transfer_interval_seconds, settings.connector),
+                lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
                 reads=index == 0,
             )
         )
