@@ -17,6 +17,7 @@ from tests.deployment import generations
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -126,6 +127,19 @@ async def test_what_no_prefill_came_of_is_not_remembered(deploy: Deploy, is_the_
         engine.faults.add("refuse_status", path=Api.CHAT.path, status=500)
         assert (await gateway.ask(turn(LONG))).status == 500
     assert policy.keys_of(backend) == before
+
+
+async def test_what_a_client_says_of_its_request_reaches_the_policy(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PickRequest] = []
+    monkeypatch.setattr(PrefixAffinity, "dispatched", lambda self, backend, request: seen.append(request))
+    monkeypatch.setattr(PrefixAffinity, "ended", lambda self, backend, request, served: None)
+    gateway = await deploy(**CHOOSING)
+    await gateway.ask(turn(LONG, prompt_cache_key="a conversation"), x_ttft_deadline_ms="1500")
+    (wanted,) = seen
+    assert (wanted.session, wanted.first_token_seconds, wanted.output_tokens) == ("a conversation", 1.5, 2)
+    assert wanted.prompt_tokens > 1000
 
 
 async def test_a_reload_that_leaves_the_policy_leaves_what_it_knows(deploy: Deploy) -> None:
