@@ -14,7 +14,7 @@ from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, data, event_stream, http, json_answer
 from tests.deployment import generations
-from tests.test_inspector import StandIn
+from tests.inspector.test_inspector import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -147,7 +147,7 @@ class Program:
 def program(worker: str, workers: int, port: int = 0) -> Iterator[Program]:
     """Kills, in the end, what a failed test left behind; its temporary files are removed even when it was killed."""
     command = [sys.executable, "-P", __file__, worker, str(workers), str(port)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with (
         tempfile.TemporaryDirectory() as directory,
         subprocess.Popen(
