@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
-FLUSH_CACHE: Final = "/flush_cache"
-"""What vLLM and SGLang call the route that empties an engine's prefix cache."""
+"""Ours, by vLLM's name."""
 START_PROFILE: Final = "/start_profile"
 STOP_PROFILE: Final = "/stop_profile"
 """Of both. vLLM has these routes only if it was started with a profiler, SGLang takes options in the body."""

@@ -116,8 +116,9 @@ class PassthroughApi:
         self._drain = drain
         self._admission = admission
         self._budget = budget
-        is_sglang = settings.connector == "sglang_bootstrap"
-        self._groups = (*settings.passthrough, *(("sglang",) if is_sglang else ()))
+        self._groups: list[str] = [*settings.passthrough]
+        if settings.connector_traits.has_sglang_routes:
+            self._groups.append("sglang")
         self._metrics = metrics
         self._queue = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
         """A queue of its own, for one role, and only while all of that role are restarting."""

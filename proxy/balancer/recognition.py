@@ -15,25 +15,13 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Role
 from proxy.balancer.engine_facts import Identity, Setup
 from proxy.balancer.misfits import MisfitKind
-from proxy.settings import SettingsError
+from proxy.settings import CONNECTOR_TRAITS, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-_CONNECTORS: Final[Mapping[str, str]] = {
-    "NixlConnector": "vllm_pull",
-    "NixlPullConnector": "vllm_pull",
-    "MooncakeConnectorV1": "vllm_pull",
-    "MooncakeHybridConnector": "vllm_pull",
-    "MooncakeConnector": "mooncake_bootstrap",
-    "MooncakeLayerwiseConnector": "ascend_layerwise",
-    "AscendStoreConnector": "vllm_store",
-    "ExampleConnector": "vllm_store",
-    "MooncakeConnectorStoreV1": "vllm_store",
-    "MooncakeStoreConnector": "vllm_store",
-    "UCMConnector": "vllm_store",
-}
-"""By the name that vLLM and vLLM-Ascend give to what moves the KV cache (KVConnectorFactory.register_connector)."""
+_CONNECTORS: Final = {part: name for name, traits in CONNECTOR_TRAITS.items() for part in traits.kv_connectors}
+"""By the name that vLLM and vLLM-Ascend give to what moves the KV cache."""
 
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
@@ -85,8 +73,9 @@ def recognise(engines: Sequence[Told]) -> Finding:
         if started is not None:
             raise SettingsError(f"connector auto: {engine.name} {started}")
     (kind,) = by_kind
-    if kind == "SGLang":
-        return Finding("sglang_bootstrap", f"{_count_of(engines)} are SGLang")
+    connectors = [name for name, traits in CONNECTOR_TRAITS.items() if traits.engine == kind]
+    if len(connectors) == 1:
+        return Finding(connectors[0], f"{_count_of(engines)} are {kind}")
     return _vllm(engines)
 
 
@@ -95,25 +84,24 @@ def unsuited(told: Told, connector: str, bootstrap_port: int | None) -> tuple[Mi
 
     `bootstrap_port`: where decoders are told to meet it, if it was given.
     """
-    identity, setup = told.identity, told.setup
+    identity, setup, traits = told.identity, told.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
         return MisfitKind.GATEWAY, _GATEWAY
     if identity.kind is None or told.role is Role.ENCODE:
         return None
-    if connector != "plain" and (identity.kind == "SGLang") != (connector == "sglang_bootstrap"):
+    if traits.engine not in (None, identity.kind):
         return MisfitKind.CONNECTOR, _wrong_kind(identity.kind, connector)
-    started = _started_alone(setup) if connector == "plain" else _started_otherwise(told)
+    started = _started_otherwise(told) if traits.takes_prefillers else _started_alone(setup)
     if started is not None:
         return MisfitKind.ROLE, started
     if identity.kind == "SGLang":
         return _wrong_port(told, bootstrap_port)
-    if connector == "plain" or not setup.tells_transfer:
+    if not traits.takes_prefillers or not setup.tells_transfer:
         return None
     if not setup.kv_connectors:
         return MisfitKind.CONNECTOR, "was started without a --kv-transfer-config, so it cannot hand over KV cache"
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
-    # What a prefiller names goes to the decoder with vllm_store, too.
-    if served_by & {None, connector} or (connector == "vllm_store" and "vllm_pull" in served_by):
+    if served_by & {None, connector, *traits.passes_on}:
         return None
     its = " and ".join(setup.kv_connectors)
     wanted = " or ".join(sorted(filter(None, served_by)))
@@ -185,7 +173,7 @@ def _connector(engine: Told) -> tuple[str, str]:
     if not parts:
         raise SettingsError(f"connector auto: {engine.name} was started without a --kv-transfer-config")
     known = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
-    handing_over = {connector: part for connector, part in known.items() if connector != "vllm_store"} or known
+    handing_over = {name: part for name, part in known.items() if not CONNECTOR_TRAITS[name].is_store} or known
     if len(handing_over) != 1:
         raise SettingsError(
             f"connector auto: {engine.name} has {' and '.join(parts)}, which is not known to be served by one "

@@ -16,6 +16,7 @@ from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.models import odd_ones
 from proxy.balancer.recognition import Told, unsuited
 from proxy.inspector.transfers import Transfers
+from proxy.settings import CONNECTOR_TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,15 +67,25 @@ class Inspector:
         self._connector = connector
         self._told: dict[Backend, Identity] = {}
         self._told_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
-        """What engines tell by themselves. Of vLLM's bootstrap servers only traffic tells."""
-        if connector == "sglang_bootstrap":
+        """What engines tell by themselves."""
+        traits = CONNECTOR_TRAITS[connector]
+        if traits.tells_bootstrap_port:
             self._told_kinds.append(MisfitKind.BOOTSTRAP)
         self._background = Background(logger, "a look at instances")
         self._transfers = None
         if reads and Role.PREFILL in pools:
             self._transfers = Transfers(
-                *(pools[Role.PREFILL], pools[Role.DECODE], scoreboard, health, fitness, session, keys, metrics),
-                *(self._background, connector, lease_seconds),
+                prefillers=pools[Role.PREFILL],
+                decoders=pools[Role.DECODE],
+                scoreboard=scoreboard,
+                health=health,
+                fitness=fitness,
+                session=session,
+                keys=keys,
+                metrics=metrics,
+                background=self._background,
+                traits=traits,
+                lease_seconds=lease_seconds,
             )
 
     async def __aenter__(self) -> Self:

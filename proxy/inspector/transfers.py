@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Handovers, Scoreboard
     from proxy.observe.metrics import Metrics
+    from proxy.settings import ConnectorTraits
 
 # To render its counters costs an engine some milliseconds, in which it streams nothing.
 _SELDOM: Final = 4
@@ -65,8 +66,9 @@ class Transfers:
         keys: EngineKeys,
         metrics: Metrics,
         background: Background,
-        connector: str,
         lease_seconds: Callable[[Backend], float],
+        *,
+        traits: ConnectorTraits,
     ) -> None:
         """`lease_seconds`: how long a prefiller keeps KV that nobody fetches."""
         self._prefill_pool = prefillers
@@ -78,13 +80,13 @@ class Transfers:
         self._keys = keys
         self._metrics = metrics
         self._background = background
-        self._from_store = connector == "vllm_store"
+        self._from_store = traits.is_store
         self._lanes: dict[int, Backend] = {}
         """The prefillers that are up, each the only one in its lane."""
         self._decoders: dict[Backend, _Decoder] = {}
         self._told_pairs: set[tuple[Backend, Backend]] = set()
         self._expiries = None
-        if connector == "vllm_pull":  # of the others no prefiller tells
+        if traits.counts_expired_leases:
             self._expiries = Expiries(
                 scoreboard,
                 metrics,

@@ -4,6 +4,7 @@
 """
 
 from proxy.settings.client_keys import ClientKey, load_client_keys
+from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.settings.endpoints import Endpoint, canonical_host, is_loopback, parse_endpoints, reachable
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
@@ -30,6 +31,7 @@ from proxy.settings.show import to_yaml
 from proxy.settings.sources import OPTIONS, SECRETS
 
 __all__ = [
+    "CONNECTOR_TRAITS",
     "MAX_BACKENDS",
     "OPTIONS",
     "POLICIES",
@@ -39,6 +41,7 @@ __all__ = [
     "Auth",
     "Balance",
     "ClientKey",
+    "ConnectorTraits",
     "Cost",
     "Drain",
     "Endpoint",

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
+from proxy.settings.connectors import known_connector
 from proxy.settings.endpoints import Endpoint, parse_endpoints
 from proxy.settings.policies import known_policy
 
@@ -104,6 +105,7 @@ ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
 Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]
 
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
+ConnectorName = Annotated[str, AfterValidator(known_connector)]
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]

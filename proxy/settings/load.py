@@ -140,7 +140,7 @@ def _read_key(option: str, path: Path) -> str:
 
 def _require_backends(settings: Settings) -> None:
     missing = {"decode": "decoder"} if not settings.decode else {}
-    if not settings.prefill and settings.connector not in ("auto", "plain"):
+    if not settings.prefill and settings.connector_traits.needs_prefillers:
         missing = {"prefill": "prefiller", **missing}
     if missing:
         nouns = " and ".join(f"no {noun}" for noun in missing.values())

@@ -9,10 +9,12 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.settings.endpoints import Host, is_loopback
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
+    ConnectorName,
     Delay,
     Endpoints,
     FilePath,
@@ -393,9 +395,7 @@ class Settings(Section):
     encode: Endpoints = ()
     """Encoders, as host:port or host:first-last: vLLM engines that first encode the images, audio and video of a chat
     and share the results with the others (--ec-transfer-config); none: prefillers encode them."""
-    connector: Literal[
-        "auto", "vllm_pull", "vllm_store", "mooncake_bootstrap", "sglang_bootstrap", "ascend_layerwise", "plain"
-    ] = "vllm_pull"
+    connector: ConnectorName = "vllm_pull"
     """How the KV cache travels: vllm_pull (the decoder fetches it), vllm_store (through a store that engines share),
     mooncake_bootstrap (vLLM's own MooncakeConnector; the legs meet at the prefiller's bootstrap server),
     sglang_bootstrap (SGLang; likewise), ascend_layerwise (the prefiller sends it after the decoder has called back) or
@@ -439,10 +439,12 @@ class Settings(Section):
                 nouns[endpoint.place] = noun
                 if noun != "a prefiller" and endpoint.bootstrap_port is not None:
                     raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
-        if self.connector == "plain" and self.prefill:
-            raise ValueError("connector plain has no prefillers: give every engine as a decoder")
-        if self.connector == "sglang_bootstrap" and self.encode:
-            raise ValueError("connector sglang_bootstrap has no encoders: SGLang's encoders work in another way")
+        traits = self.connector_traits
+        if self.prefill and not traits.takes_prefillers:
+            raise ValueError(f"connector {self.connector} has no prefillers: give every engine as a decoder")
+        if self.encode and not traits.takes_encoders:
+            its = f"{traits.engine}'s encoders"
+            raise ValueError(f"connector {self.connector} has no encoders: {its} work in another way")
         if len(nouns) > MAX_BACKENDS:
             raise ValueError(f"{len(nouns)} instances are given, but {MAX_BACKENDS} is the limit")
         return self
@@ -451,9 +453,14 @@ class Settings(Section):
     def _decoders_can_call_back(self) -> Self:
         if self.layerwise.port + self.workers - 1 > 65535:
             raise ValueError(f"layerwise.port {self.layerwise.port} leaves no ports for {self.workers} workers")
-        if self.connector == "ascend_layerwise":
+        if self.connector_traits.needs_callback_port:
             self.callback_host  # noqa: B018 raises
         return self
+
+    @property
+    def connector_traits(self) -> ConnectorTraits:
+        """What the rest of the program asks for instead of the connector's name."""
+        return CONNECTOR_TRAITS[self.connector]
 
     @property
     def administration_host(self) -> str:
@@ -478,7 +485,7 @@ class Settings(Section):
 
     @property
     def callback_host(self) -> str:
-        """What decoders are told to call back, with connector ascend_layerwise. Raises ValueError if that is none."""
+        """What decoders are told to call back, where they do. Raises ValueError if that is none."""
         host = self.layerwise.advertised_host or self.layerwise.host or self.listen.host
         if not host.strip("0.:"):
             raise ValueError(f"layerwise.advertised_host must be where decoders can call back: {host} is every address")

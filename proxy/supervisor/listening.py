@@ -46,7 +46,7 @@ def listen(settings: Settings) -> Listeners:
 
 
 def _callback_listeners(settings: Settings) -> Iterator[socket.socket]:
-    if settings.connector != "ascend_layerwise":
+    if not settings.connector_traits.needs_callback_port:
         return
     try:
         settings.callback_host  # noqa: B018 raises

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -14,7 +14,7 @@ from proxy import logs
 from proxy.api import replies
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
-from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE, BroadcastApi
+from proxy.api.broadcasts import BroadcastApi
 from proxy.api.cors import Cors
 from proxy.api.drain import Drain
 from proxy.api.front import Front
@@ -69,9 +69,6 @@ if TYPE_CHECKING:
     from proxy.shared import Listeners, Shared
 
 logger = logging.getLogger(__name__)
-
-# The connectors whose decode leg begins when the prefill leg has ended.
-_PREFILL_FIRST: Final = frozenset({"vllm_pull", "vllm_store"})
 
 
 @dataclass(slots=True)
@@ -237,7 +234,6 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             *(serving[connector.roles[0]], session, keys, client_keys, drain, gateway.admission, gateway.budget),
             *(settings, metrics),
         )
-        is_sglang = settings.connector == "sglang_bootstrap"
         administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
         instances = InstancesApi(
             *(everybody, shared.roster, shared.scoreboard, health, misfits, prober, names, administrators, settings)
@@ -245,14 +241,12 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         administration = [
             *AdminApi(metrics, follower.reload, administrators).routes(),
             *instances.routes(),
-            *BroadcastApi(
-                *(everybody, session, keys, administrators, FLUSH_CACHE if is_sglang else RESET_PREFIX_CACHE)
-            ).routes(),
+            *BroadcastApi(*(everybody, session, keys, administrators, settings.connector_traits.cache_path)).routes(),
         ]
         app = _application(metrics)
         app.middlewares.append(drain.middleware)
         clients = [route for api in (generation, models, passthrough, probes) for route in api.routes()]
-        if is_sglang:
+        if settings.connector_traits.has_sglang_routes:
             clients += SglangApi(serving, session, keys, client_keys, probes, metrics).routes()
         signposts = Signposts(clients)
         cors = Cors(signposts.is_clients, settings.listen)
@@ -346,7 +340,7 @@ def _limits(settings: Settings, role: Role) -> PoolLimits:
 def _stall_seconds(settings: Settings) -> float:
     """Where no prefill leg goes before, a stream is silent while its prompt is computed."""
     seconds = settings.health.stall_seconds
-    if settings.connector in _PREFILL_FIRST:
+    if settings.connector_traits.has_prefill_first:
         return seconds
     return max(seconds, settings.timeouts.first_token_seconds)
 

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from proxy.api.broadcasts import FLUSH_CACHE, RESET_PREFIX_CACHE
+from proxy.api.broadcasts import RESET_PREFIX_CACHE
 from proxy.backend import Role
 from tests.api.operating import client_of
 
@@ -37,7 +37,7 @@ async def test_resetting_the_prefix_cache_reaches_every_engine(gateway: Gateway)
 @pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
 async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path: str) -> None:
     engine = await gateway.engine(Role.PREFILL)
-    client = await client_of(gateway, cache_path=FLUSH_CACHE)
+    client = await client_of(gateway, cache_path="/flush_cache")
     async with client.post(f"{path}?timeout=60") as answer:
         assert answer.status == 200
     (asked,) = engine.asked
@@ -47,7 +47,7 @@ async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path:
 async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     for cache_path, method, path, status in [
-        (FLUSH_CACHE, "GET", "/flush_cache", 405),
+        ("/flush_cache", "GET", "/flush_cache", 405),
         (RESET_PREFIX_CACHE, "POST", "/flush_cache", 404),
     ]:
         client = await client_of(gateway, cache_path=cache_path)

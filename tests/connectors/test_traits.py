@@ -1,0 +1,22 @@
+"""What is known of a connector before it is made agrees with what it is then."""
+
+from __future__ import annotations
+
+from proxy.backend import Role
+from proxy.connectors import CONNECTORS
+from proxy.settings import CONNECTOR_TRAITS
+
+
+def test_every_connector_has_traits_under_its_name() -> None:
+    assert CONNECTOR_TRAITS.keys() - CONNECTORS.keys() == {"auto"}
+    assert CONNECTORS.keys() <= CONNECTOR_TRAITS.keys()
+
+
+def test_connectors_without_prefillers_have_no_such_role() -> None:
+    for name, connector in CONNECTORS.items():
+        assert (Role.PREFILL in connector.roles) == CONNECTOR_TRAITS[name].takes_prefillers, name
+
+
+def test_a_connector_passes_on_what_another_one_names() -> None:
+    for traits in CONNECTOR_TRAITS.values():
+        assert set(traits.passes_on) <= CONNECTORS.keys()
