@@ -1,8 +1,4 @@
-"""Call: one parsed client request, immutable, which knows what it costs.
-
-Only what the gateway decides by is read and checked here; every other field is the engine's business and reaches it
-with the bytes the client sent.
-"""
+"""Call: one parsed client request, immutable, which knows what it costs. The dialects make them."""
 
 from __future__ import annotations
 
@@ -12,20 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
-from proxy.errors import BadRequest
-from proxy.wire import sglang
-from proxy.wire.document import REMOVED, Document, InvalidDocument
-from proxy.wire.lax import flag, whole_number
-from proxy.wire.openai import RESERVED_FIELDS, Api
-from proxy.wire.prefix import PrefixKeys, Prompt
+from proxy.wire.openai import Api
+from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence, Set
+    from collections.abc import Collection, Mapping, Sequence
 
     from proxy.backend import Backend
     from proxy.settings import Cost
-
-    _Reading = tuple[Callable[[object], object], str]
+    from proxy.wire.document import Document
+    from proxy.wire.prefix import Prompt
 
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
@@ -41,33 +33,10 @@ DECODE_OVERHEAD_TOKENS: Final = 256
 # How soon the client wants the first token, in milliseconds: for policies, and passed on.
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 
-# What the gateway acts on: how engines read it, and what it is to be.
-_WHOLE_NUMBER: Final = (whole_number, "a whole number")
-_FLAG: Final = (flag, "true or false")
-_READINGS: Final[Mapping[str, _Reading]] = {
-    **dict.fromkeys(
-        (
-            *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
-            *("prompt_logprobs", "thinking_token_budget"),
-        ),
-        _WHOLE_NUMBER,
-    ),
-    **dict.fromkeys(
-        (
-            *("echo", "use_beam_search", "return_token_ids", "include_reasoning", "include_stop_str_in_output"),
-            "parallel_tool_calls",
-        ),
-        _FLAG,
-    ),
-}
-_CHAT_READINGS: Final[Mapping[str, _Reading]] = {**_READINGS, "logprobs": _FLAG}
-_COMPLETION_READINGS: Final[Mapping[str, _Reading]] = {**_READINGS, "logprobs": _WHOLE_NUMBER}
-_NATIVE_READINGS: Final[Mapping[str, _Reading]] = dict.fromkeys(sglang.WHOLE_NUMBERS, _WHOLE_NUMBER)
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One unit of work for the engines: a single prompt and a single sample once `flow.fanout` has split it."""
+    """One unit of work for the engines: a single prompt and a single sample once its dialect has split it."""
 
     api: Api
     document: Document
@@ -91,7 +60,7 @@ class Call:
     @property
     def output_limit(self) -> int | None:
         """The client's own limit on output tokens; None when it gave none."""
-        return _output_limit(self.values)
+        return output_limit(self.values)
 
     @property
     def is_all_prompt(self) -> bool:
@@ -196,121 +165,6 @@ class Call:
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
-def read(raw: bytes) -> Document:
-    """The JSON of a request body, for `understand`. Raises BadRequest."""
-    try:
-        return Document.unchecked(raw)
-    except InvalidDocument as error:
-        raise BadRequest(str(error), code="invalid_json") from None
-
-
-def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
-    """Parse a request body. Raises BadRequest for what no engine could make sense of."""
-    return understand(api, read(raw), cost, headers)
-
-
-def understand(api: Api, document: Document, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
-    """The call that a request body makes. Raises BadRequest for what no engine could make sense of."""
-    try:
-        document.check()
-    except InvalidDocument as error:
-        raise BadRequest(str(error), code="invalid_json") from None
-    if api is Api.GENERATE:
-        return _native(document, cost, headers or {})
-    values = document.values
-    stream = _boolean(values, "stream")
-    options = values.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise BadRequest("stream_options must be an object", param="stream_options")
-    if options and not stream:
-        raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-    changes = _spell_alike(values, _CHAT_READINGS if api is Api.CHAT else _COMPLETION_READINGS)
-    if values.get("n") is not None and values["n"] < 1:
-        raise BadRequest("n must be a positive integer", param="n")
-    include_usage = _boolean(options or {}, "include_usage")
-    changes.update(_without_reserved(values, RESERVED_FIELDS))
-    if stream and not include_usage:
-        # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it. What
-        # else stands in their options (continuous_usage_stats) means nothing without it.
-        changes["stream_options"] = {"include_usage": True}
-    return Call(
-        api=api,
-        document=document,
-        prompt_tokens=prompt_tokens(document, cost),
-        output_tokens=_output_limit(values) or cost.default_output_tokens,
-        stream=stream,
-        include_usage=include_usage,
-        headers=headers or {},
-        changes=changes,
-        prompt=Prompt(values),
-    )
-
-
-def _native(document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-    """A call of SGLang's own API. Its usage is part of every answer."""
-    values = document.values
-    changes: dict[str, object] = {}
-    params = values.get("sampling_params")
-    for each in params if isinstance(params, list) else [params]:
-        if isinstance(each, dict) and _spell_alike(each, _NATIVE_READINGS):
-            changes["sampling_params"] = params
-    rows = sglang.embeddings(values)
-    tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
-    tokens += (
-        _media(values.get("image_data")) * cost.image_tokens + _media(values.get("audio_data")) * cost.audio_tokens
-    )
-    return Call(
-        api=Api.GENERATE,
-        document=document,
-        prompt_tokens=max(1, tokens),
-        output_tokens=min(sglang.output_limit(values.get("sampling_params")), MAX_OUTPUT_TOKENS),
-        stream=_boolean(values, "stream"),
-        include_usage=False,
-        headers=headers,
-        changes={**changes, **_without_reserved(values, sglang.RESERVED_FIELDS)},
-        prompt=Prompt(values),
-    )
-
-
-def _spell_alike(values: dict[str, Any], readings: Mapping[str, _Reading]) -> dict[str, object]:
-    """Let what the gateway acts on be what engines take it for; the members that were spelled otherwise, as they are
-    now. Raises BadRequest for what engines take for nothing.
-    """
-    changes: dict[str, object] = {}
-    for name, value in values.items():
-        if name in readings and value is not None:
-            read, what = readings[name]
-            try:
-                meant = read(value)
-            except ValueError:
-                raise BadRequest(f"{name} must be {what}", param=name) from None
-            if meant is not value:
-                changes[name] = meant
-    values.update(changes)
-    return changes
-
-
-def _without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
-    """Changes that take the reserved fields away, wherever engines read them.
-
-    vLLM puts the members of `vllm_xargs` where it puts `kv_transfer_params`, too (`to_sampling_params`).
-    """
-    changes: dict[str, object] = {}
-    if not reserved.isdisjoint(values):
-        changes.update((name, REMOVED) for name in reserved if name in values)
-    extra = values.get("vllm_xargs")
-    if isinstance(extra, dict) and not reserved.isdisjoint(extra):
-        changes["vllm_xargs"] = {name: value for name, value in extra.items() if name not in reserved}
-    return changes
-
-
-def _media(value: object) -> int:
-    """How many pictures or sounds there are: one, or a list, or a list of lists."""
-    if isinstance(value, list):
-        return sum(map(_media, value))
-    return int(value is not None)
-
-
 def prompt_tokens(document: Document, cost: Cost) -> int:
     """Estimated prompt length in tokens, at least 1."""
     values = document.values
@@ -356,15 +210,7 @@ def _objects(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _boolean(values: Mapping[str, Any], name: str) -> bool:
-    """A flag the gateway itself acts on, so it must not guess what `"yes"` means to the engine."""
-    value = values.get(name)
-    if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
-        raise BadRequest(f"{name} must be true or false", param=name)
-    return bool(value)
-
-
-def _output_limit(values: Mapping[str, Any]) -> int | None:
+def output_limit(values: Mapping[str, Any]) -> int | None:
     """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
     for name in ("max_completion_tokens", "max_tokens"):
         limit = values.get(name)

@@ -11,12 +11,13 @@ import pytest
 from pydantic import BaseModel
 
 from proxy.backend import Load
-from proxy.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, parse, text_tokens
+from proxy.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, text_tokens
 from proxy.errors import BadRequest
 from proxy.settings import Cost
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import RESERVED_FIELDS, Api
+from tests.parsing import parse
 
 COST = Cost(bytes_per_token=4, image_tokens=1000, audio_tokens=500, default_output_tokens=256)
 

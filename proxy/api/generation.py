@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy import call as calls
 from proxy.api.body import memory_bytes, read_json
 from proxy.api.replies import REQUEST_ID
+from proxy.call import FIRST_TOKEN_HEADER
 from proxy.dialects import DIALECTS
+from proxy.dialects.requests import read
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
 from proxy.wire.weight import LONG_BYTES
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
+    from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
     from proxy.observe.observers import Observers
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
-_PASSED_ON: Final = ("traceparent", "tracestate", calls.FIRST_TOKEN_HEADER)
+_PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
 
 
 class GenerationApi:
@@ -79,7 +81,7 @@ class GenerationApi:
             listen = self._settings.listen
             raw = await read_json(request, listen, held.resize)
             is_long = len(raw) > LONG_BYTES
-            document = calls.read(raw)
+            document = read(raw)
             held.add(memory_bytes(raw, document.values, listen))
             del raw  # which the document has, if it needs it
             if is_long:
@@ -99,9 +101,7 @@ class GenerationApi:
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 
-    async def _stream(
-        self, dialect: Dialect, call: calls.Call, request: web.Request, record: Record
-    ) -> web.StreamResponse:
+    async def _stream(self, dialect: Dialect, call: Call, request: web.Request, record: Record) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
             with self._drain:

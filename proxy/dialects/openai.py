@@ -2,32 +2,84 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from proxy import call as calls
+from proxy.call import Call, output_limit, prompt_tokens
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
-from proxy.errors import Failure
+from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, check, spell_alike, without_reserved
+from proxy.errors import BadRequest, Failure
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import Api, with_prompt_details
+from proxy.wire.openai import RESERVED_FIELDS, Api, with_prompt_details
+from proxy.wire.prefix import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
     from proxy.connectors.base import Attempt
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
+    from proxy.dialects.requests import Reading
     from proxy.settings import Cost
     from proxy.upstream import Response
     from proxy.wire.document import Document
 
 
+_READINGS: Final[Mapping[str, Reading]] = {
+    **dict.fromkeys(
+        (
+            *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
+            *("prompt_logprobs", "thinking_token_budget"),
+        ),
+        WHOLE_NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            *("echo", "use_beam_search", "return_token_ids", "include_reasoning", "include_stop_str_in_output"),
+            "parallel_tool_calls",
+        ),
+        FLAG,
+    ),
+}
+_CHAT_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": FLAG}
+_COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": WHOLE_NUMBER}
+
+
 class OpenAi(Dialect):
     """What both have in common."""
 
+    readings: ClassVar[Mapping[str, Reading]]
+    """Of the fields that the gateway acts on."""
+
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
-        return calls.understand(self.api, document, cost, headers)
+        check(document)
+        values = document.values
+        stream = boolean(values, "stream")
+        options = values.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise BadRequest("stream_options must be an object", param="stream_options")
+        if options and not stream:
+            raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
+        changes = spell_alike(values, self.readings)
+        if values.get("n") is not None and values["n"] < 1:
+            raise BadRequest("n must be a positive integer", param="n")
+        include_usage = boolean(options or {}, "include_usage")
+        changes.update(without_reserved(values, RESERVED_FIELDS))
+        if stream and not include_usage:
+            # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
+            # What else stands in their options (continuous_usage_stats) means nothing without it.
+            changes["stream_options"] = {"include_usage": True}
+        return Call(
+            api=self.api,
+            document=document,
+            prompt_tokens=prompt_tokens(document, cost),
+            output_tokens=output_limit(values) or cost.default_output_tokens,
+            stream=stream,
+            include_usage=include_usage,
+            headers=headers,
+            changes=changes,
+            prompt=Prompt(values),
+        )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """A unit for each prompt and sample."""
@@ -77,12 +129,14 @@ class ChatCompletions(OpenAi):
     """POST /v1/chat/completions."""
 
     api = Api.CHAT
+    readings = _CHAT_READINGS
 
 
 class Completions(OpenAi):
     """POST /v1/completions."""
 
     api = Api.COMPLETIONS
+    readings = _COMPLETION_READINGS
 
 
 class _AsItIs:

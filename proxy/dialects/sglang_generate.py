@@ -7,29 +7,33 @@ prefiller knows of the prompt is put into the decoder's answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy import call as calls
+from proxy.call import MAX_OUTPUT_TOKENS, Call, text_tokens
 from proxy.dialects.base import Dialect, Unit
+from proxy.dialects.requests import WHOLE_NUMBER, boolean, check, spell_alike, without_reserved
 from proxy.dialects.segment import Meaning, Segment
 from proxy.errors import Failure
 from proxy.wire import sglang
 from proxy.wire.openai import DONE, Api, data_event
+from proxy.wire.prefix import Prompt
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
     from proxy.connectors.base import Attempt, PrefillAnswer
     from proxy.dialects.base import UnitRendering, Whole
+    from proxy.dialects.requests import Reading
     from proxy.settings import Cost
     from proxy.upstream import Response
     from proxy.wire.document import Document
     from proxy.wire.sse import Event
+
+_READINGS: Final[Mapping[str, Reading]] = dict.fromkeys(sglang.WHOLE_NUMBERS, WHOLE_NUMBER)
 
 
 class SglangGenerate(Dialect):
@@ -39,8 +43,29 @@ class SglangGenerate(Dialect):
     methods = ("POST", "PUT")
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """See Dialect."""
-        return calls.understand(self.api, document, cost, headers)
+        """See Dialect. Usage is part of every answer."""
+        check(document)
+        values = document.values
+        changes: dict[str, object] = {}
+        params = values.get("sampling_params")
+        for each in params if isinstance(params, list) else [params]:
+            if isinstance(each, dict) and spell_alike(each, _READINGS):
+                changes["sampling_params"] = params
+        rows = sglang.embeddings(values)
+        tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
+        tokens += _media(values.get("image_data")) * cost.image_tokens
+        tokens += _media(values.get("audio_data")) * cost.audio_tokens
+        return Call(
+            api=self.api,
+            document=document,
+            prompt_tokens=max(1, tokens),
+            output_tokens=min(sglang.output_limit(values.get("sampling_params")), MAX_OUTPUT_TOKENS),
+            stream=boolean(values, "stream"),
+            include_usage=False,
+            headers=headers,
+            changes={**changes, **without_reserved(values, sglang.RESERVED_FIELDS)},
+            prompt=Prompt(values),
+        )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
         """A unit for each prompt and sample; their prompts count the same number of tokens."""
@@ -219,6 +244,13 @@ def _parts(call: Call, attempt: Attempt) -> _PrefillerParts | _LonePrefiller | N
 
 def _needs_prefiller(call: Call) -> bool:
     return sglang.wants_prefillers_answer({**call.values, **call.changes})
+
+
+def _media(value: object) -> int:
+    """How many pictures or sounds there are: one, or a list, or a list of lists."""
+    if isinstance(value, list):
+        return sum(map(_media, value))
+    return int(value is not None)
 
 
 def _finish_of(payload: dict[str, Any]) -> Any:

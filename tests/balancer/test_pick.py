@@ -8,11 +8,11 @@ import pytest
 
 from proxy.backend import Load, Role
 from proxy.balancer.pick import PickRequest, Policy
-from proxy.call import parse
 from proxy.errors import Failure, UpstreamError
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from proxy.wire.prefix import PrefixKeys
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

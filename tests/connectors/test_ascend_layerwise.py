@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from proxy.backend import Load
-from proxy.call import parse
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.observe.timeline import Journey
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.connectors.pushing import TEXT, PushDecoder, PushPrefiller, SideChannel, callback, engine_id
 from tests.deployment import generations
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

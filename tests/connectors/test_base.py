@@ -5,10 +5,10 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from proxy.call import parse
 from proxy.connectors.base import first_byte_seconds, prefill_seconds
 from proxy.settings import Cost, Timeouts
 from proxy.wire.openai import Api
+from tests.parsing import parse
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 10.002), (1000, 12.0), (128_000, 266.0)])

@@ -11,7 +11,6 @@ import pytest
 
 from proxy.backend import Load, Role
 from proxy.balancer.pick import PickRequest
-from proxy.call import parse
 from proxy.connectors.encoding import media
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
@@ -19,6 +18,7 @@ from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, http
 from tests.deployment import generations
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -10,7 +10,6 @@ import orjson
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.call import parse
 from proxy.observe.timeline import Journey
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
@@ -18,6 +17,7 @@ from tests.canned import data, event_stream, http, json_answer
 from tests.connectors.meeting import ActingEngine, answers, answers_when, hangs, resets, says
 from tests.connectors.registering import BootstrapServer, engines_told
 from tests.deployment import generations
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,17 +10,18 @@ import orjson
 import pytest
 
 from proxy.backend import Role
-from proxy.call import Call, parse
 from proxy.observe.timeline import Journey
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
 from tests.deployment import generations, kv_params
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.backend import Backend
+    from proxy.call import Call
     from proxy.connectors.base import Attempt
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
-from proxy.call import Call, parse
 from proxy.dialects.base import Unit
 from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
 from proxy.errors import BadRequest
 from proxy.settings import Cost
 from proxy.wire.openai import Api
+from tests.parsing import parse
+
+if TYPE_CHECKING:
+    from proxy.call import Call
 
 COST = Cost()
 

@@ -10,7 +10,6 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.call import Call, parse
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Resumption
@@ -22,9 +21,12 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
 from tests.canned import data
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from proxy.call import Call
 
 THINKING = {"chat_template_kwargs": {"thinking": True}}
 TOOLS = [

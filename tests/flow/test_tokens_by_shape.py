@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.call import parse
 from proxy.dialects.segment import Meaning
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
@@ -19,6 +18,7 @@ from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import request
 from tests.canned import data
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 
-from proxy.call import parse
 from proxy.connectors.base import Attempt
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
@@ -18,6 +17,7 @@ from proxy.wire.openai import Api
 from tests.asking import request
 from tests.fuzz.answers import LOOP, Line, connected
 from tests.fuzz.cutting import cut, singly, spelled, words
+from tests.parsing import parse
 
 if TYPE_CHECKING:
     from proxy.flow.client import ClientStream

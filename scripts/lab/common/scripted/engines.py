@@ -19,12 +19,13 @@ import uvloop
 
 from proxy.backend import Role
 from proxy.balancer.policies import WEIGHTS
-from proxy.call import parse
+from proxy.dialects.openai import ChatCompletions
+from proxy.dialects.requests import read
 from proxy.settings.model import Cost
-from proxy.wire.openai import Api
 
 ENGINE_ID: Final = "0c1b6f0e-5f43-4d54-8a53-5f1f3a0b7c5e"
 _MESSAGE: Final = {"id": "chatcmpl-7d0b5b7c3c6f4c0f9d1f2f5c0a4e8b91", "created": 1760000000, "model": "sim"}
+_CHAT: Final = ChatCompletions()
 _COST: Final = Cost()
 
 
@@ -64,7 +65,7 @@ class Books:
 
     def enter(self, engine: int, body: bytes) -> int:
         """A request has arrived; its weight, which `leave` wants back."""
-        call = parse(Api.CHAT, body, _COST)
+        call = _CHAT.parse(read(body), _COST, {})
         per_compute, per_kv = WEIGHTS[self._role]
         if self._role is Role.PREFILL:
             weight = per_compute * call.prefill_load.compute

@@ -1,0 +1,78 @@
+"""What dialects have in common when they read a request.
+
+Only what the gateway decides by is read and checked; every other field is the engine's business and reaches it with the
+bytes the client sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.errors import BadRequest
+from proxy.wire.document import REMOVED, Document, InvalidDocument
+from proxy.wire.lax import flag, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Set
+
+    Reading = tuple[Callable[[object], object], str]
+
+WHOLE_NUMBER: Final = (whole_number, "a whole number")
+FLAG: Final = (flag, "true or false")
+"""How engines read a field that the gateway acts on, and what it is to be."""
+
+
+def read(raw: bytes) -> Document:
+    """The JSON of a request body, for `Dialect.parse`. Raises BadRequest."""
+    try:
+        return Document.unchecked(raw)
+    except InvalidDocument as error:
+        raise BadRequest(str(error), code="invalid_json") from None
+
+
+def check(document: Document) -> None:
+    """The other half of reading it; see Document.unchecked. Raises BadRequest."""
+    try:
+        document.check()
+    except InvalidDocument as error:
+        raise BadRequest(str(error), code="invalid_json") from None
+
+
+def spell_alike(values: dict[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
+    """Let what the gateway acts on be what engines take it for; the members that were spelled otherwise, as they are
+    now. Raises BadRequest for what engines take for nothing.
+    """
+    changes: dict[str, object] = {}
+    for name, value in values.items():
+        if name in readings and value is not None:
+            read, what = readings[name]
+            try:
+                meant = read(value)
+            except ValueError:
+                raise BadRequest(f"{name} must be {what}", param=name) from None
+            if meant is not value:
+                changes[name] = meant
+    values.update(changes)
+    return changes
+
+
+def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
+    """Changes that take the reserved fields away, wherever engines read them.
+
+    vLLM puts the members of `vllm_xargs` where it puts `kv_transfer_params`, too (`to_sampling_params`).
+    """
+    changes: dict[str, object] = {}
+    if not reserved.isdisjoint(values):
+        changes.update((name, REMOVED) for name in reserved if name in values)
+    extra = values.get("vllm_xargs")
+    if isinstance(extra, dict) and not reserved.isdisjoint(extra):
+        changes["vllm_xargs"] = {name: value for name, value in extra.items() if name not in reserved}
+    return changes
+
+
+def boolean(values: Mapping[str, Any], name: str) -> bool:
+    """A flag the gateway itself acts on, so it must not guess what `"yes"` means to the engine."""
+    value = values.get(name)
+    if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return bool(value)
