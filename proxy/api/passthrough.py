@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
-    from proxy.flow.budget import Repeat, RetryBudget
+    from proxy.flow.budget import RetryBudget, RetryPermit
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
@@ -195,7 +195,7 @@ class PassthroughApi:
         failed: list[Backend] = []
         with (
             Blame() as blame,
-            self._budget.request() as turn,
+            self._budget.request() as permit,
             self._pool.lease(wanted) as lease,
         ):
             while True:
@@ -205,7 +205,7 @@ class PassthroughApi:
                     record.has_reached_engines |= error.failure is not Failure.CONNECT
                     failed.append(error.backend)
                     blame.failed(error)
-                    await self._await_retry(error, len(failed), turn, record)
+                    await self._await_retry(error, len(failed), permit, record)
                     try:
                         lease.move(failed, because=error)
                     except NoBackendAvailable as nobody:
@@ -214,13 +214,13 @@ class PassthroughApi:
                     self._metrics.retries_total.labels(self._pool.role, error.failure).inc()
                 await asyncio.sleep(backoff_seconds(self._settings.retry, len(failed)))
 
-    async def _await_retry(self, error: UpstreamError, attempts: int, turn: Repeat, record: _Record) -> None:
+    async def _await_retry(self, error: UpstreamError, attempts: int, permit: RetryPermit, record: _Record) -> None:
         """Wait until the request may be tried again. Raises the error if it must not be."""
         most = self._settings.retry.max_attempts
         if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=most):
             raise error
         is_free = error.failure is Failure.CONNECT
-        if not is_free and not await turn.begin(self._settings.retry.budget_wait_seconds):
+        if not is_free and not await permit.acquire(self._settings.retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
 

@@ -127,9 +127,9 @@ class AttemptLoop:
 
     async def _confine(self) -> Collection[Backend]:
         """The backends to avoid; raises the last error when its turn to be repeated does not come again."""
-        is_repeating = self._permit.is_repeating
+        was_held = self._permit.is_held
         avoid = await self._guard.confine(self._avoid)
-        if is_repeating and not await self._permit.begin(self._settings.resume.deadline_seconds):
+        if was_held and not await self._permit.acquire(self._settings.resume.deadline_seconds):
             assert self._last is not None
             self._metrics.retry_budget_exhausted_total.inc()
             raise self._resuming.given_up(self._last, "the retry budget had no place for it in time")
@@ -162,7 +162,7 @@ class AttemptLoop:
             self._answer.close(self._journey)
             return True
         self._call = resumption.call
-        if not await self._permit.begin(self._settings.resume.deadline_seconds):
+        if not await self._permit.acquire(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise resuming.given_up(error, "the retry budget had no place for it in time")
         if resuming.count > 1:
@@ -186,7 +186,7 @@ class AttemptLoop:
                 return
             raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
         # What was never sent costs the engines nothing to repeat.
-        if error.failure is not Failure.CONNECT and not await self._permit.begin(retry.budget_wait_seconds):
+        if error.failure is not Failure.CONNECT and not await self._permit.acquire(retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()

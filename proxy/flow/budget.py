@@ -1,8 +1,8 @@
-"""How many requests may be repeated at once, so that failing engines are not buried under second attempts.
+"""The retry budget: how many requests may be retried at once, so that failing engines are not buried under retries.
 
-A share of the requests in flight may be repeated at the same time (as Envoy's retry budget: concurrency, not a rate),
-and a small number always. Others wait for their turn, and whoever waits longest is next: when one engine dies, many
-requests fail at once, and none of them has to fail its client. One budget per worker.
+Retries may be a share of the requests in flight (a bound on concurrency and not on a rate, as Envoy's retry budget),
+and always a small number. Further ones wait for a permit, first come, first served: when one engine dies, many requests
+fail at once, and none of them has to fail its client. One budget per worker.
 """
 
 from __future__ import annotations
@@ -15,97 +15,98 @@ if TYPE_CHECKING:
 
 
 class RetryBudget:
-    """Counts requests, and those of them that are being repeated. Only `request` changes it."""
+    """Counts the requests in flight, and those of them that are being retried. Only permits change it."""
 
     def __init__(self, share: float = 0.2, least: int = 3) -> None:
-        """Up to `share` of the requests in flight, rounded down, or `least` if that is more."""
+        """The larger of `share` of the requests in flight, rounded down, and `least` may be retried at once."""
         self.in_flight = 0
         self.repeating = 0
+        """Permits that are held."""
         self._share = share
         self._least = least
-        self._waiting: dict[Repeat, asyncio.Future[None]] = {}  # the longest first
+        self._waiting: dict[RetryPermit, asyncio.Future[None]] = {}  # in the order in which they came
 
     def configure(self, share: float, least: int) -> None:
-        """Change how many may be repeated."""
+        """Change how many may be retried."""
         self._share = share
         self._least = least
-        self._admit()
+        self._grant()
 
     @property
     def capacity(self) -> int:
-        """How many may be repeated now. When requests end it may fall below those that are: they go on."""
+        """Permits there are now. As requests end it may fall below those that are held, which stay valid."""
         return max(self._least, int(self._share * self.in_flight))
 
     @property
     def waiting(self) -> int:
-        """Resumes that wait for their turn."""
+        """Requests that wait for a permit."""
         return len(self._waiting)
 
-    def request(self) -> Repeat:
-        """One unit of work, in flight from entering to leaving it."""
-        return Repeat(self)
+    def request(self) -> RetryPermit:
+        """The permit of one unit of work, which is in flight from entering to leaving it."""
+        return RetryPermit(self)
 
-    def _admit(self) -> None:
-        """Let in who waits, as far as there is room. So while anybody waits, there is none for who comes later."""
+    def _grant(self) -> None:
+        """Give free permits to those that wait. So nobody who comes later finds one free while others wait."""
         while self._waiting and self.repeating < self.capacity:
-            repeat = next(iter(self._waiting))
-            turn = self._waiting.pop(repeat)
-            repeat._take()
-            turn.set_result(None)
+            permit = next(iter(self._waiting))
+            granted = self._waiting.pop(permit)
+            permit._take()
+            granted.set_result(None)
 
 
-class Repeat:
-    """One request's place in the budget: it has it from `try_begin` or `begin` until `end`, at the latest until it is
-    left. Get it from `RetryBudget.request`; `with`, not `async with`, so that no cancellation comes in between.
+class RetryPermit:
+    """What one request needs to be retried. It is held from `acquire` to `release`, at the latest until the `with`
+    block is left. That is a `with` and not an `async with`, so that no cancellation comes in between.
     """
 
-    __slots__ = ("_budget", "is_repeating")
+    __slots__ = ("_budget", "is_held")
 
     def __init__(self, budget: RetryBudget) -> None:
         self._budget = budget
-        self.is_repeating = False
+        self.is_held = False
 
     def __enter__(self) -> Self:
         self._budget.in_flight += 1
-        self._budget._admit()
+        self._budget._grant()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.in_flight -= 1  # before its place goes to another, for it makes the budget smaller
-        self.end()
+        self._budget.in_flight -= 1  # before the permit goes to another, because it makes the budget smaller
+        self.release()
 
-    def try_begin(self) -> bool:
-        """Begin to repeat the request; False when it is not its turn yet. True also if it is being repeated already."""
+    def try_acquire(self) -> bool:
+        """Hold the permit if one is free, or if it is held already; whether it is held now."""
         budget = self._budget
-        if not self.is_repeating and budget.repeating < budget.capacity:
+        if not self.is_held and budget.repeating < budget.capacity:
             self._take()
-        return self.is_repeating
+        return self.is_held
 
-    async def begin(self, timeout_seconds: float) -> bool:
-        """Begin to repeat the request, if need be when others have ended; False when that takes too long."""
-        if self.try_begin():
+    async def acquire(self, timeout_seconds: float) -> bool:
+        """Hold the permit, if need be as soon as others release theirs; False when that takes too long."""
+        if self.try_acquire():
             return True
-        turn = asyncio.get_running_loop().create_future()
-        self._budget._waiting[self] = turn
-        has_begun = False
+        granted = asyncio.get_running_loop().create_future()
+        self._budget._waiting[self] = granted
+        is_acquired = False
         try:
-            await asyncio.wait((turn,), timeout=timeout_seconds)
-            has_begun = self.is_repeating
+            await asyncio.wait((granted,), timeout=timeout_seconds)
+            is_acquired = self.is_held
         finally:
             self._budget._waiting.pop(self, None)
-            if not has_begun:
-                self.end()  # cancelled, perhaps when its turn had just come
-        return has_begun
+            if not is_acquired:
+                self.release()  # the wait was cancelled, perhaps just as the permit was granted
+        return is_acquired
 
-    def end(self) -> None:
-        """The repeated attempt has its first token, or is over. May be called again."""
-        if self.is_repeating:
-            self.is_repeating = False
+    def release(self) -> None:
+        """The retried attempt has its first token, or is over. May be called again."""
+        if self.is_held:
+            self.is_held = False
             self._budget.repeating -= 1
-            self._budget._admit()
+            self._budget._grant()
 
     def _take(self) -> None:
-        self.is_repeating = True
+        self.is_held = True
         self._budget.repeating += 1

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Dialect
     from proxy.flow.answers import Answer
     from proxy.flow.client import ClientStream
+    from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
-    from proxy.flow.vocabulary import Vocabulary
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import Record
     from proxy.settings import Settings
@@ -37,7 +37,7 @@ class Gateway:
         self,
         connector: Connector,
         pools: Pools,
-        vocabulary: Vocabulary,
+        detokenizer: Detokenizer,
         suspects: Suspects,
         settings: Settings,
         metrics: Metrics,
@@ -49,7 +49,7 @@ class Gateway:
         self._parts = FlowParts(
             connector=connector,
             pools=pools,
-            vocabulary=vocabulary,
+            detokenizer=detokenizer,
             suspects=suspects,
             budget=self.budget,
             admission=self.admission,

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Connector, Pools
     from proxy.flow.admission import Admission
     from proxy.flow.budget import RetryBudget
+    from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.suspects import Suspects
-    from proxy.flow.vocabulary import Vocabulary
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
@@ -24,7 +24,7 @@ class FlowParts:
 
     connector: Connector
     pools: Pools
-    vocabulary: Vocabulary
+    detokenizer: Detokenizer
     suspects: Suspects
     budget: RetryBudget
     admission: Admission

@@ -107,7 +107,7 @@ class Resuming:
         try:
             while True:
                 ids = steps.send(text)
-                text = await self._parts.vocabulary.text(call.values.get("model"), ids, call.headers)
+                text = await self._parts.detokenizer.text(call.values.get("model"), ids, call.headers)
         except StopIteration as decided:
             resumption: Resumption = decided.value
         if resumption.seam is None:

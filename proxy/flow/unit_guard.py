@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend, Role
     from proxy.errors import UpstreamError
-    from proxy.flow.budget import Repeat
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.record import Record
@@ -24,7 +23,7 @@ class UnitGuard:
     retry budget, because the first output of an attempt ends both at once: the attempt's trial and its being repeated.
     """
 
-    def __init__(self, suspects: Suspects, suspicion: Suspicion, permit: Repeat) -> None:
+    def __init__(self, suspects: Suspects, suspicion: Suspicion, permit: RetryPermit) -> None:
         self.blame = Blame(suspicion.ways)
         self._suspects = suspects
         self._suspicion = suspicion
@@ -41,11 +40,11 @@ class UnitGuard:
         """The backends that the next attempt has to avoid, `avoid` among them. Whoever waits for a place of its own
         gives up its permit to be repeated, so as not to keep others from it.
         """
-        return await self._suspects.confine(self._suspicion, self._history, avoid, self._permit.end)
+        return await self._suspects.confine(self._suspicion, self._history, avoid, self._permit.release)
 
     def first_output(self) -> None:
         """The decoder has begun to answer. If it goes on for a while, it can do what others could not."""
-        self._permit.end()
+        self._permit.release()
         history = self._history
         if history.began_at is None:
             history.began_at = self._suspects.now()

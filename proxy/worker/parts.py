@@ -44,10 +44,10 @@ from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
 from proxy.dialects import DIALECTS
+from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
-from proxy.flow.vocabulary import Vocabulary
 from proxy.inspector import Inspector, log_misfit
 from proxy.monitor import Memory, Monitor
 from proxy.observe.listeners import AccessLog, RequestMetrics
@@ -217,7 +217,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             )
         )
         suspects = Suspects(shared.suspects, pools, tuple(everybody), prober.is_gone, metrics)
-        gateway = Gateway(connector, pools, Vocabulary(pools, upstream), suspects, settings, metrics)
+        gateway = Gateway(connector, pools, Detokenizer(pools, upstream), suspects, settings, metrics)
         evacuation = Evacuation(shared.roster, everybody, upstream, gateway.budget)
         follower = Follower(shared.configuration, current, lambda newest: worker.apply(newest), metrics)
         probes = ProbeApi(serving, drain)

@@ -217,7 +217,7 @@ def test_a_completion_without_alternatives_is_a_chat_without() -> None:
 
 
 def test_all_alternatives_are_all() -> None:
-    """`top_logprobs: -1` asks for the whole vocabulary."""
+    """`top_logprobs: -1` asks for the whole detokenizer."""
     told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.5, "c": -2.5}]}
     (entry,) = chat_logprobs(told, -1)["content"]
     assert [other["token"] for other in entry["top_logprobs"]] == ["a", "b", "c"]

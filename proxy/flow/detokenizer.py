@@ -24,7 +24,7 @@ _PATH: Final = "/detokenize"
 _ENGINES_ASKED: Final = 2
 
 
-class Vocabulary:
+class Detokenizer:
     """Asks prefillers, and decoders only where no prefiller is left: a decoder's API process is busy with streams."""
 
     def __init__(self, pools: Pools, upstream: Upstream, timeout_seconds: float = 5.0) -> None:

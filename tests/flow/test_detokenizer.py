@@ -20,7 +20,7 @@ from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.connectors.base import Pools
-from proxy.flow.vocabulary import Vocabulary
+from proxy.flow.detokenizer import Detokenizer
 from proxy.settings import Timeouts
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import MARKERS, THINK, THINK_END
@@ -41,7 +41,7 @@ PATH = "/detokenize"
 class Deployment:
     """Engines, and what the gateway's other parts know of them. `ends` is how leases ended."""
 
-    vocabulary: Vocabulary
+    detokenizer: Detokenizer
     upstream: Upstream
     pools: Pools
     scoreboard: Scoreboard
@@ -51,7 +51,7 @@ class Deployment:
     async def text(self, ids: Sequence[int] | bytes = tuple(IDS), model: str | None = "sim") -> str | None:
         """The answer; whatever it is, it must leave no trace."""
         before = self.judgements()
-        text = await self.vocabulary.text(model, ids, {})
+        text = await self.detokenizer.text(model, ids, {})
         assert self.judgements() == before
         assert self.ends == []
         assert self.upstream.busy_connections == 0
@@ -102,8 +102,8 @@ async def deploy() -> AsyncIterator[Deploy]:
 
             pools = Pools(pool(Role.PREFILL), pool(Role.DECODE))
             upstream = await stack.enter_async_context(Upstream(Timeouts(), EngineKeys(None)))
-            vocabulary = Vocabulary(pools, upstream, timeout_seconds)
-            return Deployment(vocabulary, upstream, pools, scoreboard, health, ends)
+            detokenizer = Detokenizer(pools, upstream, timeout_seconds)
+            return Deployment(detokenizer, upstream, pools, scoreboard, health, ends)
 
         yield start
 
@@ -150,7 +150,7 @@ async def test_no_model_is_the_engines_own(deploy: Deploy) -> None:
 async def test_the_clients_headers_are_passed_on(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
-    await gateway.vocabulary.text("sim", IDS, {"authorization": "Bearer client", "traceparent": "00-1-2-01"})
+    await gateway.detokenizer.text("sim", IDS, {"authorization": "Bearer client", "traceparent": "00-1-2-01"})
     headers = engine.requests[-1].headers
     assert (headers["authorization"], headers["traceparent"]) == ("Bearer client", "00-1-2-01")
 
