@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend, Role
     from proxy.errors import UpstreamError
+    from proxy.flow.budget import RetryPermit
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.record import Record

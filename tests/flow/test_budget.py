@@ -190,7 +190,7 @@ async def test_a_turn_that_comes_together_with_the_deadline_is_taken() -> None:
         holder, first = requests.arrive(2)
         assert holder.try_acquire()
         task = await waiting(first, requests.budget, timeout_seconds=0)
-        asyncio.get_running_loop().call_later(0, holder.end)  # next to the timer, before the task hears of it
+        asyncio.get_running_loop().call_later(0, holder.release)  # next to the timer, before the task hears of it
         assert await task
         assert first.is_held
 
