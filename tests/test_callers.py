@@ -259,12 +259,12 @@ def test_who_waits_as_long_as_told_is_let_in_and_not_a_millisecond_sooner(
     host = Host(clock)
     host.configure(key("a", requests_per_minute=limit))
     start_ms = now_ms = round(clock.now * 1000)
-    let_in: list[int] = []
+    accept: list[int] = []
 
     def used() -> Fraction:
         minute, elapsed_ms = divmod(now_ms, 60_000)
-        before = sum(at // 60_000 == minute - 1 for at in let_in)
-        now = sum(at // 60_000 == minute for at in let_in)
+        before = sum(at // 60_000 == minute - 1 for at in accept)
+        now = sum(at // 60_000 == minute for at in accept)
         return before * (1 - Fraction(elapsed_ms, 60_000)) + now
 
     def move_to(ms: int) -> None:
@@ -281,9 +281,9 @@ def test_who_waits_as_long_as_told_is_let_in_and_not_a_millisecond_sooner(
             assert host.retry_after_ms("a", worker) == 1
             move_to(now_ms + 1)
         host.ask("a", worker)
-        let_in.append(now_ms)
+        accept.append(now_ms)
     for minute in range(start_ms // 60_000, now_ms // 60_000 + 1):
-        assert sum(at // 60_000 == minute for at in let_in) <= limit
+        assert sum(at // 60_000 == minute for at in accept) <= limit
 
 
 def test_limits_may_change_while_usage_stays(host: Host) -> None:

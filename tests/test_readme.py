@@ -13,10 +13,10 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
-from proxy.api.replies import HTTP_ERRORS
 from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.errors import Failure
+from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
 from proxy.observe.outcome import Outcome
 from proxy.observe.record import Record

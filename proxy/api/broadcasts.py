@@ -16,7 +16,7 @@ import orjson
 from aiohttp import hdrs, web
 
 from proxy.api.administrators import author
-from proxy.api.body import read_body
+from proxy.listener.body import read_body
 from proxy.settings import Listen
 
 if TYPE_CHECKING:

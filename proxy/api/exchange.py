@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 from multidict import CIMultiDict
 
-from proxy.api import replies
 from proxy.errors import Failure, UpstreamError
+from proxy.listener import replies
 from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:

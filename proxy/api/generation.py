@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.api.body import memory_bytes, read_json
-from proxy.api.replies import REQUEST_ID
 from proxy.call import FIRST_TOKEN_HEADER
 from proxy.dialects import DIALECTS
 from proxy.dialects.requests import read
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
+from proxy.listener.body import memory_bytes, read_json
+from proxy.listener.replies import REQUEST_ID
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
     from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
+    from proxy.listener.drain import Drain
     from proxy.observe.observers import Observers
     from proxy.observe.record import Record
     from proxy.settings import Settings

@@ -12,11 +12,11 @@ import orjson
 from aiohttp import web
 
 from proxy.api.administrators import author
-from proxy.api.body import read_body
 from proxy.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.errors import BadRequest
+from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:

@@ -18,25 +18,25 @@ import aiohttp
 from aiohttp import web
 
 from proxy.api import exchange
-from proxy.api.body import read_body
-from proxy.api.replies import REQUEST_ID
 from proxy.backend import Load
 from proxy.balancer.blame import Blame
 from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.flow.admission import Admission
 from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.listener.body import read_body
+from proxy.listener.replies import REQUEST_ID
 from proxy.logs import access_line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
-    from proxy.api.drain import Drain
     from proxy.api.keys import ClientKeys
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.flow.budget import RetryBudget, RetryPermit
+    from proxy.listener.drain import Drain
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 

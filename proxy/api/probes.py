@@ -9,15 +9,15 @@ import orjson
 from aiohttp import web
 
 from proxy import __version__
-from proxy.api.replies import error_response
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable, ShuttingDown
+from proxy.listener.replies import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.api.drain import Drain
     from proxy.balancer.pool import Pool
+    from proxy.listener.drain import Drain
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 

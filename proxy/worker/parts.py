@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from proxy import logs
-from proxy.api import replies
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.cors import Cors
-from proxy.api.drain import Drain
-from proxy.api.front import Front
 from proxy.api.generation import GenerationApi
 from proxy.api.instances import InstancesApi
 from proxy.api.keys import ClientKeys
@@ -49,6 +46,9 @@ from proxy.flow.evacuation import Evacuation
 from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
 from proxy.inspector import Inspector, log_misfit
+from proxy.listener import replies
+from proxy.listener.drain import Drain
+from proxy.listener.http_listener import HttpListener
 from proxy.monitor import Memory, Monitor
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.metrics import Metrics
@@ -97,12 +97,12 @@ class Worker:
     passthrough: PassthroughApi
     administrators: Administrators
     instances: InstancesApi
-    front: Front
+    front: HttpListener
     """Where clients connect."""
-    admin_front: Front | None
+    admin_front: HttpListener | None
     cors: Cors
     """Where operators connect, if they do not with the clients."""
-    callback_front: Front | None
+    callback_front: HttpListener | None
     """Where engines call back, if the connector has them do it."""
     index: int
     """Which of the workers it is, from 0."""
@@ -257,14 +257,14 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
 
         app[replies.LOST] = lost
         app.on_response_prepare.append(cors.on_prepare)
-        front = Front(app, settings.listen, metrics)
+        front = HttpListener(app, settings.listen, metrics)
         admin_front = None
         if settings.admin.port is None:
             app.add_routes(administration)
         else:
             admin_app = _application(metrics)
             admin_app.add_routes([*probes.routes(), *administration])
-            admin_front = Front(admin_app, settings.listen, metrics)
+            admin_front = HttpListener(admin_app, settings.listen, metrics)
         callback_front = None if callback_url is None else _callback_front(connector, settings, metrics)
         worker = Worker(
             *(current, metrics, monitor, drain, follower, callers, keys, names, health, pools, ledger, prober),
@@ -353,10 +353,10 @@ def _callback_url(settings: Settings, listeners: Listeners, index: int) -> str |
     return f"http://{Endpoint(host=settings.callback_host, port=port)}"
 
 
-def _callback_front(connector: Connector, settings: Settings, metrics: Metrics) -> Front:
+def _callback_front(connector: Connector, settings: Settings, metrics: Metrics) -> HttpListener:
     app = _application(metrics)
     app.add_routes(connector.routes())
-    return Front(app, _callback_limits(settings), metrics)
+    return HttpListener(app, _callback_limits(settings), metrics)
 
 
 def _callback_limits(settings: Settings) -> Listen:

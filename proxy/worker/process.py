@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 
 from proxy import __version__, logs
-from proxy.api.front import connections_for_fds
 from proxy.configuration import secrets_of
+from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
 from proxy.worker.listening import listening
 from proxy.worker.parts import build
@@ -21,7 +21,7 @@ from proxy.worker.tuning import tune
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from proxy.api.drain import Drain
+    from proxy.listener.drain import Drain
     from proxy.settings import Settings
     from proxy.shared import Listeners, Shared
     from proxy.worker.parts import Worker

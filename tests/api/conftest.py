@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.api import replies
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
@@ -21,6 +20,7 @@ from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.prober import Prober
 from proxy.settings import HealthChecks, Joining

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
-from proxy.api.drain import Drain
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.backend import Role
 from proxy.configuration import Change
+from proxy.listener.drain import Drain
 from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules
 from proxy.upstream.names import Names

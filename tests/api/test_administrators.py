@@ -127,7 +127,7 @@ async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: 
 
 @pytest.mark.parametrize("path", CHANGES)
 @pytest.mark.parametrize(
-    ("headers", "let_in"),
+    ("headers", "accept"),
     [
         ({"Authorization": "Bearer k-1"}, True),
         ({"Authorization": "bearer k-1"}, True),
@@ -142,11 +142,11 @@ async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: 
     ],
 )
 async def test_with_a_key_everybody_needs_it(
-    gateway: Gateway, path: str, headers: Mapping[str, str], let_in: bool
+    gateway: Gateway, path: str, headers: Mapping[str, str], accept: bool
 ) -> None:
     client = await client_of(gateway, admin_key="k-1")
     async with client.post(path, json={"type": "prefill", "instances": ["h:1", "[bad"]}, headers=headers) as answer:
-        if let_in:
+        if accept:
             assert answer.status == (400 if path.startswith("/instances/") else 200)
         else:
             assert answer.status == 401

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.api import replies
 from proxy.api.generation import GenerationApi
 from proxy.api.keys import ClientKeys
+from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
 from proxy.sim.engine import SimulatedEngine

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, make_mocked_request
 
-from proxy.api import replies
 from proxy.api.keys import CALLER, ClientKeys
 from proxy.callers import Callers, KeyUsage, assign_slots
+from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey
 

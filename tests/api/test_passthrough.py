@@ -15,13 +15,13 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 from multidict import CIMultiDict
 
-from proxy.api.drain import Drain
 from proxy.api.keys import ClientKeys
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.backend import Load, Role
 from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.flow.admission import Admission
 from proxy.flow.budget import RetryBudget
+from proxy.listener.drain import Drain
 from proxy.settings import ClientKey, Settings
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from proxy.api.drain import Drain
 from proxy.api.keys import ClientKeys
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.backend import Role
 from proxy.callers import Callers, KeyUsage, assign_slots
+from proxy.listener.drain import Drain
 from proxy.settings import ClientKey
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ class Unit:
         async with gate.admission.admit(self.caller, patient=self._patient):
             assert gate.taken < gate.places, "the room that was seen is gone"
             gate.taken += 1
-            gate.let_in.append(self)
+            gate.accept.append(self)
             self.is_in = True
             try:
                 await self._end.wait()
@@ -72,7 +72,7 @@ class Gate:
         self.absent: Role | None = None
         self.admission = Admission(Limits(), self.has_room, self.metrics, clock, lambda: self.absent)
         self.units: list[Unit] = []
-        self.let_in: list[Unit] = []
+        self.accept: list[Unit] = []
 
     def has_room(self) -> bool:
         self.asked += 1
@@ -102,7 +102,7 @@ class Gate:
 
     def served(self) -> str:
         """The callers in the order of their service."""
-        return " ".join(unit.caller for unit in self.let_in)
+        return " ".join(unit.caller for unit in self.accept)
 
     def queued_requests(self) -> float:
         (family,) = self.metrics.queued_requests.collect()
@@ -186,7 +186,7 @@ async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
     for _ in range(10):
         gate.admission.notify()
     await gate.open()
-    assert len(gate.let_in) == 1
+    assert len(gate.accept) == 1
     # Before the wake-up, in the one that was woken, and once more whether there is room for another.
     assert gate.asked - before == 3
 
@@ -194,7 +194,7 @@ async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
 async def test_several_free_places_go_to_several(gate: Gate) -> None:
     units = await gate.arrive(*["-"] * 5)
     await gate.open(3)
-    assert gate.let_in == units[:3]
+    assert gate.accept == units[:3]
 
 
 async def test_room_that_nobody_told_of_is_found_all_the_same(gate: Gate) -> None:
@@ -212,9 +212,9 @@ async def test_who_was_woken_and_found_nothing_stays_in_front(gate: Gate) -> Non
     assert gate.is_waking()
     gate.places = 0  # taken by somebody who did not ask here, before the one that was woken ran
     await settled()
-    assert (gate.let_in, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
+    assert (gate.accept, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
     await gate.open()
-    assert gate.let_in == [first]
+    assert gate.accept == [first]
 
 
 # Leaving the queue
@@ -295,7 +295,7 @@ async def test_further_units_of_a_request_wait_as_long_as_it_takes(gate: Gate) -
     gate.clock.now += 3600
     await request.refusal()
     await gate.open(2)
-    assert gate.let_in == further
+    assert gate.accept == further
 
 
 @pytest.mark.parametrize("how", ["end", "cancel", "fail"])
@@ -396,16 +396,16 @@ async def test_a_caller_with_a_thousand_waiting_delays_another_by_one_service_at
     await gate.arrive(*["greedy"] * 1002)
     (single,) = await gate.arrive("single")
     assert gate.admission.waiting == 1001
-    await gate.let_in[0].leave()
+    await gate.accept[0].leave()
     await settled()
-    assert single in gate.let_in[2:4]
+    assert single in gate.accept[2:4]
 
 
 async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_has_waited_longest(gate: Gate) -> None:
     gate.places = 2
     await gate.arrive("a", "a")  # these run
     await gate.arrive("a", "b", "b", "c", "b", "c", "d")
-    gate.let_in.clear()
+    gate.accept.clear()
     await gate.open(7)
     # b, c and d have none running, then one each, and only then a has as few as the others.
     assert gate.served() == "b c d b c a b"
@@ -414,7 +414,7 @@ async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_ha
 async def test_a_callers_own_units_come_in_the_order_of_their_arrival(gate: Gate) -> None:
     units = await gate.arrive(*"aabab")
     await gate.open(5)
-    assert [unit for unit in gate.let_in if unit.caller == "a"] == [unit for unit in units if unit.caller == "a"]
+    assert [unit for unit in gate.accept if unit.caller == "a"] == [unit for unit in units if unit.caller == "a"]
     assert gate.served() == "a b a b a"
 
 

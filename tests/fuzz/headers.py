@@ -14,9 +14,9 @@ from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.exchange import passed_back
 from proxy.api.generation import _PASSED_ON
-from proxy.api.replies import _is_acceptable_id, error_response
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import UpstreamError
+from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected

@@ -16,7 +16,7 @@ import orjson
 
 from tests.canned import CannedEngine, json_answer
 from tests.scenarios.program import gateway
-from tests.smuggling.fronts import FRONTS, MARK, Front, missing, running
+from tests.smuggling.fronts import FRONTS, MARK, HttpListener, missing, running
 from tests.smuggling.payloads import CLOSE, INNER, PAYLOADS, request
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS)
 
 
 async def try_out(
-    payload: Payload, front: Front, engine: CannedEngine, number: int, quiet_seconds: float = _QUIET_SECONDS
+    payload: Payload, front: HttpListener, engine: CannedEngine, number: int, quiet_seconds: float = _QUIET_SECONDS
 ) -> Outcome:
     """Send a payload one way, and then somebody else's request, which is told by its number."""
     front.take()
@@ -143,7 +143,7 @@ async def main(names: Sequence[str]) -> int:
         options = ("--connector", "plain", "--decode", engine.url)
         program = await stack.enter_async_context(gateway(*options, PROXY_RESUME__MODE="off"))
         port = int(program.url.rpartition(":")[2])
-        ways = [Front(DIRECT, port)]
+        ways = [HttpListener(DIRECT, port)]
         for name in FRONTS:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"pdproxy-{name}-")))
             ways.append(await stack.enter_async_context(running(name, port, folder)))

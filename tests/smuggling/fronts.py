@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-MARK: Final = f"X-Front-{secrets.token_hex(8)}"
+MARK: Final = f"X-HttpListener-{secrets.token_hex(8)}"
 
 _NGINX: Final = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/log crit;
@@ -96,7 +96,7 @@ class Line:
 
 
 @dataclass
-class Front:
+class HttpListener:
     """A way to the gateway: its port, and all that a proxy sent that way. Without a proxy there is nothing to see."""
 
     name: str
@@ -123,10 +123,10 @@ def missing() -> list[str]:
 
 
 @asynccontextmanager
-async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[Front]:
+async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[HttpListener]:
     """Start a proxy in front of the gateway; it ends with the block."""
     text, words = FRONTS[name]
-    front = Front(name, _free_port())
+    front = HttpListener(name, _free_port())
     async with ToxicProxy("127.0.0.1", gateway_port, watch=front.watch) as tap:
         file = folder / "config"
         file.write_text(text.format(folder=folder, port=front.port, target=tap.port, mark=MARK))

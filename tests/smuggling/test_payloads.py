@@ -10,7 +10,7 @@ from yarl import URL
 
 from tests.canned import CannedEngine
 from tests.smuggling.__main__ import DIRECT, Outcome, disagreements, echo, try_out
-from tests.smuggling.fronts import Front
+from tests.smuggling.fronts import HttpListener
 from tests.smuggling.payloads import CHUNKS, CODINGS, INNER, LENGTHS, LINES, MEANINGS, OUTER, SANE, Payload
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ async def test_what_could_be_read_in_two_ways_is_refused_and_that_in_one_line(
     caplog.set_level(logging.INFO)
     engine = CannedEngine("both", echo)
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
-    way = Front(DIRECT, URL(gateway.url).port or 0)
+    way = HttpListener(DIRECT, URL(gateway.url).port or 0)
     found = []
     for number, payload in enumerate(GROUPS[group]):
         caplog.clear()

@@ -1,4 +1,4 @@
-"""A Front with a small application, and clients that send it bytes."""
+"""A HttpListener with a small application, and clients that send it bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.api import replies
-from proxy.api.body import read_body
-from proxy.api.front import Front
+from proxy.listener import replies
+from proxy.listener.body import read_body
+from proxy.listener.http_listener import HttpListener
 from proxy.observe.metrics import Metrics
 from proxy.settings import Listen
 from tests.asking import until
@@ -85,12 +85,12 @@ class Client:
 
 @dataclass
 class Site:
-    """A Front, the application behind it, and those who connect to it. Time passes when a test says so."""
+    """A HttpListener, the application behind it, and those who connect to it. Time passes when a test says so."""
 
     listen: Listen
     metrics: Metrics = field(default_factory=Metrics)
     clock: Clock = field(default_factory=Clock)
-    front: Front = field(init=False)
+    front: HttpListener = field(init=False)
     port: int = 0
     clients: list[Client] = field(default_factory=list)
     seen: list[tuple[str, str, bytes]] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Site:
 
 @asynccontextmanager
 async def serving(tick_seconds: float = 3600.0, **listen: Any) -> AsyncIterator[Site]:
-    """A Front with these settings. At the end all clients leave, and nothing may be left of them."""
+    """A HttpListener with these settings. At the end all clients leave, and nothing may be left of them."""
     site = Site(Listen(**listen))
     app = web.Application()
     replies.install(app, site.metrics)
@@ -186,7 +186,7 @@ async def serving(tick_seconds: float = 3600.0, **listen: Any) -> AsyncIterator[
     )
     listener = socket.create_server(("127.0.0.1", 0))
     site.port = listener.getsockname()[1]
-    async with Front(app, site.listen, site.metrics, tick_seconds=tick_seconds, clock=site.clock) as site.front:
+    async with HttpListener(app, site.listen, site.metrics, tick_seconds=tick_seconds, clock=site.clock) as site.front:
         await site.front.listen(listener)
         yield site
         for client in site.clients:

@@ -1,7 +1,8 @@
 """Where clients connect: the listening sockets, the connections on them, and how patient we are with each.
 
-A Front serves one application with aiohttp. It lets in so many connections and no more, gives the headers of a request
-their own deadline, answers what is no request in our words, and stops accepting without turning away who was there.
+An HttpListener serves one application with aiohttp. It bounds the number of connections, gives the headers of a request
+a deadline of their own, answers what is no request in the gateway's words, and stops accepting without closing the
+connections that are open.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from proxy.api import replies
-from proxy.api.body import AWAITS_CONTINUE
-from proxy.api.connection import LINGERING_SECONDS, Connection
-from proxy.api.heads import Heads
-from proxy.api.objections import MALFORMED, objection
 from proxy.errors import GatewayError, Overloaded
+from proxy.listener import replies
+from proxy.listener.body import AWAITS_CONTINUE
+from proxy.listener.connection import LINGERING_SECONDS, Connection
+from proxy.listener.header_deadlines import HeaderDeadlines
+from proxy.listener.malformed import MALFORMED, refusal_of
 
 if TYPE_CHECKING:
     import socket
@@ -46,7 +47,7 @@ _FULL_LINE_SECONDS: Final = 10.0
 _LAST_HEADS_SECONDS: Final = 1.0
 
 
-class Front:
+class HttpListener:
     """The listeners of one application. Use it as an async context manager; leaving cuts what is still being answered.
 
     `clock` is monotonic. A connection's patience ends at a tick, so up to `tick_seconds` late.
@@ -76,7 +77,7 @@ class Front:
         self._clock = clock
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self._open: set[Connection] = set()
-        self._heads = Heads[Connection](clock)
+        self._heads = HeaderDeadlines[Connection](clock)
         self._turned_away: dict[Connection, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
         self.configure(listen)
@@ -151,10 +152,10 @@ class Front:
 
     # What a Connection tells
 
-    def let_in(self, connection: Connection, transport: asyncio.Transport) -> bool:
+    def accept(self, connection: Connection, transport: asyncio.Transport) -> bool:
         """Whether there is room for another connection. If not, it is told so, and closed."""
         if len(self._open) >= self._max_connections:
-            self._turn_away(connection, transport)
+            self._reject(connection, transport)
             return False
         self._open.add(connection)
         self._metrics.connections.inc()
@@ -192,7 +193,7 @@ class Front:
         fields = {"id": request_id, "client": connection.client, "code": error.status}
         logger.info("refused a request: %s", error.message, extra={"fields": fields})
 
-    def _turn_away(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def _reject(self, connection: Connection, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
         if now >= self._next_full_line:
@@ -237,7 +238,7 @@ class Front:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._heads.end(cast("Connection", request.protocol))
-        problem = objection(request)
+        problem = refusal_of(request)
         if problem is not None:
             raise problem
         return await self._serve(request)

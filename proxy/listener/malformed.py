@@ -60,7 +60,7 @@ def unreadable(problem: BaseException) -> GatewayError:
     return malformed(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
 
 
-def objection(request: web.BaseRequest) -> GatewayError | None:
+def refusal_of(request: web.BaseRequest) -> GatewayError | None:
     """What is wrong with a request that aiohttp could read; None when a route may see it."""
     headers, version, target = request.headers, request.version, request.raw_path
     coding = headers.get(hdrs.TRANSFER_ENCODING)

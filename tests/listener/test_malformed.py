@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import (
     LineTooLong,
 )
 
-from proxy.api.objections import unreadable
+from proxy.listener.malformed import unreadable
 
 SECRET = "my prompt"
 

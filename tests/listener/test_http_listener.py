@@ -16,9 +16,9 @@ from yarl import URL
 
 from proxy.settings import Listen
 from proxy.wire.openai import Api
-from tests.api.fronts import CLEAN, HEAD, PATH, Client, Site, serving
 from tests.asking import request, until
 from tests.deployment import generations
+from tests.listener.listeners import CLEAN, HEAD, PATH, Client, Site, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ MARK = b"secret"
 @pytest.fixture
 async def site(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     caplog.set_level(logging.INFO, logger="proxy")
-    monkeypatch.setattr("proxy.api.connection.LINGERING_SECONDS", 3600.0)  # whoever waits for its end waits in vain
+    monkeypatch.setattr("proxy.listener.connection.LINGERING_SECONDS", 3600.0)  # nobody sees its end
     async with serving() as site:
         yield site
 
@@ -150,7 +150,7 @@ async def test_what_is_not_http_is_refused_in_our_words(
     assert (reply.status, reply.code, reply.closes) == (status, "malformed_http", True)
     assert await client.is_closed()
     (line,) = lines(caplog)
-    assert (line.name, line.levelname, line.exc_info) == ("proxy.api.front", "INFO", None)
+    assert (line.name, line.levelname, line.exc_info) == ("proxy.listener.http_listener", "INFO", None)
     assert line.msg == "refused a request: %s"
     assert line.fields == {"id": reply.headers["x-request-id"], "client": "127.0.0.1", "code": status}  # type: ignore[attr-defined]
     assert MARK not in (reply.body + line.getMessage().encode()).lower()
@@ -453,7 +453,7 @@ async def test_headers_have_a_deadline_from_the_opening(site: Site, caplog: pyte
     assert reply.headers["x-should-retry"] == "false"
     assert await client.is_closed()
     (line,) = lines(caplog)
-    assert (line.name, line.levelname) == ("proxy.api.front", "INFO")
+    assert (line.name, line.levelname) == ("proxy.listener.http_listener", "INFO")
     assert (site.rejected("slow_header"), site.count("pdproxy_http_parse_errors_total")) == (1.0, 0.0)
 
 
@@ -628,7 +628,7 @@ async def test_who_waits_in_the_kernel_is_answered_before_listening_ends(site: S
 
 
 async def test_whoever_says_nothing_does_not_hold_up_the_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.front._LAST_HEADS_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.listener.http_listener._LAST_HEADS_SECONDS", 0.01)
     client = await site.connect()
     await site.front.stop_accepting()
     assert not client.reader.at_eof()
@@ -699,5 +699,5 @@ async def test_an_error_outside_of_all_routes_is_one_line_and_ours(
     reply = await client.reply()
     assert (reply.status, reply.code, reply.closes) == (500, "internal_error", True)
     (line,) = lines(caplog)
-    assert (line.name, line.levelname) == ("proxy.api.replies", "ERROR")
+    assert (line.name, line.levelname) == ("proxy.listener.replies", "ERROR")
     assert MARK.decode() not in caplog.text

@@ -22,7 +22,7 @@ class _Head:
     size_bytes: int = 0
 
 
-class Heads(Generic[ConnectionT]):
+class HeaderDeadlines(Generic[ConnectionT]):
     """`clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.api.heads import Heads
+from proxy.listener.header_deadlines import HeaderDeadlines
 
 if TYPE_CHECKING:
     from tests.clock import Clock
 
 
 @pytest.fixture
-def heads(clock: Clock) -> Heads[str]:
-    return Heads(clock)
+def heads(clock: Clock) -> HeaderDeadlines[str]:
+    return HeaderDeadlines(clock)
 
 
-def test_late_are_those_that_were_expected_long_ago(heads: Heads[str], clock: Clock) -> None:
+def test_late_are_those_that_were_expected_long_ago(heads: HeaderDeadlines[str], clock: Clock) -> None:
     for name in "abc":
         heads.begin(name)
         clock.now += 1.0
@@ -30,7 +30,7 @@ def test_late_are_those_that_were_expected_long_ago(heads: Heads[str], clock: Cl
     assert heads.late(0.0) == [("a", False), ("b", True), ("c", False)]
 
 
-def test_those_that_are_complete_are_never_late(heads: Heads[str], clock: Clock) -> None:
+def test_those_that_are_complete_are_never_late(heads: HeaderDeadlines[str], clock: Clock) -> None:
     heads.begin("a")
     heads.begin("b")
     heads.end("a")
@@ -40,7 +40,7 @@ def test_those_that_are_complete_are_never_late(heads: Heads[str], clock: Clock)
     assert ("a" in heads, "b" in heads) == (False, True)
 
 
-def test_a_further_request_has_a_time_of_its_own(heads: Heads[str], clock: Clock) -> None:
+def test_a_further_request_has_a_time_of_its_own(heads: HeaderDeadlines[str], clock: Clock) -> None:
     heads.begin("a")
     heads.begin("b")
     heads.end("a")
@@ -49,7 +49,7 @@ def test_a_further_request_has_a_time_of_its_own(heads: Heads[str], clock: Clock
     assert heads.late(1.0) == [("b", False)]
 
 
-async def test_one_can_wait_until_none_is_owed(heads: Heads[str]) -> None:
+async def test_one_can_wait_until_none_is_owed(heads: HeaderDeadlines[str]) -> None:
     await heads.none_left()
     heads.begin("a")
     heads.begin("b")

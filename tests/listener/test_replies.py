@@ -13,7 +13,6 @@ import pytest
 from aiohttp import web
 
 from proxy import logs
-from proxy.api.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
 from proxy.backend import Backend, Role
 from proxy.errors import (
     BadRequest,
@@ -25,8 +24,9 @@ from proxy.errors import (
     Unauthorized,
     UpstreamError,
 )
+from proxy.listener.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
 from proxy.observe.metrics import REJECTIONS
-from tests.api.fronts import HEAD, serving
+from tests.listener.listeners import HEAD, serving
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -259,7 +259,7 @@ async def test_what_nobody_expected_is_a_500_with_one_traceback(
     assert orjson.loads(text)["error"]["code"] == "internal_error"
     assert "secret detail" not in text
     (record,) = caplog.records
-    assert (record.levelname, record.name) == ("ERROR", "proxy.api.replies")
+    assert (record.levelname, record.name) == ("ERROR", "proxy.listener.replies")
     assert record.exc_info is not None
 
 

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.api import replies
-from proxy.api.drain import Drain
 from proxy.errors import ShuttingDown
+from proxy.listener import replies
+from proxy.listener.drain import Drain
 from proxy.observe.metrics import Metrics
 from tests.asking import read, until
 

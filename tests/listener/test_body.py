@@ -10,17 +10,17 @@ import pytest
 from aiohttp import StreamReader, web
 from aiohttp.test_utils import make_mocked_request
 
-from proxy.api import body
-from proxy.api.body import deadline_seconds, read_body
 from proxy.errors import GatewayError, Overloaded
+from proxy.listener import body
+from proxy.listener.body import deadline_seconds, read_body
 from proxy.settings import Listen
-from tests.api.fronts import CLEAN, HEAD, PATH, Site, serving
 from tests.asking import until
+from tests.listener.listeners import CLEAN, HEAD, PATH, Site, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.api.fronts import Client
+    from tests.listener.listeners import Client
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MIB = 1024 * 1024
@@ -36,7 +36,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 @pytest.fixture(autouse=True)
 def lingers_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients here wait for the end of the connection, and the front for the end of what they send."""
-    monkeypatch.setattr("proxy.api.front.LINGERING_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.listener.http_listener.LINGERING_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_a_body_may_come_in_pieces(site: Site) -> None:
 
 
 async def test_a_body_that_is_there_needs_no_timer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("proxy.api.body.asyncio")
+    monkeypatch.delattr("proxy.listener.body.asyncio")
     for sent in (CLEAN, CHUNKED + chunk(b"{}") + LAST_CHUNK, HEAD + b"\r\n"):
         client = await site.ask(sent)
         assert (await client.reply()).status == 200
@@ -125,7 +125,7 @@ async def test_a_short_body_that_is_too_long_is_refused() -> None:
 
 
 async def test_a_client_that_goes_on_sending_gets_its_refusal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.front.LINGERING_SECONDS", 5.0)
+    monkeypatch.setattr("proxy.listener.http_listener.LINGERING_SECONDS", 5.0)
     client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % (4 * MIB))
     client.send(bytes(4 * MIB))
     await client.writer.drain()

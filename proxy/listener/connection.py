@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError, RawRequestMessage
 
-from proxy.api import replies
-from proxy.api.objections import malformed, unreadable
 from proxy.errors import GatewayError
+from proxy.listener import replies
+from proxy.listener.malformed import malformed, unreadable
 
 if TYPE_CHECKING:
-    from proxy.api.front import Front
+    from proxy.listener.http_listener import HttpListener
 
 LINGERING_SECONDS: Final = 2.0
 """After its last answer a connection is open for so long, or until the client closes it. Were it closed while the
@@ -31,11 +31,11 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class Connection(web.RequestHandler):
-    """What a Front makes for each connection that it accepts. `options` are those of aiohttp's."""
+    """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
     __slots__ = ("_asks_for_head", "_front")
 
-    def __init__(self, front: Front, server: web.Server, **options: object) -> None:
+    def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
         self._asks_for_head = False
@@ -52,7 +52,7 @@ class Connection(web.RequestHandler):
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._front.let_in(self, cast("asyncio.Transport", transport)):
+        if self._front.accept(self, cast("asyncio.Transport", transport)):
             super().connection_made(transport)
             self.leave_idle()
 
