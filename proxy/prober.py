@@ -190,7 +190,9 @@ class Prober:
             is_wanted = waiting.leave(candidate, ticket)
             if is_wanted and not problem:
                 self._roster.add(
-                    *(candidate.role, candidate.host, candidate.port),
+                    candidate.role,
+                    candidate.host,
+                    candidate.port,
                     trusted=candidate.trusted,
                     bootstrap_port=candidate.bootstrap_port,
                 )

@@ -126,7 +126,7 @@ class Configuration:
         except ValueError as error:
             raise SettingsError(str(error)) from None
         commit()
-        return Change(tuple(changed), *(tuple(backend.name for backend in backends) for backends in (came, went)))
+        return Change(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
 def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> Current:

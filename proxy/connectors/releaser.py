@@ -165,7 +165,8 @@ class Releaser:
             self._metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
-                *(prefiller.name, decoder.name),
+                prefiller.name,
+                decoder.name,
                 extra=logs.ALWAYS,
             )
 

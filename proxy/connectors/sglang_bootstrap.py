@@ -145,7 +145,10 @@ class SglangBootstrap:
         """Read the prefiller's answer to the end: there is nothing in it for the client, unless it failed."""
         call, backend = legs.call, legs.prefiller.backend
         response, answer = await self._upstream.fetch(
-            *(backend, call.api.path, legs.body, legs.headers),
+            backend,
+            call.api.path,
+            legs.body,
+            legs.headers,
             answer_seconds=prefill_seconds(self._timeouts, call),
         )
         if response.status != 200:
@@ -158,7 +161,10 @@ class SglangBootstrap:
         """Open the decode leg. Its status line comes with the first token, or before, from engines that hurry."""
         call = legs.call
         return await self._upstream.open(
-            *(legs.decoder.backend, call.api.path, legs.body, legs.headers),
+            legs.decoder.backend,
+            call.api.path,
+            legs.body,
+            legs.headers,
             answer_seconds=self._decode_seconds(call),
         )
 

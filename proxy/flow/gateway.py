@@ -84,7 +84,11 @@ class Gateway:
         rendering = dialect.rendering(call, units)
         answers = [
             StreamedAnswer(
-                *(unit.call, dialect, client, record, self._parts),
+                unit.call,
+                dialect,
+                client,
+                record,
+                self._parts,
                 is_observed=self._observes(dialect, unit.call),
                 rendering=rendering.unit(unit),
                 shares_client=len(units) > 1,

@@ -269,7 +269,11 @@ class Upstream:
 
 def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:
     shortest: float = min(
-        *(timeouts.prefill_seconds, timeouts.handoff_seconds, timeouts.first_token_seconds),
-        *(timeouts.answer_seconds, timeouts.idle_seconds, stall_seconds),
+        timeouts.prefill_seconds,
+        timeouts.handoff_seconds,
+        timeouts.first_token_seconds,
+        timeouts.answer_seconds,
+        timeouts.idle_seconds,
+        stall_seconds,
     )
     return max(0.01, min(1.0, shortest / 4))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from proxy.shared import Listeners
-    from proxy.worker.parts import Worker
+    from proxy.worker.assembly import Worker
 
 
 @asynccontextmanager

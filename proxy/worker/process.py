@@ -14,8 +14,8 @@ from proxy import __version__, logs
 from proxy.configuration import secrets_of
 from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
+from proxy.worker.assembly import build
 from proxy.worker.listening import listening
-from proxy.worker.parts import build
 from proxy.worker.tuning import tune
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.listener.drain import Drain
     from proxy.settings import Settings
     from proxy.shared import Listeners, Shared
-    from proxy.worker.parts import Worker
+    from proxy.worker.assembly import Worker
 
 logger = logging.getLogger(__name__)
 

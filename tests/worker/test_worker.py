@@ -18,7 +18,7 @@ from proxy.balancer.policies import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import ClientKey, Settings
 from proxy.wire.openai import Api
-from proxy.worker import parts, process
+from proxy.worker import engines, process
 from tests.asking import answer_alone, read, request, until
 from tests.deployment import generations
 
@@ -90,7 +90,7 @@ async def test_every_policy_serves(deploy: Deploy, policy: str) -> None:
     [("vllm_pull", 30.0), ("vllm_store", 30.0), ("plain", 300.0), ("ascend_layerwise", 300.0)],
 )
 def test_a_prompt_that_takes_long_is_no_stall_of_its_decoder(connector: Any, seconds: float) -> None:
-    assert parts._stall_seconds(Settings(connector=connector)) == seconds
+    assert engines.stall_seconds(Settings(connector=connector)) == seconds
 
 
 async def test_an_unhealthy_engine_gets_no_requests_until_it_is_well(deploy: Deploy) -> None:

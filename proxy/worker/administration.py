@@ -1,0 +1,62 @@
+"""What operators see: metrics, instances, reloads and messages to all engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.api.admin import AdminApi
+from proxy.api.administrators import Administrators
+from proxy.api.broadcasts import BroadcastApi
+from proxy.api.instances import InstancesApi
+from proxy.configuration import text_of
+from proxy.worker.applications import application, http_listener
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from proxy.configuration import Follower
+    from proxy.listener.http_listener import HttpListener
+    from proxy.worker.balancing import Balancing
+    from proxy.worker.basis import Basis
+    from proxy.worker.clients import Clients
+    from proxy.worker.engines import Engines
+
+
+def build_administration(
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, follower: Follower
+) -> HttpListener | None:
+    """Where operators connect; None: where clients do, whose application has the routes then."""
+    routes = _routes(basis, balancing, engines, follower)
+    if basis.settings.admin.port is None:
+        clients.app.add_routes(routes)
+        return None
+    app = application(basis)
+    app.add_routes([*clients.probes.routes(), *routes])
+    return http_listener(basis, app)
+
+
+def _routes(basis: Basis, balancing: Balancing, engines: Engines, follower: Follower) -> list[web.RouteDef]:
+    shared, settings = basis.shared, basis.settings
+    administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
+    basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
+    instances = InstancesApi(
+        pools=engines.pools,
+        roster=shared.roster,
+        scoreboard=shared.scoreboard,
+        health=balancing.health,
+        misfits=shared.misfits,
+        prober=engines.prober,
+        names=engines.lines.names,
+        administrators=administrators,
+        settings=settings,
+    )
+    basis.live.add(instances.configure)
+    broadcasts = BroadcastApi(
+        pools=engines.pools,
+        session=engines.lines.session,
+        keys=balancing.keys,
+        administrators=administrators,
+        cache_path=settings.connector_traits.cache_path,
+    )
+    admin = AdminApi(basis.metrics, follower.reload, administrators)
+    return [*admin.routes(), *instances.routes(), *broadcasts.routes()]

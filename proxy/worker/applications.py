@@ -1,0 +1,39 @@
+"""The applications behind the listeners of clients, operators and engines, and their listeners."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from proxy.listener import replies
+from proxy.listener.http_listener import HttpListener
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.settings import Listen, Settings
+    from proxy.worker.basis import Basis
+
+
+def application(basis: Basis) -> web.Application:
+    """One without routes."""
+    app = web.Application()
+    replies.install(app, basis.metrics)
+    return app
+
+
+def http_listener(
+    basis: Basis, app: web.Application, limits: Callable[[Settings], Listen] = lambda settings: settings.listen
+) -> HttpListener:
+    """One that does not listen yet."""
+    made = HttpListener(app, limits(basis.settings), basis.metrics)
+    basis.live.add(lambda new: made.configure(limits(new)))
+    return made
+
+
+def callback_limits(settings: Settings) -> Listen:
+    """Those of clients, but for the number of connections: an engine takes any answer for a good one, and would wait
+    for what was turned away.
+    """
+    return settings.listen.model_copy(update={"max_connections": None})

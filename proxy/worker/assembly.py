@@ -1,0 +1,144 @@
+"""One process's parts, each made once and put together: the builders beside this file, in their order."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy import logs
+from proxy.configuration import Follower
+from proxy.connectors.releaser import SETTLE_SECONDS
+from proxy.flow.evacuation import Evacuation
+from proxy.listener.drain import Drain
+from proxy.monitor import Memory, Monitor
+from proxy.observe.metrics import Metrics
+from proxy.worker.administration import build_administration
+from proxy.worker.applications import application, callback_limits, http_listener
+from proxy.worker.balancing import build_balancing
+from proxy.worker.basis import Basis, LiveSettings
+from proxy.worker.clients import build_clients
+from proxy.worker.engines import build_engines
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.ledger import Ledger
+    from proxy.configuration import Current
+    from proxy.connectors.base import Pools
+    from proxy.connectors.releaser import Releaser
+    from proxy.flow.gateway import Gateway
+    from proxy.listener.http_listener import HttpListener
+    from proxy.observe.observers import Observers
+    from proxy.prober import Prober
+    from proxy.settings import Settings
+    from proxy.shared import Shared
+    from proxy.upstream import Upstream
+    from proxy.worker.engines import Engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """The parts that are asked for something from outside. They do not listen yet."""
+
+    index: int
+    """Which of the workers it is, from 0."""
+    live: LiveSettings
+    metrics: Metrics
+    monitor: Monitor
+    drain: Drain
+    follower: Follower
+    health: Health
+    pools: Pools
+    ledger: Ledger
+    prober: Prober
+    upstream: Upstream
+    releaser: Releaser
+    gateway: Gateway
+    observers: Observers
+    evacuation: Evacuation
+    front: HttpListener
+    """Where clients connect."""
+    admin_front: HttpListener | None
+    """Where operators connect, if they do not with the clients."""
+    callback_front: HttpListener | None
+    """Where engines call back, if the connector has them do it."""
+
+    @property
+    def current(self) -> Current:
+        """The configuration in force now."""
+        return self.live.current
+
+    @property
+    def settings(self) -> Settings:
+        """What is in force now."""
+        return self.live.current.settings
+
+    def apply(self, current: Current) -> None:
+        """Let every part go on with this. See `LiveSettings.apply`."""
+        self.live.apply(current)
+
+    def look(self) -> None:
+        """To be called every so often: take notice of what others have decided."""
+        self.follower.look()
+        self.releaser.look()
+        self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
+        self.gateway.admission.is_short_of_memory = self.monitor.refuses
+        self.evacuation.look()
+
+
+@asynccontextmanager
+async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
+    """Put the parts of one worker together on the running loop; leaving the context stops them.
+
+    `settle_seconds`: how long KV that nobody fetches is left alone before it is released; see `connectors/releaser.py`.
+    """
+    live = LiveSettings(shared.configuration.current())
+    live.add(lambda settings: logs.configure(settings.log.level))
+    metrics = Metrics()
+    metrics.watch_workers(shared.heartbeats.replacements)
+    basis = Basis(shared=shared, index=index, live=live, metrics=metrics)
+    drain = Drain()
+    balancing = build_balancing(basis)
+    async with build_engines(basis, balancing, settle_seconds) as engines:
+        clients = build_clients(basis, balancing, engines, drain)
+        follower = Follower(shared.configuration, live.current, live.apply, metrics)
+        admin_front = build_administration(basis, balancing, engines, clients, follower)
+        monitor = Monitor(
+            metrics,
+            Memory(basis.settings.workers),
+            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index)),
+            is_ready=clients.probes.is_ready,
+        )
+        upstream = engines.lines.upstream
+        worker = Worker(
+            index=index,
+            live=live,
+            metrics=metrics,
+            monitor=monitor,
+            drain=drain,
+            follower=follower,
+            health=balancing.health,
+            pools=balancing.pools,
+            ledger=balancing.ledger,
+            prober=engines.prober,
+            upstream=upstream,
+            releaser=engines.releaser,
+            gateway=clients.gateway,
+            observers=clients.observers,
+            evacuation=Evacuation(shared.roster, engines.pools, upstream, clients.gateway.budget),
+            front=clients.front,
+            admin_front=admin_front,
+            callback_front=_callback_front(basis, engines),
+        )
+        async with follower, monitor:
+            yield worker
+
+
+def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
+    if engines.callback_url is None:
+        return None
+    app = application(basis)
+    app.add_routes(engines.connector.routes())
+    return http_listener(basis, app, callback_limits)

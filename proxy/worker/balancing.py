@@ -1,0 +1,144 @@
+"""What decides: what is known of the engines, and the pools of all roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from proxy.backend import Role
+from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.fitness import Fitness
+from proxy.balancer.health import Health
+from proxy.balancer.ledger import Ledger
+from proxy.balancer.pairs import Pairs
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.configuration import text_of
+from proxy.connectors.base import Pools
+from proxy.inspector import log_misfit
+from proxy.prober import log_transition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.backend import Backend
+    from proxy.balancer.health import Transition
+    from proxy.settings import Settings
+    from proxy.worker.basis import Basis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balancing:
+    """It does no IO."""
+
+    health: Health
+    keys: EngineKeys
+    fitness: Fitness
+    ledger: Ledger
+    """The KV that nobody fetches."""
+    pools: Pools
+    on_transition: Callable[[Transition], None]
+    """To be told of changes of health: logs and counts them."""
+
+
+def build_balancing(basis: Basis) -> Balancing:
+    """Made first, because nearly everything else asks it."""
+    shared, live, settings = basis.shared, basis.live, basis.settings
+    row = shared.scoreboard.row(basis.index)
+    health = Health(settings.health)
+    live.add(lambda new: health.configure(new.health))
+    keys = EngineKeys(text_of(settings.auth.engine_api_key))
+    live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
+    fitness = Fitness(shared.misfits, row, keys, log_misfit)
+    ledger = Ledger(row)
+    pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
+    live.add(lambda new: pairs.configure(new.health.quarantine_after, new.health.quarantine_seconds))
+    on_transition = _transitions(basis)
+    on_end = _ends(basis)
+
+    def pool(role: Role) -> Pool:
+        context = PolicyContext(worker=basis.index, facts=health.facts)
+        made = Pool(
+            role,
+            policy=make_policy(_policy_name(settings, role), context),
+            scoreboard=shared.scoreboard,
+            row=row,
+            roster=shared.roster,
+            health=health,
+            limits=_limits(settings, role),
+            on_transition=on_transition,
+            on_end=on_end,
+            ledger=ledger if role is Role.PREFILL else None,
+            pairs=pairs,
+            fitness=fitness,
+        )
+        live.add(_configuring(made, settings, context))
+        return made
+
+    encoders = pool(Role.ENCODE) if settings.encode else None
+    return Balancing(
+        health=health,
+        keys=keys,
+        fitness=fitness,
+        ledger=ledger,
+        pools=Pools(prefill=pool(Role.PREFILL), decode=pool(Role.DECODE), pairs=pairs, encode=encoders),
+        on_transition=on_transition,
+    )
+
+
+def subject(backend: Backend) -> str:
+    """What a backend is called on the bulletin."""
+    return f"{backend.role} {backend.name}"
+
+
+def _transitions(basis: Basis) -> Callable[[Transition], None]:
+    bulletin, ejected = basis.shared.bulletin, basis.metrics.instance_ejected_total
+
+    def on_transition(transition: Transition) -> None:
+        backend = transition.backend
+        log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
+        if transition.cause is not None:
+            ejected.labels(backend.role.value, backend.name, transition.cause).inc()
+
+    return on_transition
+
+
+def _ends(basis: Basis) -> Callable[[Backend, str], None]:
+    # Finding a series by its labels costs more than counting with it, and there are few.
+    counters = cache(basis.metrics.instance_requests_total.labels)
+
+    def on_end(backend: Backend, result: str) -> None:
+        counters(backend.role.value, backend.name, result).inc()
+
+    return on_end
+
+
+def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:
+    name = _policy_name(settings, pool.role)
+
+    def configure(new: Settings) -> None:
+        nonlocal name
+        pool.configure(_limits(new, pool.role))
+        if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps what it remembers
+            name = newest
+            pool.use(make_policy(name, context))
+
+    return configure
+
+
+def _policy_name(settings: Settings, role: Role) -> str:
+    if role is Role.ENCODE:
+        return "least_load"
+    return settings.balance.prefill_policy if role is Role.PREFILL else settings.balance.decode_policy
+
+
+def _limits(settings: Settings, role: Role) -> PoolLimits:
+    admission = settings.admission
+    max_running = {Role.PREFILL: admission.max_running_prefill, Role.DECODE: admission.max_running_decode}
+    return PoolLimits(
+        max_running=max_running.get(role),  # of encoders as many as they say
+        pressure_seconds=settings.resume.pressure_seconds,
+        restart_seconds=admission.wait_seconds,
+    )

@@ -1,0 +1,52 @@
+"""What everything in a worker is built on: who it is, what all workers share, and the settings in force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.configuration import Current
+    from proxy.observe.metrics import Metrics
+    from proxy.settings import Settings
+    from proxy.shared import Shared
+
+
+class LiveSettings:
+    """The configuration in force, and the parts that are told when it is another.
+
+    A part whose settings can change at run time is added where it is made, by its own `configure` or by a lambda that
+    gives it the section it needs.
+    """
+
+    def __init__(self, current: Current) -> None:
+        self.current = current
+        self._configure: list[Callable[[Settings], None]] = []
+
+    def add(self, configure: Callable[[Settings], None]) -> None:
+        """Call this with every further settings. It must neither wait nor fail."""
+        self._configure.append(configure)
+
+    def apply(self, current: Current) -> None:
+        """Let every part go on with this. Nothing waits here, so no request sees one half of it."""
+        self.current = current
+        for configure in self._configure:
+            configure(current.settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """Every builder is given this."""
+
+    shared: Shared
+    index: int
+    """Which of the workers it is, from 0."""
+    live: LiveSettings
+    metrics: Metrics
+
+    @property
+    def settings(self) -> Settings:
+        """What is in force now."""
+        return self.live.current.settings

@@ -1,0 +1,142 @@
+"""What clients see: the gateway, the routes in front of it, and who may use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy.api.cors import Cors
+from proxy.api.generation import GenerationApi
+from proxy.api.keys import ClientKeys
+from proxy.api.models import ModelsApi
+from proxy.api.passthrough import PassthroughApi
+from proxy.api.probes import ProbeApi
+from proxy.api.sglang import SglangApi
+from proxy.api.signposts import Signposts
+from proxy.callers import Callers
+from proxy.dialects import DIALECTS
+from proxy.flow.detokenizer import Detokenizer
+from proxy.flow.gateway import Gateway
+from proxy.flow.suspects import Suspects
+from proxy.listener import replies
+from proxy.observe.listeners import AccessLog, RequestMetrics
+from proxy.observe.observers import Observers
+from proxy.worker.applications import application, http_listener
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from proxy.errors import GatewayError
+    from proxy.listener.drain import Drain
+    from proxy.listener.http_listener import HttpListener
+    from proxy.settings import Settings
+    from proxy.worker.balancing import Balancing
+    from proxy.worker.basis import Basis
+    from proxy.worker.engines import Engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """What works on the other side of a call."""
+
+    gateway: Gateway
+    observers: Observers
+    probes: ProbeApi
+    app: web.Application
+    front: HttpListener
+    """Where clients connect."""
+
+
+def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
+    """Their listener does not listen yet."""
+    gateway = _gateway(basis, balancing, engines)
+    labels = [dialect.label for dialect in DIALECTS if gateway.speaks(dialect)]
+    observers = Observers((RequestMetrics(basis.metrics, labels), AccessLog()))
+    probes = ProbeApi(engines.serving, drain)
+    keys = _client_keys(basis)
+    generation = GenerationApi(gateway, keys, drain, basis.settings, observers)
+    basis.live.add(generation.configure)
+    routes = [*generation.routes(), *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes)]
+    signposts = Signposts(routes)
+    cors = Cors(signposts.is_clients, basis.settings.listen)
+    basis.live.add(lambda new: cors.configure(new.listen))
+
+    def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
+        return signposts.lost(request) if status == 404 else cors.preflight(request)
+
+    app = application(basis)
+    app.middlewares.append(drain.middleware)
+    app.add_routes([*routes, *signposts.routes()])
+    app[replies.LOST] = lost
+    app.on_response_prepare.append(cors.on_prepare)
+    front = http_listener(basis, app)
+    return Clients(gateway=gateway, observers=observers, probes=probes, app=app, front=front)
+
+
+def _gateway(basis: Basis, balancing: Balancing, engines: Engines) -> Gateway:
+    pools = balancing.pools
+    gateway = Gateway(
+        connector=engines.connector,
+        pools=pools,
+        detokenizer=Detokenizer(pools, engines.lines.upstream),
+        suspects=Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics),
+        settings=basis.settings,
+        metrics=basis.metrics,
+    )
+    basis.live.add(gateway.configure)
+    return gateway
+
+
+def _client_keys(basis: Basis) -> ClientKeys:
+    callers = Callers(basis.shared.key_usage, basis.index)
+
+    def configure(_: Settings) -> None:  # the keys have a file of their own
+        callers.configure(basis.live.current.client_keys, basis.live.current.slots)
+
+    configure(basis.settings)
+    basis.live.add(configure)
+    return ClientKeys(callers)
+
+
+def _engine_routes(
+    basis: Basis,
+    balancing: Balancing,
+    engines: Engines,
+    gateway: Gateway,
+    client_keys: ClientKeys,
+    drain: Drain,
+    probes: ProbeApi,
+) -> list[web.RouteDef]:
+    """Routes whose answers engines know, and those that ask whether this worker is well."""
+    session, keys, metrics = engines.lines.session, balancing.keys, basis.metrics
+    models = ModelsApi(
+        pools=tuple(engines.serving.values()),
+        session=session,
+        engine_keys=keys,
+        client_keys=client_keys,
+        metrics=metrics,
+    )
+    passthrough = PassthroughApi(
+        pool=engines.serving[engines.connector.roles[0]],
+        session=session,
+        engine_keys=keys,
+        client_keys=client_keys,
+        drain=drain,
+        admission=gateway.admission,
+        budget=gateway.budget,
+        settings=basis.settings,
+        metrics=metrics,
+    )
+    basis.live.add(passthrough.configure)
+    routes = [*models.routes(), *passthrough.routes(), *probes.routes()]
+    if basis.settings.connector_traits.has_sglang_routes:
+        sglang = SglangApi(
+            pools=engines.serving,
+            session=session,
+            engine_keys=keys,
+            client_keys=client_keys,
+            probes=probes,
+            metrics=metrics,
+        )
+        routes += sglang.routes()
+    return routes

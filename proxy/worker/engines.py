@@ -1,0 +1,190 @@
+"""What talks to engines: connections, the connector, and those that probe and compare them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy.backend import Role
+from proxy.background import Background
+from proxy.connectors import CONNECTORS
+from proxy.connectors.base import Kit
+from proxy.connectors.encoding import Encoding
+from proxy.connectors.kv_transfer import KvTransfer
+from proxy.connectors.releaser import Releaser
+from proxy.inspector import Inspector
+from proxy.prober import Prober
+from proxy.settings import Endpoint
+from proxy.upstream import AddressRules, Names, Upstream, new_session
+from proxy.worker.balancing import subject
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    import aiohttp
+
+    from proxy.balancer.pool import Pool
+    from proxy.connectors.base import Connector
+    from proxy.settings import Settings
+    from proxy.worker.balancing import Balancing
+    from proxy.worker.basis import Basis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Connections to engines, and names looked up."""
+
+    names: Names
+    session: aiohttp.ClientSession
+    """For questions that are no leg of a call, and for what is passed through."""
+    upstream: Upstream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """What works on one side of a call."""
+
+    lines: Lines
+    releaser: Releaser
+    connector: Connector
+    serving: Mapping[Role, Pool]
+    """The roles that text needs."""
+    pools: Mapping[Role, Pool]
+    """The roles that there are, with encoders."""
+    prober: Prober
+    callback_url: str | None
+    """Where engines reach this worker and no other. None: the connector has nothing that they call."""
+
+
+@asynccontextmanager
+async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[Engines]:
+    """Leaving closes the connections and ends what is under way."""
+    settings, pools = basis.settings, balancing.pools
+    async with AsyncExitStack() as stack:
+        lines = await stack.enter_async_context(_lines(basis, balancing))
+        releaser = await stack.enter_async_context(
+            Releaser(
+                pools=pools,
+                upstream=lines.upstream,
+                settings=settings,
+                ledger=balancing.ledger,
+                misfits=basis.shared.misfits,
+                metrics=basis.metrics,
+                settle_seconds=settle_seconds,
+            )
+        )
+        basis.live.add(releaser.configure)
+        background = await stack.enter_async_context(Background(logging.getLogger(__name__), "a message to an engine"))
+        callback_url = _callback_url(basis)
+        kit = Kit(
+            pools=pools,
+            upstream=lines.upstream,
+            releaser=releaser,
+            session=lines.session,
+            keys=balancing.keys,
+            settings=settings,
+            metrics=basis.metrics,
+            fitness=balancing.fitness,
+            background=background,
+            callback_url=callback_url,
+        )
+        connector = CONNECTORS[settings.connector](kit)
+        serving = {role: pools.of(role) for role in connector.roles}
+        everybody = dict(serving)
+        if pools.encode is not None:
+            connector = Encoding(connector, pools.encode, kit)
+            everybody[Role.ENCODE] = pools.encode
+        prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
+        basis.metrics.watch_instances(
+            tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
+        )
+        await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, releaser))
+        yield Engines(
+            lines=lines,
+            releaser=releaser,
+            connector=connector,
+            serving=serving,
+            pools=everybody,
+            prober=prober,
+            callback_url=callback_url,
+        )
+
+
+@asynccontextmanager
+async def _lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
+    settings, live = basis.settings, basis.live
+    async with (
+        Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
+        new_session(names) as session,
+        Upstream(
+            settings.timeouts,
+            balancing.keys,
+            names,
+            stall_seconds=stall_seconds(settings),
+            on_stall=lambda backend: balancing.pools.of(backend.role).outcomes.report_stall(backend),
+            is_news=basis.shared.bulletin.is_news,
+        ) as upstream,
+    ):
+        live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
+        live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new)))
+        yield Lines(names=names, session=session, upstream=upstream)
+
+
+def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
+    shared, settings = basis.shared, basis.settings
+    prober = Prober(
+        pools=pools,
+        roster=shared.roster,
+        health=balancing.health,
+        checks=settings.health,
+        joining=settings.joining,
+        session=lines.session,
+        engine_headers=balancing.keys.headers,
+        on_transition=balancing.on_transition,
+        on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
+    )
+    basis.live.add(lambda new: prober.configure(new.health, new.joining))
+    return prober
+
+
+def _inspector(
+    basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: Releaser
+) -> Inspector:
+    inspector = Inspector(
+        pools=pools,
+        scoreboard=basis.shared.scoreboard,
+        health=balancing.health,
+        fitness=balancing.fitness,
+        session=lines.session,
+        keys=balancing.keys,
+        metrics=basis.metrics,
+        interval_seconds=basis.settings.health.transfer_interval_seconds,
+        connector=basis.settings.connector,
+        lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
+        reads=basis.index == 0,
+    )
+    basis.live.add(lambda new: inspector.configure(new.health.transfer_interval_seconds))
+    return inspector
+
+
+def stall_seconds(settings: Settings) -> float:
+    """Where no prefill leg goes before, a stream is silent while its prompt is computed."""
+    seconds = settings.health.stall_seconds
+    if settings.connector_traits.has_prefill_first:
+        return seconds
+    return max(seconds, settings.timeouts.first_token_seconds)
+
+
+def _callback_url(basis: Basis) -> str | None:
+    callbacks = basis.shared.listeners.callbacks
+    if not callbacks:
+        return None
+    port = callbacks[basis.index].getsockname()[1]
+    return f"http://{Endpoint(host=basis.settings.callback_host, port=port)}"
+
+
+def _hosts(settings: Settings) -> set[str]:
+    """Of the configured instances."""
+    return {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}
