@@ -148,6 +148,7 @@ class Prober:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
         members = {member.backend: member for member in self._roster.members(role)}
         if candidate in members and not members[candidate].draining:
+            self._roster.add(role, host, port)  # it may be somebody else's, who will want it no more
             return False
         ticket = waiting.enter(candidate, self._longest_wait_seconds)
         if ticket is None:

@@ -15,6 +15,7 @@ from proxy.api.administrators import author
 from proxy.backend import Backend, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.roster import ADMIN
 from proxy.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
@@ -98,6 +99,7 @@ class InstancesApi:
         return {
             **_described(backend, membership, health.state(backend), health.reason(backend)),
             "configured": backend in self._configured,
+            "origins": member.origins,
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),
             "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
@@ -257,6 +259,7 @@ def _described(
         "address": backend.name,
         "bootstrap_port": backend.bootstrap_port,
         "configured": False,
+        "origins": [ADMIN],
         "membership": membership,
         "state": state,
         "reason": reason,

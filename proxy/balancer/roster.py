@@ -1,24 +1,33 @@
 """Which backends exist, for all workers: any of them may add or remove one, all of them see it.
 
-The roster owns the scoreboard's slots. A removed backend drains: it gets no new requests, keeps its slot until its own
-last request has ended, and is then dropped by `finalize`. Build it before forking.
+A backend is a member for as long as an origin wants it: the configuration, an administrator, a source of discovery.
+Origins do not know each other, so one that two of them want stays when one does not want it any more. An
+administrator's word is the last: what is removed by hand leaves whoever else wanted it, until the configuration is read
+again, or an origin that had ceased to want it wants it anew.
+
+The roster owns the scoreboard's slots. A member that nobody wants drains: it gets no new requests, keeps its slot until
+its own last request has ended, and is then dropped by `finalize`. Build the roster before forking.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.shared import SharedValue
 from proxy.balancer.waiting_list import WaitingList
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from proxy.balancer.scoreboard import Scoreboard
 
-_BYTES_PER_MEMBER = 512  # a host name has at most 253
+CONFIG: Final = "config"
+ADMIN: Final = "admin"
+"""Origins that are no source of discovery: the configuration, and administrators."""
+
+_BYTES_PER_MEMBER = 1024  # its host name, of at most 253 bytes, stands in it and in what an origin wants
 
 Address = tuple[str, int] | tuple[str, int, int | None]
 """Host and port of a backend, and its bootstrap port if it may have one."""
@@ -26,13 +35,28 @@ Address = tuple[str, int] | tuple[str, int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A backend and whether the operator still wants it: a draining one is not to get new requests."""
+    """A backend and who wants it."""
 
     backend: Backend
-    draining: bool = False
+    origins: tuple[str, ...] = ()
+    """In alphabetical order. Empty: it drains."""
     leaves_at: float | None = None
     """When it is to be evacuated, if it drains, in seconds of the system's monotonic clock, which all workers share;
     None: its requests may come to their end."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to get no new requests, because nobody wants it any more."""
+        return not self.origins
+
+    def wanted_by(self, origin: str) -> Member:
+        """The same, enabled, with one more origin."""
+        return Member(self.backend, tuple(sorted({*self.origins, origin})))
+
+    def given_up_by(self, origin: str, leaves_at: float | None) -> Member:
+        """The same without this origin; it drains if there is no other, and is then evacuated at `leaves_at`."""
+        left = tuple(other for other in self.origins if other != origin)
+        return Member(self.backend, left, None if left else leaves_at)
 
 
 class Roster:
@@ -57,13 +81,16 @@ class Roster:
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
         self._leaving: tuple[Member, ...] = ()
-        self._write(())
+        self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
+        self._write((), {})
+        configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
-                host, port = address[0], address[1]
                 bootstrap_port = address[2] if len(address) == 3 else None
-                if not self.add(role, host, port, trusted=True, bootstrap_port=bootstrap_port):
-                    raise ValueError(f"{Backend(role, host, port).name} is listed twice as a {role.value} instance")
+                backend = Backend(role, address[0], address[1], trusted=True, bootstrap_port=bootstrap_port)
+                if configured.setdefault(backend, backend) is not backend:
+                    raise ValueError(f"{backend.name} is listed twice as a {role.value} instance")
+        self.sync(CONFIG, configured)
 
     @property
     def version(self) -> int:
@@ -78,8 +105,8 @@ class Roster:
     def add(
         self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
     ) -> bool:
-        """Make a backend exist and enabled; False when it was. One that drains stays, with all it had but for a new
-        bootstrap port.
+        """Let an administrator want a backend; False when it was there and enabled. One that is known stays, with all
+        it had but for a new bootstrap port.
 
         Raises ValueError when it has another role or there is no room.
         """
@@ -88,14 +115,13 @@ class Roster:
             known = _find(members, Backend(role, host, port))
             if known is None:
                 backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port)
-                self._write((*members, Member(backend)))
+                self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
             _check_role(known, role)
-            has_moved = bootstrap_port not in (None, known.backend.bootstrap_port)
-            if known.draining or has_moved:
-                newest = bootstrap_port if has_moved else known.backend.bootstrap_port
-                enabled = Member(replace(known.backend, bootstrap_port=newest))
-                self._write(enabled if member is known else member for member in members)
+            newest = known.backend.bootstrap_port if bootstrap_port is None else bootstrap_port
+            enabled = replace(known.wanted_by(ADMIN), backend=replace(known.backend, bootstrap_port=newest))
+            if enabled != known or newest != known.backend.bootstrap_port:
+                self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining
 
     def leaving(self) -> tuple[Member, ...]:
@@ -104,45 +130,55 @@ class Roster:
         return self._leaving
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
-        """Let a backend drain, and have it evacuated at `leaves_at`, see Member; False when there is no such backend.
-        For one that drains already the time is the last one given.
+        """Let a backend drain, whoever wants it, and have it evacuated at `leaves_at`, see Member; False when there is
+        no such backend. For one that drains already the time is the last one given.
         """
         with self._shared.exclusive():
             members = self._read()
             known = _find(members, Backend(role, host, port))
             if known is None or known.backend.role is not role:
                 return False
-            leaving = replace(known, draining=True, leaves_at=leaves_at)
+            leaving = Member(known.backend, leaves_at=leaves_at)
             if leaving != known:
-                self._write(leaving if member is known else member for member in members)
+                self._write((leaving if member is known else member for member in members), self._wanted)
             return True
 
-    def replace(
-        self, before: Collection[Backend], after: Collection[Backend], leaves_at: float | None = None
+    def sync(
+        self, origin: str, wanted: Collection[Backend], leaves_at: float | None = None, *, restores: bool = False
     ) -> tuple[list[Backend], list[Backend]]:
-        """Let the configured backends become `after` where they were `before`, in one step: those added, those that
-        drain now, which are evacuated at `leaves_at`, see Member.
+        """Let an origin want these backends and no others, in one step. Returns those that are enabled now and were not
+        before, and those that drain now, which are evacuated at `leaves_at`, see Member.
 
-        What is in `after` exists then, enabled and trusted, whatever an administrator did to it. What is in neither,
-        because an administrator added it, stays as it is. Raises ValueError, and changes nothing, when a backend has
-        another role or there is no room.
+        What the origin has ceased to want drains unless another origin wants it. What it wanted before and still wants
+        is left alone if an administrator has removed it; `restores`: it is enabled again, and has the bootstrap port
+        that is given, also none. One that is trusted by one origin is trusted until it is dropped.
+
+        Raises ValueError, and changes nothing, when a backend has another role or there is no room.
         """
         with self._shared.exclusive():
             members = {member.backend: member for member in self._read()}
-            gone = set(before).difference(after)
-            removed = [member for member in members.values() if member.backend in gone and not member.draining]
-            added = []
-            for backend in after:
+            before, added, removed = self._wanted.get(origin, frozenset()), list[Backend](), list[Backend]()
+            gone = [members[backend] for backend in before.difference(wanted) & members.keys()]
+            for backend in wanted:
                 known = members.get(backend)
+                is_wanted_already = known is not None and origin in known.origins
+                if backend in before and not is_wanted_already and not restores:
+                    continue  # an administrator has removed it
                 if known is None:
                     _check_role(_find(members.values(), backend), backend.role)
-                    known = Member(replace(backend, slot=self._free_slot(members.values())), draining=True)
+                    known = Member(replace(backend, slot=self._free_slot(members.values())))
                 if known.draining:
                     added.append(known.backend)
-                members[backend] = Member(replace(known.backend, trusted=True, bootstrap_port=backend.bootstrap_port))
-            members |= {member.backend: replace(member, draining=True, leaves_at=leaves_at) for member in removed}
-            self._write(members.values())
-            return added, [member.backend for member in removed]
+                members[backend] = replace(
+                    known.wanted_by(origin), backend=_merged(known.backend, backend, is_authority=restores)
+                )
+            for member in sorted((member for member in gone if not member.draining), key=_slot):
+                left = member.given_up_by(origin, leaves_at)
+                if left.draining:
+                    removed.append(member.backend)
+                members[member.backend] = left
+            self._write(members.values(), {**self._wanted, origin: frozenset(wanted)})
+            return added, removed
 
     def finalize(self) -> list[Backend]:
         """Drop the draining backends whose last request has ended, in whichever worker, and return them."""
@@ -152,7 +188,7 @@ class Roster:
             members = self._read()
             finished = [member for member in members if self._has_drained(member)]
             if finished:
-                self._write(member for member in members if member not in finished)
+                self._write((member for member in members if member not in finished), self._wanted)
             return [member.backend for member in finished]
 
     def _has_drained(self, member: Member) -> bool:
@@ -172,26 +208,34 @@ class Roster:
 
     def _read(self) -> tuple[Member, ...]:
         if self._shared.version != self._read_version:
-            self._read_version, rows = self._shared.read()
+            self._read_version, (rows, wanted) = self._shared.read()
             self._members = tuple(
-                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), draining, leaves_at)
-                for role, host, port, bootstrap_port, slot, trusted, draining, leaves_at in rows
+                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), tuple(origins), leaves_at)
+                for role, host, port, bootstrap_port, slot, trusted, origins, leaves_at in rows
             )
+            self._wanted = {
+                origin: frozenset(Backend(Role(role), host, port) for role, host, port in backends)
+                for origin, backends in wanted.items()
+            }
             self._leaving = tuple(member for member in self._members if member.leaves_at is not None)
             self._by_role = {
                 role: tuple(member for member in self._members if member.backend.role is role) for role in Role
             }
         return self._members
 
-    def _write(self, members: Iterable[Member]) -> None:
-        ordered = sorted(members, key=lambda member: member.backend.slot)
-        self._shared.write(
-            [
-                (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.draining, member.leaves_at)
-                for member in ordered
-                for b in (member.backend,)
-            ]
-        )
+    def _write(self, members: Iterable[Member], wanted: Mapping[str, Iterable[Backend]]) -> None:
+        ordered = sorted(members, key=_slot)
+        rows = [
+            (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.origins, member.leaves_at)
+            for member in ordered
+            for b in (member.backend,)
+        ]
+        by_origin = {origin: [(b.role, b.host, b.port) for b in backends] for origin, backends in wanted.items()}
+        self._shared.write([rows, by_origin])
+
+
+def _slot(member: Member) -> int:
+    return member.backend.slot
 
 
 def _find(members: Iterable[Member], backend: Backend) -> Member | None:
@@ -204,3 +248,12 @@ def _check_role(known: Member | None, role: Role) -> None:
     if known is not None and known.backend.role is not role:
         how = "still draining as" if known.draining else "already"
         raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")
+
+
+def _merged(known: Backend, wanted: Backend, *, is_authority: bool) -> Backend:
+    """What is known of a backend and what an origin says of it. Where that gives no bootstrap port, the known one stays
+    unless the origin is the authority.
+    """
+    has_said = is_authority or wanted.bootstrap_port is not None
+    bootstrap_port = wanted.bootstrap_port if has_said else known.bootstrap_port
+    return replace(known, trusted=known.trusted or wanted.trusted, bootstrap_port=bootstrap_port)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Backend, Role
+from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared import SharedValue
 from proxy.callers import assign_slots
 from proxy.configuration.current import Current, from_json, option_of, to_json
@@ -121,8 +122,7 @@ class Configuration:
             is_same = after.settings is before.settings
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
-            were, are = _backends(before), _backends(after)
-            came, went = ((), ()) if is_same else self._roster.replace(were, are, leaves_at)
+            came, went = ((), ()) if is_same else self._roster.sync(CONFIG, _backends(after), leaves_at, restores=True)
         except ValueError as error:
             raise SettingsError(str(error)) from None
         commit()
@@ -149,7 +149,7 @@ def _backends(current: Current) -> list[Backend]:
     settings = current.settings
     by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
     return [
-        Backend(role, endpoint.host, endpoint.port, bootstrap_port=endpoint.bootstrap_port)
+        Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=endpoint.bootstrap_port)
         for role, endpoints in by_role
         for endpoint in endpoints
     ]

@@ -59,6 +59,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     well = {
         "bootstrap_port": None,
         "configured": False,
+        "origins": ["admin"],
         "membership": "enabled",
         "state": "up",
         "reason": "passed its health check",

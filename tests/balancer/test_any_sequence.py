@@ -24,7 +24,7 @@ from proxy.balancer.pairs import Pairs
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
-from proxy.balancer.roster import Roster
+from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
@@ -56,6 +56,7 @@ CHECKS = HealthChecks(
     max_ejected_share=0.5,
     slow_start_seconds=15.0,
 )
+DISCOVERY = "dns"
 
 
 @dataclass
@@ -101,7 +102,10 @@ class AnySequence(RuleBasedStateMachine):
             for worker in range(2)
             for role in Role
         }
-        self.configured = {member.backend for role in Role for member in self.roster.members(role)}
+        configured = {member.backend for role in Role for member in self.roster.members(role)}
+        self.wanted: dict[str, set[Backend]] = {CONFIG: configured, DISCOVERY: set()}
+        self.origins = {backend: {CONFIG} for backend in configured}
+        """Of the members that do not drain."""
         self.states: list[dict[Backend, HealthState]] = [{}, {}]
         self.open: dict[Lease, Open] = {}
         self.look()
@@ -282,6 +286,7 @@ class AnySequence(RuleBasedStateMachine):
         assert changed == (backend not in before or before[backend].draining)
         member = next(member for member in self.roster.members(role) if member.backend == backend)
         assert not member.draining
+        self.origins.setdefault(backend, set()).add(ADMIN)
         if backend in before:
             assert member.backend.slot == before[backend].backend.slot
         else:
@@ -292,6 +297,7 @@ class AnySequence(RuleBasedStateMachine):
         backend = self.backend(role, port)
         known = {member.backend for member in self.roster.members(role)}
         assert self.roster.remove(role, backend.host, backend.port) == (backend in known)
+        self.origins.pop(backend, None)
 
     @rule(
         chosen=avoided,
@@ -309,24 +315,40 @@ class AnySequence(RuleBasedStateMachine):
         policy: str,
     ) -> None:
         """Another configuration: other instances in one step, and other settings."""
-        configured = {self.backend(*each) for each in chosen}
-        before = {member.backend: member.draining for role in Role for member in self.roster.members(role)}
-        try:
-            self.roster.replace(self.configured, configured)
-        except ValueError:
-            after = {member.backend: member.draining for role in Role for member in self.roster.members(role)}
-            assert after == before
+        if not self.sync(CONFIG, {self.backend(*each) for each in chosen}, restores=True):
             return
-        enabled = {backend for role in Role for backend in self.enabled(role)}
-        added_by_hand = {backend for backend, draining in before.items() if not draining} - self.configured
-        assert enabled == configured | added_by_hand
-        self.configured = configured
         checks = CHECKS.model_copy(update={"eject_after": eject_after, "slow_start_seconds": slow_start_seconds})
         for health in self.healths:
             health.configure(checks)
         for pool in self.pools.values():
             pool.use(make_policy(policy))
             pool.configure(PoolLimits(max_running=max_running))
+
+    @rule(chosen=avoided)
+    def discover(self, chosen: set[tuple[Role, int]]) -> None:
+        self.sync(DISCOVERY, {self.backend(*each) for each in chosen}, restores=False)
+
+    def sync(self, origin: str, wanted: set[Backend], *, restores: bool) -> bool:
+        """Let an origin want these; False, and nothing has changed, when that is not possible."""
+        before = {member.backend: member.origins for role in Role for member in self.roster.members(role)}
+        try:
+            self.roster.sync(origin, wanted, restores=restores)
+        except ValueError:
+            after = {member.backend: member.origins for role in Role for member in self.roster.members(role)}
+            assert after == before
+            return False
+        for backend in wanted if restores else wanted - self.wanted[origin]:
+            self.origins.setdefault(backend, set()).add(origin)
+        for backend in self.wanted[origin] - wanted:
+            self.origins.get(backend, set()).discard(origin)
+        self.wanted[origin] = wanted
+        return True
+
+    @invariant()
+    def a_member_is_enabled_for_as_long_as_an_origin_wants_it(self) -> None:
+        members = [member for role in Role for member in self.roster.members(role)]
+        known = {member.backend: set(member.origins) for member in members if not member.draining}
+        assert known == {backend: origins for backend, origins in self.origins.items() if origins}
 
     @rule()
     def finalize(self) -> None:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.roster import Member, Roster
+from proxy.balancer.roster import ADMIN, CONFIG, Member, Roster
 from proxy.balancer.scoreboard import Scoreboard
 from tests.forking import in_child
 
@@ -41,8 +41,9 @@ def test_encoders_are_a_role_of_their_own() -> None:
         roster.add(P, "e", 1)
 
 
-def test_adding_what_exists_changes_nothing() -> None:
+def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
+    assert roster.add(D, "d", 0) is False
     before = roster.version
     assert roster.add(D, "d", 0) is False
     assert roster.version == before
@@ -65,9 +66,10 @@ def test_a_bootstrap_port_is_the_newest_one_given() -> None:
     roster.remove(P, "p", 3)
     assert roster.add(P, "p", 3) is True
     assert ports() == [8998, 5, 6]
-    configured = [member.backend for member in roster.members(P)][:2]
-    roster.replace(configured, [Backend(P, "p", 1, bootstrap_port=7), Backend(P, "p", 2)])
-    assert ports() == [7, None, 6]
+    roster.sync("dns", [Backend(P, "p", 1), Backend(P, "p", 2, bootstrap_port=9)])
+    assert ports() == [8998, 9, 6]
+    roster.sync(CONFIG, [Backend(P, "p", 1, bootstrap_port=7), Backend(P, "p", 2), Backend(P, "p", 3)], restores=True)
+    assert ports() == [7, None, None]
 
 
 def test_members_are_not_rebuilt_while_nothing_changes() -> None:
@@ -139,7 +141,7 @@ def test_adding_a_draining_backend_again_keeps_its_slot_and_its_requests() -> No
     roster.remove(D, "d", 1)
     assert roster.add(D, "d", 1) is True
     member = roster.members(D)[1]
-    assert member == Member(backend, draining=False)
+    assert member == Member(backend, (ADMIN,))
     assert scoreboard.requests(member.backend.slot) == 3
     assert roster.finalize() == []
 
@@ -207,13 +209,13 @@ def test_processes_that_add_at_the_same_time_lose_nothing() -> None:
 
 
 def backends(role: Role, *ports: int) -> list[Backend]:
-    return [Backend(role, "d", port) for port in ports]
+    return [Backend(role, "d", port, trusted=True) for port in ports]
 
 
 def test_the_configured_backends_are_replaced_in_one_step() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=3)
     version = roster.version
-    added, removed = roster.replace(backends(D, 0, 1, 2), backends(D, 1, 5, 6))
+    added, removed = roster.sync(CONFIG, backends(D, 1, 5, 6))
     assert (added, removed) == (backends(D, 5, 6), backends(D, 0, 2))
     assert names(roster) == ["d:0 draining", "d:1", "d:2 draining", "d:5", "d:6"]
     assert slots(roster) == [0, 1, 2, 3, 4]
@@ -221,17 +223,17 @@ def test_the_configured_backends_are_replaced_in_one_step() -> None:
     assert [member.backend.trusted for member in roster.members(D)] == [True] * 5
 
 
-def test_replacing_leaves_alone_what_was_never_configured() -> None:
+def test_an_origin_leaves_alone_what_others_want() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=1)
     roster.add(D, "d", 7)
     roster.add(P, "d", 8)
-    assert roster.replace(backends(D, 0), backends(D, 1)) == (backends(D, 1), backends(D, 0))
+    assert roster.sync(CONFIG, backends(D, 1)) == (backends(D, 1), backends(D, 0))
     assert names(roster) == ["d:0 draining", "d:7", "d:1"]
     assert names(roster, P) == ["d:8"]
     assert [member.backend.trusted for member in roster.members(P)] == [False]
 
 
-def test_replacing_brings_back_what_was_removed_and_trusts_what_was_added() -> None:
+def test_a_reload_brings_back_what_was_removed_and_trusts_what_was_added() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard, decoders=2)
     scoreboard.row(0).add(1, requests=1)
@@ -239,7 +241,7 @@ def test_replacing_brings_back_what_was_removed_and_trusts_what_was_added() -> N
     roster.remove(D, "d", 1)
     roster.finalize()
     roster.add(D, "d", 2)
-    assert roster.replace(backends(D, 0, 1), backends(D, 0, 1, 2)) == (backends(D, 0, 1), [])
+    assert roster.sync(CONFIG, backends(D, 0, 1, 2), restores=True) == (backends(D, 0, 1), [])
     assert sorted(names(roster)) == ["d:0", "d:1", "d:2"]
     assert {member.backend.port: member.backend.slot for member in roster.members(D)}[1] == 1
     assert [member.backend.trusted for member in roster.members(D)] == [True] * 3
@@ -250,7 +252,7 @@ def test_what_drains_already_is_not_removed_again() -> None:
     roster = roster_of(scoreboard, decoders=1)
     scoreboard.row(0).add(0, requests=1)
     roster.remove(D, "d", 0)
-    assert roster.replace(backends(D, 0), []) == ([], [])
+    assert roster.sync(CONFIG, []) == ([], [])
     assert names(roster) == ["d:0 draining"]
 
 
@@ -265,7 +267,7 @@ def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend]
     roster = roster_of(Scoreboard(slots=4), decoders=2)
     version = roster.version
     with pytest.raises(ValueError, match=problem):
-        roster.replace(backends(D, 0, 1), after)
+        roster.sync(CONFIG, after)
     assert roster.version == version
     assert names(roster) == ["d:0", "d:1"]
 
@@ -287,7 +289,47 @@ def test_what_is_removed_may_have_a_time_to_be_evacuated() -> None:
 def test_what_is_gone_from_the_configuration_may_have_a_time_to_be_evacuated() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     before = [member.backend for member in roster.members(D)]
-    roster.replace(before, before[:1], 5.0)
+    roster.sync(CONFIG, before[:1], 5.0)
     assert [(member.backend.port, member.leaves_at) for member in roster.leaving()] == [(1, 5.0)]
-    roster.replace(before[:1], before, 6.0)
+    roster.sync(CONFIG, before, 6.0)
     assert roster.leaving() == ()
+
+
+def test_what_two_origins_want_stays_until_neither_does() -> None:
+    roster = roster_of(Scoreboard(slots=8), decoders=1)
+    assert roster.sync("dns", backends(D, 0, 1)) == (backends(D, 1), [])
+    assert [member.origins for member in roster.members(D)] == [("config", "dns"), ("dns",)]
+    assert roster.sync(CONFIG, []) == ([], [])
+    assert names(roster) == ["d:0", "d:1"]
+    assert roster.add(D, "d", 1) is False
+    assert roster.sync("dns", [], 5.0) == ([], backends(D, 0))
+    assert [(member.origins, member.leaves_at) for member in roster.members(D)] == [((), 5.0), ((ADMIN,), None)]
+
+
+def test_what_an_administrator_removed_stays_away_until_an_origin_wants_it_anew() -> None:
+    roster = roster_of(Scoreboard(slots=8))
+    roster.sync("dns", backends(D, 0, 1))
+    assert roster.remove(D, "d", 0) is True
+    assert roster.sync("dns", backends(D, 0, 1, 2)) == (backends(D, 2), [])
+    assert names(roster) == ["d:0 draining", "d:1", "d:2"]
+    roster.finalize()
+    assert roster.sync("dns", backends(D, 0, 1)) == ([], backends(D, 2))
+    assert names(roster) == ["d:1", "d:2 draining"]
+    roster.sync("dns", backends(D, 1))
+    assert roster.sync("dns", backends(D, 0, 1)) == (backends(D, 0), [])
+    assert names(roster) == ["d:0", "d:1", "d:2 draining"]
+
+
+def test_what_an_administrator_removed_and_added_is_the_administrators() -> None:
+    roster = roster_of(Scoreboard(slots=8))
+    roster.sync("dns", backends(D, 0))
+    roster.remove(D, "d", 0)
+    roster.add(D, "d", 0)
+    assert roster.sync("dns", []) == ([], [])
+    assert [member.origins for member in roster.members(D)] == [(ADMIN,)]
+
+
+def test_all_processes_know_what_an_origin_wanted_before() -> None:
+    roster = roster_of(Scoreboard(slots=8))
+    in_child(lambda: roster.sync("dns", backends(D, 0, 1)))
+    assert roster.sync("dns", backends(D, 1)) == ([], backends(D, 0))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.backend import Role
-from proxy.balancer.roster import Roster
+from proxy.backend import Backend, Role
+from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.configuration import FIXED, Change, Configuration, Follower
 from proxy.configuration.current import option_of
@@ -185,7 +185,8 @@ async def test_encoders_come_and_go_but_not_from_or_to_none(files: Files) -> Non
         await files.configuration.reload()
     assert files.members() == ["p:1", "p:2", "d:1", "d:2"]
     configuration = Configuration(files.load(), files.load, files.roster)
-    files.roster.add(Role.ENCODE, "e", 1, trusted=True)
+    members = [member.backend for role in Role for member in files.roster.members(role)]
+    files.roster.sync(CONFIG, [*members, Backend(Role.ENCODE, "e", 1, trusted=True)])
     files.write(INSTANCES + "encode: [e:2]")
     change = await configuration.reload()
     assert (change.options, change.added, change.removed) == (("encode",), ("e:2",), ("e:1",))

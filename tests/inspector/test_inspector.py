@@ -573,7 +573,7 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
         assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
         assert gateway.worker.health.is_confirmed(backend)
 
-        gateway.roster.replace([backend], [dataclasses.replace(backend, bootstrap_port=engine.bootstrap_port)])
+        gateway.roster.add(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port)
         await send(gateway, 1)
         assert misfits(gateway) == set()
         assert len(told(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
