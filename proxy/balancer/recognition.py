@@ -142,7 +142,7 @@ def _wrong_port(told: Told, bootstrap_port: int | None) -> tuple[MisfitKind, str
     its = told.setup.bootstrap_port
     if told.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
         return None
-    hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}, where there is none"
+    hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}"
     return MisfitKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
 
 

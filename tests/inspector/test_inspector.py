@@ -435,8 +435,7 @@ async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, ca
         (line,) = told(caplog, "WARNING")
         port = engine.bootstrap_port
         assert line.endswith(
-            f"has its bootstrap server at port {port}, and decoders are sent to 1, where there is none: give it as "
-            f"`--prefill URL {port}`"
+            f"has its bootstrap server at port {port}, and decoders are sent to 1: give it as `--prefill URL {port}`"
         )
 
 
