@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
+from proxy.api_keys import KeyUsage
 from proxy.balancer.bulletin import Bulletin
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.suspect_memory import SuspectMemory
-from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from proxy.api_keys import KeyUsage
 from proxy.backend import Load
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.callers import KeyUsage
 from proxy.configuration import Configuration
 from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.settings import Loaded, Settings

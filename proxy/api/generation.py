@@ -20,7 +20,7 @@ from proxy.wire.weight import LONG_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.api.keys import ClientKeys
+    from proxy.api.key_auth import KeyAuth
     from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
@@ -38,9 +38,7 @@ _PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
 class GenerationApi:
     """The routes that go through the connector."""
 
-    def __init__(
-        self, gateway: Gateway, keys: ClientKeys, drain: Drain, settings: Settings, observers: Observers
-    ) -> None:
+    def __init__(self, gateway: Gateway, keys: KeyAuth, drain: Drain, settings: Settings, observers: Observers) -> None:
         self._gateway = gateway
         self._keys = keys
         self._drain = drain
@@ -73,11 +71,11 @@ class GenerationApi:
             self._observers.end(record)
 
     async def _answer(self, dialect: Dialect, request: web.Request, record: Record) -> web.StreamResponse:
-        caller = self._keys.identify(request)
-        record.caller = caller.name
+        key = self._keys.identify(request)
+        record.key = key.name
         admission = self._gateway.admission
-        admission.check(caller.name)  # what will be refused anyhow is not read first
-        with self._keys.enter(caller), admission.hold(0) as held:
+        admission.check(key.name)  # what will be refused anyhow is not read first
+        with self._keys.enter(key), admission.hold(0) as held:
             listen = self._settings.listen
             raw = await read_json(request, listen, held.resize)
             is_long = len(raw) > LONG_BYTES

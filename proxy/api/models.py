@@ -17,7 +17,7 @@ from proxy.errors import UnknownModel, UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.api.keys import ClientKeys
+    from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
@@ -42,7 +42,7 @@ class ModelsApi:
         pools: Sequence[Pool],
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
-        client_keys: ClientKeys,
+        client_keys: KeyAuth,
         metrics: Metrics,
     ) -> None:
         self._pools = pools

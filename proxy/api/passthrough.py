@@ -31,7 +31,7 @@ from proxy.logs import access_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
-    from proxy.api.keys import ClientKeys
+    from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
@@ -102,7 +102,7 @@ class PassthroughApi:
         pool: Pool,
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
-        client_keys: ClientKeys,
+        client_keys: KeyAuth,
         drain: Drain,
         admission: Admission,
         budget: RetryBudget,
@@ -161,9 +161,9 @@ class PassthroughApi:
                 self._observe(group, path, request, record, time.monotonic() - started)
 
     async def _answer(self, path: str, request: web.Request, record: _Record) -> web.StreamResponse:
-        caller = self._client_keys.identify(request)
-        record.key = caller.name
-        with self._client_keys.enter(caller), self._admission.hold(0) as held:
+        key = self._client_keys.identify(request)
+        record.key = key.name
+        with self._client_keys.enter(key), self._admission.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
             return await self._try_admitted(path, request, body, record)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.api.keys import ClientKeys
+    from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
     from proxy.observe.metrics import Metrics
 
@@ -25,7 +25,7 @@ _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 def counted(
     api: str,
     answer: Callable[[web.Request], Awaitable[web.Response]],
-    client_keys: ClientKeys,
+    client_keys: KeyAuth,
     metrics: Metrics,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A route that asks for clients with a key, if they need one, and counts how that ends under the label `api`."""

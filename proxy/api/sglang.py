@@ -23,7 +23,7 @@ from proxy.errors import BadRequest, UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from proxy.api.keys import ClientKeys
+    from proxy.api.key_auth import KeyAuth
     from proxy.api.probes import ProbeApi
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
@@ -59,7 +59,7 @@ class SglangApi:
         pools: Mapping[Role, Pool],
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
-        client_keys: ClientKeys,
+        client_keys: KeyAuth,
         probes: ProbeApi,
         metrics: Metrics,
     ) -> None:

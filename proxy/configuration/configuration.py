@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from proxy.api_keys import assign_slots
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared import SharedValue
-from proxy.callers import assign_slots
 from proxy.configuration.current import Current, from_json, option_of, to_json
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
 

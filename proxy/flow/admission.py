@@ -1,8 +1,8 @@
 """Admission: one worker's gate in front of the pools. What no instance has room for waits here, for a while, in turn.
 
 The room itself is the pools' business: admission only asks whether there is any, and decides who takes it. Turns are
-fair among callers, so that nobody's thousand requests keep another's single one waiting. The queue, the wait and the
-request bodies in memory are bounded; what is beyond is refused at once and told when to come back.
+fair among clients' keys, so that the thousand requests of one do not keep another's single one waiting. The queue, the
+wait and the request bodies in memory are bounded; what is beyond is refused at once and told when to come back.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Admission:
         self._absent = absent
         self._metrics = metrics
         self._clock = clock
-        self._lines: dict[str, _Line] = {}  # of the callers who have somebody waiting
+        self._lines: dict[str, _Line] = {}  # of the keys under which requests wait
         self._queue: dict[Entry, None] = {}  # all who wait and may be refused, the longest first
-        self._running: dict[str, int] = {}  # units that were let in and have not left, by caller
+        self._running: dict[str, int] = {}  # units that were let in and have not left, by key
         self._services = count()
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
@@ -81,22 +81,22 @@ class Admission:
         """Request bodies in memory."""
         return self._held_bytes
 
-    def check(self, caller: str) -> None:
-        """Raise Overloaded when a request of this caller would find the queue full. Costs nothing worth mentioning, so
+    def check(self, key: str) -> None:
+        """Raise Overloaded when a request of this key would find the queue full. Costs nothing worth mentioning, so
         that it can be asked before a body is read.
         """
         if self.is_short_of_memory:
             raise _overloaded("memory", "the gateway is short of memory")
         if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
             return
-        if self._dispensable(caller) is None:
+        if self._dispensable(key) is None:
             raise _queue_full()
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
         return Hold(self, body_bytes)
 
-    def admit(self, caller: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
+    def admit(self, key: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
         """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long,
         and NoBackendAvailable when it was that because all of a role are gone.
 
@@ -104,7 +104,7 @@ class Admission:
         next. `patient`: a further unit of a request that was let in already, which is not refused any more. `on_wait`
         is called if there is a wait, when it begins.
         """
-        return Entry(self, caller, patient, on_wait)
+        return Entry(self, key, patient, on_wait)
 
     def notify(self) -> None:
         """There may be room now. May be called from the middle of what makes it."""
@@ -127,7 +127,7 @@ class Admission:
                     break
                 # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
                 entry.turn = loop.create_future()
-            self._lines[entry.caller].last_service = next(self._services)
+            self._lines[entry.key].last_service = next(self._services)
         finally:
             if entry.refusal is None:
                 self._part(entry)
@@ -136,13 +136,13 @@ class Admission:
     def _join(self, entry: Entry) -> None:
         gives_way = None
         if not entry.is_patient and len(self._queue) >= self._max_waiting:
-            gives_way = self._dispensable(entry.caller)
+            gives_way = self._dispensable(entry.key)
             if gives_way is None:
                 raise _queue_full()
-        line = self._lines.get(entry.caller)
+        line = self._lines.get(entry.key)
         if line is None:
             # As if it had just been served: whoever comes and goes does not overtake those who stay.
-            line = self._lines[entry.caller] = _Line(entry.caller, next(self._services))
+            line = self._lines[entry.key] = _Line(entry.key, next(self._services))
         line.entries[entry] = None
         if not entry.is_patient:
             line.requests += 1
@@ -155,14 +155,14 @@ class Admission:
 
     def _part(self, entry: Entry) -> None:
         """Take it out of the queue, whatever the reason."""
-        line = self._lines[entry.caller]
+        line = self._lines[entry.key]
         del line.entries[entry]
         if not entry.is_patient:
             del self._queue[entry]
             line.requests -= 1
             self._metrics.queued_requests.dec()
         if not line.entries:
-            del self._lines[entry.caller]
+            del self._lines[entry.key]
         if not self._lines and self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -174,12 +174,12 @@ class Admission:
         if not entry.turn.done():
             entry.turn.set_result(None)
 
-    def _dispensable(self, caller: str) -> Entry | None:
-        """Who gives way to a request of this caller when the queue is full: the youngest of the caller that has most of
+    def _dispensable(self, key: str) -> Entry | None:
+        """Who gives way to a request of this key when the queue is full: the youngest of the key that has most of
         it. None when that is this one.
         """
         greediest = max(self._lines.values(), key=lambda line: line.requests, default=None)
-        own = self._lines.get(caller)
+        own = self._lines.get(key)
         if greediest is None or greediest.requests <= (own.requests if own else 0):
             return None
         return next(entry for entry in reversed(greediest.entries) if not entry.is_patient)
@@ -195,8 +195,8 @@ class Admission:
             entry.turn.set_result(None)
 
     def _precedence(self, line: _Line) -> tuple[int, int]:
-        """Least first: the caller that has least running, and of several the one whose last turn was longest ago."""
-        return self._running.get(line.caller, 0), line.last_service
+        """Least first: the key that has least running, and of several the one whose last turn was longest ago."""
+        return self._running.get(line.key, 0), line.last_service
 
     def _tick(self) -> None:
         self._timer = None
@@ -211,39 +211,39 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = ("_admission", "_on_wait", "caller", "is_patient", "refusal", "arrived", "turn")
+    __slots__ = ("_admission", "_on_wait", "key", "is_patient", "refusal", "arrived", "turn")
 
     # Of one that waits.
     arrived: float
     turn: asyncio.Future[None]
 
-    def __init__(self, admission: Admission, caller: str, is_patient: bool, on_wait: Callable[[], None] | None) -> None:
+    def __init__(self, admission: Admission, key: str, is_patient: bool, on_wait: Callable[[], None] | None) -> None:
         self._admission = admission
         self._on_wait = on_wait
-        self.caller = caller
+        self.key = key
         self.is_patient = is_patient
         self.refusal: Overloaded | NoBackendAvailable | None = None
 
     async def __aenter__(self) -> Self:
-        admission, caller = self._admission, self.caller
+        admission, key = self._admission, self.key
         if admission._lines or not admission._has_room():
             if self._on_wait is not None:
                 self._on_wait()
             await admission._wait(self)
         # From here to the block's first await nothing can come in between, and no cancellation either.
         running = admission._running
-        running[caller] = running.get(caller, 0) + 1
+        running[key] = running.get(key, 0) + 1
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         running = self._admission._running
-        left = running[self.caller] - 1
+        left = running[self.key] - 1
         if left:
-            running[self.caller] = left
+            running[self.key] = left
         else:
-            del running[self.caller]
+            del running[self.key]
 
 
 class Hold:
@@ -285,12 +285,12 @@ class Hold:
 
 
 class _Line:
-    """One caller's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
+    """One key's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
 
-    __slots__ = ("caller", "entries", "requests", "last_service")
+    __slots__ = ("key", "entries", "requests", "last_service")
 
-    def __init__(self, caller: str, last_service: int) -> None:
-        self.caller = caller
+    def __init__(self, key: str, last_service: int) -> None:
+        self.key = key
         self.entries: dict[Entry, None] = {}
         self.requests = 0
         self.last_service = last_service

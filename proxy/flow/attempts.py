@@ -69,7 +69,7 @@ class AttemptLoop:
         while True:
             try:
                 # A request that was let in is let in whole: its further units wait as long as it takes.
-                async with admit(record.caller, patient=not self._is_first, on_wait=self._enter_queue):
+                async with admit(record.key, patient=not self._is_first, on_wait=self._enter_queue):
                     self._journey.leave()
                     if self._unreached is not None and self._is_still_gone(self._unreached):
                         raise self._unreached  # it was let in because nobody waits for that role any longer

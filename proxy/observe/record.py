@@ -25,7 +25,7 @@ class Record:
     api: str
     """The dialect's label."""
     request_id: str
-    caller: str = "-"
+    key: str = "-"
     """The name of the key that the client showed; `-` when clients need none."""
     stream: bool = False
     stage_listeners: Sequence[StageListener] = ()
@@ -82,7 +82,7 @@ class Record:
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
-            "key": self.caller,
+            "key": self.key,
             "api": self.api,
             "stream": self.stream,
             "code": outcome.status,

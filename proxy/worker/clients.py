@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from proxy.api.cors import Cors
 from proxy.api.generation import GenerationApi
-from proxy.api.keys import ClientKeys
+from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
-from proxy.callers import Callers
+from proxy.api_keys import ApiKeys
 from proxy.dialects import DIALECTS
 from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.gateway import Gateway
@@ -87,15 +87,15 @@ def _gateway(basis: Basis, balancing: Balancing, engines: Engines) -> Gateway:
     return gateway
 
 
-def _client_keys(basis: Basis) -> ClientKeys:
-    callers = Callers(basis.shared.key_usage, basis.index)
+def _client_keys(basis: Basis) -> KeyAuth:
+    api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
     def configure(_: Settings) -> None:  # the keys have a file of their own
-        callers.configure(basis.live.current.client_keys, basis.live.current.slots)
+        api_keys.configure(basis.live.current.client_keys, basis.live.current.slots)
 
     configure(basis.settings)
     basis.live.add(configure)
-    return ClientKeys(callers)
+    return KeyAuth(api_keys)
 
 
 def _engine_routes(
@@ -103,7 +103,7 @@ def _engine_routes(
     balancing: Balancing,
     engines: Engines,
     gateway: Gateway,
-    client_keys: ClientKeys,
+    client_keys: KeyAuth,
     drain: Drain,
     probes: ProbeApi,
 ) -> list[web.RouteDef]:

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.api.generation import GenerationApi
-from proxy.api.keys import ClientKeys
+from proxy.api.key_auth import KeyAuth
 from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
@@ -62,7 +62,7 @@ class Site:
 @asynccontextmanager
 async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
-    keys = ClientKeys(worker.callers)
+    keys = KeyAuth(worker.callers)
     observers = Observers((RequestMetrics(worker.metrics, ("generate",)), AccessLog()))
     api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, observers)
     app = web.Application()

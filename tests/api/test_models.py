@@ -14,10 +14,10 @@ from aiohttp.test_utils import unused_port
 from yarl import URL
 
 from proxy.api import models
-from proxy.api.keys import ClientKeys
+from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
+from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.backend import Role
-from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.settings import ClientKey
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def saying(status: int, body: bytes = b"") -> Answer:
     return answer
 
 
-async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: Callers | None = None) -> Client:
+async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: ApiKeys | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
-    client_keys = ClientKeys(callers or Callers(KeyUsage()))
+    client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, client_keys, gateway.metrics)
     return await gateway.serve(api.routes())
 
@@ -179,7 +179,7 @@ def test_no_engine_is_waited_for_longer_than_a_client_waits() -> None:
 
 async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
-    callers = Callers(KeyUsage())
+    callers = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
     callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
     client = await client_of(gateway, callers=callers)

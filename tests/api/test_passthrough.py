@@ -15,10 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 from multidict import CIMultiDict
 
-from proxy.api.keys import ClientKeys
+from proxy.api.key_auth import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
+from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.backend import Load, Role
-from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.flow.admission import Admission
 from proxy.flow.budget import RetryBudget
 from proxy.listener.drain import Drain
@@ -44,7 +44,7 @@ async def client_of(
     *,
     role: Role = Role.PREFILL,
     keys: EngineKeys | None = None,
-    callers: Callers | None = None,
+    callers: ApiKeys | None = None,
     **sections: Any,
 ) -> Client:
     """A client of the single-hop routes; `sections` are settings."""
@@ -55,7 +55,7 @@ async def client_of(
         gateway.pools[role],
         gateway.session,
         keys or gateway.keys(),
-        ClientKeys(callers or Callers(KeyUsage())),
+        KeyAuth(callers or ApiKeys(KeyUsage())),
         Drain(),
         admission,
         RetryBudget(settings.retry.budget_share, settings.retry.budget_least),
@@ -469,7 +469,7 @@ async def test_a_client_shows_its_key_and_engines_do_not_see_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     prefiller = await gateway.engine(Role.PREFILL)
-    callers = Callers(KeyUsage())
+    callers = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
     callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
     client = await client_of(gateway, callers=callers)
@@ -519,7 +519,7 @@ async def test_settings_can_change(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL, echo)
     settings = Settings()
     admission = Admission(settings.admission, lambda: True, gateway.metrics)
-    keys = ClientKeys(Callers(KeyUsage()))
+    keys = KeyAuth(ApiKeys(KeyUsage()))
     api = PassthroughApi(
         *(gateway.pools[Role.PREFILL], gateway.session, gateway.keys(), keys),
         *(Drain(), admission, RetryBudget(), settings, gateway.metrics),

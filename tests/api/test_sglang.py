@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from proxy.api.keys import ClientKeys
+from proxy.api.key_auth import KeyAuth
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
+from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.backend import Role
-from proxy.callers import Callers, KeyUsage, assign_slots
 from proxy.listener.drain import Drain
 from proxy.settings import ClientKey
 
@@ -40,8 +40,8 @@ SECRETS = {
 }
 
 
-async def client_of(gateway: Gateway, callers: Callers | None = None) -> Client:
-    client_keys = ClientKeys(callers or Callers(KeyUsage()))
+async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
+    client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     probes = ProbeApi(gateway.pools, Drain())
     api = SglangApi(gateway.pools, gateway.session, gateway.keys(), client_keys, probes, gateway.metrics)
     return await gateway.serve(api.routes())
@@ -152,7 +152,7 @@ async def test_what_engines_refuse_is_told_with_their_status(gateway: Gateway) -
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway, path: str) -> None:
     engines = [await engine(gateway, role, server_info=info(role), v1_loads={"loads": []}) for role in gateway.pools]
-    callers = Callers(KeyUsage())
+    callers = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
     callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
     client = await client_of(gateway, callers)

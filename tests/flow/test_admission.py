@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Unit:
     """One unit of work in a task of its own: in, a place taken at once, and out when told to."""
 
-    def __init__(self, gate: Gate, caller: str, patient: bool) -> None:
-        self.caller = caller
+    def __init__(self, gate: Gate, key: str, patient: bool) -> None:
+        self.key = key
         self.is_in = False
         self._gate = gate
         self._patient = patient
@@ -35,10 +35,10 @@ class Unit:
 
     async def _run(self) -> None:
         gate = self._gate
-        async with gate.admission.admit(self.caller, patient=self._patient):
+        async with gate.admission.admit(self.key, patient=self._patient):
             assert gate.taken < gate.places, "the room that was seen is gone"
             gate.taken += 1
-            gate.accept.append(self)
+            gate.admitted.append(self)
             self.is_in = True
             try:
                 await self._end.wait()
@@ -72,7 +72,7 @@ class Gate:
         self.absent: Role | None = None
         self.admission = Admission(Limits(), self.has_room, self.metrics, clock, lambda: self.absent)
         self.units: list[Unit] = []
-        self.accept: list[Unit] = []
+        self.admitted: list[Unit] = []
 
     def has_room(self) -> bool:
         self.asked += 1
@@ -81,12 +81,12 @@ class Gate:
     def limit(self, **limits: float) -> None:
         self.admission.configure(Limits.model_validate(limits))
 
-    def unit(self, caller: str = "-", *, patient: bool = False) -> Unit:
-        self.units.append(Unit(self, caller, patient))
+    def unit(self, key: str = "-", *, patient: bool = False) -> Unit:
+        self.units.append(Unit(self, key, patient))
         return self.units[-1]
 
-    async def arrive(self, *callers: str, patient: bool = False) -> list[Unit]:
-        units = [self.unit(caller, patient=patient) for caller in callers]
+    async def arrive(self, *keys: str, patient: bool = False) -> list[Unit]:
+        units = [self.unit(key, patient=patient) for key in keys]
         await settled()
         return units
 
@@ -101,8 +101,8 @@ class Gate:
         return any(entry.turn.done() for entry in self.admission._queue)
 
     def served(self) -> str:
-        """The callers in the order of their service."""
-        return " ".join(unit.caller for unit in self.accept)
+        """The keys in the order of their service."""
+        return " ".join(unit.key for unit in self.admitted)
 
     def queued_requests(self) -> float:
         (family,) = self.metrics.queued_requests.collect()
@@ -186,7 +186,7 @@ async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
     for _ in range(10):
         gate.admission.notify()
     await gate.open()
-    assert len(gate.accept) == 1
+    assert len(gate.admitted) == 1
     # Before the wake-up, in the one that was woken, and once more whether there is room for another.
     assert gate.asked - before == 3
 
@@ -194,7 +194,7 @@ async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
 async def test_several_free_places_go_to_several(gate: Gate) -> None:
     units = await gate.arrive(*["-"] * 5)
     await gate.open(3)
-    assert gate.accept == units[:3]
+    assert gate.admitted == units[:3]
 
 
 async def test_room_that_nobody_told_of_is_found_all_the_same(gate: Gate) -> None:
@@ -212,9 +212,9 @@ async def test_who_was_woken_and_found_nothing_stays_in_front(gate: Gate) -> Non
     assert gate.is_waking()
     gate.places = 0  # taken by somebody who did not ask here, before the one that was woken ran
     await settled()
-    assert (gate.accept, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
+    assert (gate.admitted, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
     await gate.open()
-    assert gate.accept == [first]
+    assert gate.admitted == [first]
 
 
 # Leaving the queue
@@ -295,7 +295,7 @@ async def test_further_units_of_a_request_wait_as_long_as_it_takes(gate: Gate) -
     gate.clock.now += 3600
     await request.refusal()
     await gate.open(2)
-    assert gate.accept == further
+    assert gate.admitted == further
 
 
 @pytest.mark.parametrize("how", ["end", "cancel", "fail"])
@@ -396,16 +396,16 @@ async def test_a_caller_with_a_thousand_waiting_delays_another_by_one_service_at
     await gate.arrive(*["greedy"] * 1002)
     (single,) = await gate.arrive("single")
     assert gate.admission.waiting == 1001
-    await gate.accept[0].leave()
+    await gate.admitted[0].leave()
     await settled()
-    assert single in gate.accept[2:4]
+    assert single in gate.admitted[2:4]
 
 
 async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_has_waited_longest(gate: Gate) -> None:
     gate.places = 2
     await gate.arrive("a", "a")  # these run
     await gate.arrive("a", "b", "b", "c", "b", "c", "d")
-    gate.accept.clear()
+    gate.admitted.clear()
     await gate.open(7)
     # b, c and d have none running, then one each, and only then a has as few as the others.
     assert gate.served() == "b c d b c a b"
@@ -414,7 +414,7 @@ async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_ha
 async def test_a_callers_own_units_come_in_the_order_of_their_arrival(gate: Gate) -> None:
     units = await gate.arrive(*"aabab")
     await gate.open(5)
-    assert [unit for unit in gate.accept if unit.caller == "a"] == [unit for unit in units if unit.caller == "a"]
+    assert [unit for unit in gate.admitted if unit.key == "a"] == [unit for unit in units if unit.key == "a"]
     assert gate.served() == "a b a b a"
 
 
@@ -533,8 +533,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     # The model
 
-    def requests(self, caller: str) -> list[Unit]:
-        return [unit for unit in self.lines.get(caller, ()) if unit not in self.patient]
+    def requests(self, key: str) -> list[Unit]:
+        return [unit for unit in self.lines.get(key, ()) if unit not in self.patient]
 
     def next_service(self) -> int:
         self.services += 1
@@ -542,18 +542,16 @@ class AnyOrder(RuleBasedStateMachine):
 
     def serve(self) -> None:
         while self.lines and len(self.running) < self.gate.places:
-            caller = min(
-                self.lines, key=lambda name: (sum(u.caller == name for u in self.running), self.last_service[name])
-            )
-            unit = self.lines[caller][0]
-            self.last_service[caller] = self.next_service()
+            key = min(self.lines, key=lambda name: (sum(u.key == name for u in self.running), self.last_service[name]))
+            unit = self.lines[key][0]
+            self.last_service[key] = self.next_service()
             self.part(unit)
             self.running.append(unit)
 
     def part(self, unit: Unit) -> None:
-        self.lines[unit.caller].remove(unit)
-        if not self.lines[unit.caller]:
-            del self.lines[unit.caller]
+        self.lines[unit.key].remove(unit)
+        if not self.lines[unit.key]:
+            del self.lines[unit.key]
 
     def refuse(self, unit: Unit) -> None:
         self.part(unit)
@@ -573,10 +571,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     # What happens
 
-    @rule(caller=st.sampled_from("abc"), is_patient=st.booleans())
-    def arrive(self, caller: str, is_patient: bool) -> None:
+    @rule(key=st.sampled_from("abc"), is_patient=st.booleans())
+    def arrive(self, key: str, is_patient: bool) -> None:
         async def start() -> Unit:
-            return self.gate.unit(caller, patient=is_patient)
+            return self.gate.unit(key, patient=is_patient)
 
         unit = self.loop.run_until_complete(start())
         self.turn_loop()
@@ -584,8 +582,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.patient.add(unit)
         is_open = not self.lines and len(self.running) < self.gate.places
         if not is_open and not is_patient and sum(len(self.requests(c)) for c in self.lines) >= self.max_waiting:
-            greediest = max(self.lines, key=lambda name: len(self.requests(name)), default=caller)
-            if len(self.requests(greediest)) <= len(self.requests(caller)):
+            greediest = max(self.lines, key=lambda name: len(self.requests(name)), default=key)
+            if len(self.requests(greediest)) <= len(self.requests(key)):
                 assert isinstance(unit.task.exception(), Overloaded)
                 return
             self.refuse(self.requests(greediest)[-1])
@@ -594,9 +592,9 @@ class AnyOrder(RuleBasedStateMachine):
         if is_open:
             self.running.append(unit)
             return
-        if caller not in self.lines:
-            self.last_service[caller] = self.next_service()
-        self.lines.setdefault(caller, []).append(unit)
+        if key not in self.lines:
+            self.last_service[key] = self.next_service()
+        self.lines.setdefault(key, []).append(unit)
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, 100))

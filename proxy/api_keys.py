@@ -1,7 +1,7 @@
-"""Callers: who holds which client key, and what each has used over all workers.
+"""The keys that clients show, and what each has used over all workers.
 
-A caller's requests in flight and its requests per minute may be limited. Both are counted in shared memory, in rows
-that only their own worker writes, as on the scoreboard. Without keys everybody is the same anonymous caller, whom
+A key's requests in flight and its requests per minute may be limited. Both are counted in shared memory, in rows
+that only their own worker writes, as on the scoreboard. Without keys everybody is the same anonymous key, which
 nothing limits and for whom nothing is counted.
 """
 
@@ -105,7 +105,7 @@ def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int 
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class ApiKey:
     """Whoever sent a request: the holder of a client key, or anybody. `slot` None: nothing is counted.
 
     The limits are numbers over all workers; None means that there is no such limit.
@@ -117,20 +117,20 @@ class Caller:
     requests_per_minute: int | None = None
 
 
-ANONYMOUS: Final = Caller("-")
-"""Every client's caller while there are no keys."""
+ANONYMOUS: Final = ApiKey("-")
+"""What every client shows while there are no keys."""
 
 _NOT_COUNTED: Final[AbstractContextManager[None]] = nullcontext()
 
 
-class Callers:
+class ApiKeys:
     """One worker's view. `clock`: seconds of the system's monotonic clock, which all workers of a host share."""
 
     def __init__(self, usage: KeyUsage, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._usage = usage
         self._row = usage.row(worker)
         self._clock = clock
-        self._by_digest: Mapping[str, Caller] = {}
+        self._by_digest: Mapping[str, ApiKey] = {}
 
     def configure(self, keys: Sequence[ClientKey], slots: Mapping[str, int]) -> None:
         """Replace all keys at once; none: everybody is let in. `slots` are the same in all workers: see `assign_slots`.
@@ -138,7 +138,7 @@ class Callers:
         Requests that run go on, whatever becomes of their key; it is looked at when the next one comes.
         """
         self._by_digest = {
-            key.key_sha256: Caller(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute)
+            key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute)
             for key in keys
         }
 
@@ -147,8 +147,8 @@ class Callers:
         """Whether clients must show a key."""
         return bool(self._by_digest)
 
-    def identify(self, authorization: str | None, x_api_key: str | None) -> Caller:
-        """The caller with the key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""
+    def identify(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
+        """The key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""
         if not self._by_digest:
             return ANONYMOUS
         scheme, _, token = (authorization or "").partition(" ")
@@ -157,21 +157,21 @@ class Callers:
             raise Unauthorized("this gateway needs an API key: send it as `Authorization: Bearer KEY`")
         # The time a look-up takes tells at most how far a digest was right, and nobody can choose a key by its digest:
         # keys themselves are never compared.
-        caller = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
-        if caller is None:
+        found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
+        if found is None:
             raise Unauthorized("the API key is not known to this gateway")
-        return caller
+        return found
 
-    def enter(self, caller: Caller) -> AbstractContextManager[None]:
+    def enter(self, key: ApiKey) -> AbstractContextManager[None]:
         """Count one request while the block lasts. Entering raises LimitExceeded, and then nothing was counted.
 
         Workers do not wait for each other, so at the same instant each may let in the request that is the last.
         """
-        return _NOT_COUNTED if caller.slot is None else _Stay(self, caller.slot, caller)
+        return _NOT_COUNTED if key.slot is None else _QuotaHold(self, key.slot, key)
 
-    def _begin(self, slot: int, caller: Caller) -> None:
+    def _begin(self, slot: int, key: ApiKey) -> None:
         usage = self._usage
-        limit = caller.max_concurrent
+        limit = key.max_concurrent
         if limit is not None and usage.in_flight(slot) >= limit:
             raise LimitExceeded(
                 f"this key may have {limit} requests in flight at a time",
@@ -179,7 +179,7 @@ class Callers:
                 retry_after_seconds=_BUSY_RETRY_SECONDS,
             )
         minute, elapsed_ms = divmod(round(self._clock() * 1000), _MINUTE_MS)
-        limit = caller.requests_per_minute
+        limit = key.requests_per_minute
         if limit is not None:
             wait_ms = _until_room_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)
             if wait_ms:
@@ -195,23 +195,23 @@ class Callers:
         self._row.add(slot, -1)
 
 
-class _Stay:
-    """One request of a caller who is counted."""
+class _QuotaHold:
+    """One request under a key that is counted."""
 
-    __slots__ = ("_callers", "_slot", "_caller")
+    __slots__ = ("_keys", "_slot", "_key")
 
-    def __init__(self, callers: Callers, slot: int, caller: Caller) -> None:
-        self._callers = callers
+    def __init__(self, keys: ApiKeys, slot: int, key: ApiKey) -> None:
+        self._keys = keys
         self._slot = slot
-        self._caller = caller
+        self._key = key
 
     def __enter__(self) -> None:
-        self._callers._begin(self._slot, self._caller)
+        self._keys._begin(self._slot, self._key)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._callers._end(self._slot)
+        self._keys._end(self._slot)
 
 
 def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:

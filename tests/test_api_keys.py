@@ -1,4 +1,4 @@
-"""Callers: who holds which key, what each has used over all workers, and until when there is no room."""
+"""ApiKeys: who holds which key, what each has used over all workers, and until when there is no room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from proxy.callers import ANONYMOUS, Caller, Callers, KeyUsage, assign_slots
+from proxy.api_keys import ANONYMOUS, ApiKey, ApiKeys, KeyUsage, assign_slots
 from proxy.errors import LimitExceeded, Unauthorized
 from proxy.settings import ClientKey
 from tests.clock import Clock
@@ -30,7 +30,7 @@ class Host:
         clock.now = 100 * MINUTE
         self.clock = clock
         self.usage = KeyUsage(workers, slots=4)
-        self.workers = [Callers(self.usage, worker, clock) for worker in range(workers)]
+        self.workers = [ApiKeys(self.usage, worker, clock) for worker in range(workers)]
         self.slots: dict[str, int] = {}
 
     def configure(self, *keys: ClientKey) -> None:
@@ -38,12 +38,12 @@ class Host:
         for callers in self.workers:
             callers.configure(keys, self.slots)
 
-    def caller(self, name: str, worker: int = 0) -> Caller:
+    def caller(self, name: str, worker: int = 0) -> ApiKey:
         return self.workers[worker].identify(f"Bearer sk-{name}", None)
 
     def ask(self, name: str, worker: int = 0) -> None:
         """One short request."""
-        with self.workers[worker].enter(self.caller(name, worker)):
+        with self.workers[worker].enter(self.key(name, worker)):
             pass
 
     def refusal(self, name: str, worker: int = 0) -> LimitExceeded:

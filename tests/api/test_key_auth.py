@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, make_mocked_request
 
-from proxy.api.keys import CALLER, ClientKeys
-from proxy.callers import Callers, KeyUsage, assign_slots
+from proxy.api.key_auth import API_KEY, KeyAuth
+from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey
@@ -39,8 +39,8 @@ class Gateway:
 
     def __init__(self, clock: Clock) -> None:
         self.usage = KeyUsage()
-        self.callers = Callers(self.usage, clock=clock)
-        self.keys = ClientKeys(self.callers)
+        self.callers = ApiKeys(self.usage, clock=clock)
+        self.keys = KeyAuth(self.callers)
         self.served: list[str] = []
         self.ended: list[str | None] = []
         self.credentials: list[str | None] = []
@@ -62,13 +62,13 @@ class Gateway:
             caller = self.keys.identify(request)
             with self.keys.enter(caller):
                 await request.read()
-                self.served.append(request[CALLER])
+                self.served.append(request[API_KEY])
                 self.arrived.set()
                 await self.go_on.wait()
                 self.credentials.append(self.keys.credential(request))
                 return web.json_response(ANSWER)
         finally:
-            self.ended.append(request.get(CALLER))
+            self.ended.append(request.get(API_KEY))
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
