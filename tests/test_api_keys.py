@@ -35,10 +35,10 @@ class Host:
 
     def configure(self, *keys: ClientKey) -> None:
         self.slots = assign_slots([key.name for key in keys], self.slots, self.usage.slots)
-        for callers in self.workers:
-            callers.configure(keys, self.slots)
+        for api_keys in self.workers:
+            api_keys.configure(keys, self.slots)
 
-    def caller(self, name: str, worker: int = 0) -> ApiKey:
+    def key(self, name: str, worker: int = 0) -> ApiKey:
         return self.workers[worker].identify(f"Bearer sk-{name}", None)
 
     def ask(self, name: str, worker: int = 0) -> None:
@@ -68,11 +68,11 @@ def host(clock: Clock) -> Host:
 
 
 def test_without_keys_everybody_is_the_same_and_nothing_is_counted(host: Host) -> None:
-    callers = host.workers[0]
-    assert not callers.have_keys
+    api_keys = host.workers[0]
+    assert not api_keys.have_keys
     for authorization in (None, "Bearer whatever"):
-        assert callers.identify(authorization, None) is ANONYMOUS
-    with callers.enter(ANONYMOUS), callers.enter(ANONYMOUS):
+        assert api_keys.identify(authorization, None) is ANONYMOUS
+    with api_keys.enter(ANONYMOUS), api_keys.enter(ANONYMOUS):
         assert not any(host.usage._cells)
 
 
@@ -80,7 +80,7 @@ def test_without_keys_everybody_is_the_same_and_nothing_is_counted(host: Host) -
     ("authorization", "x_api_key"),
     [("Bearer sk-a", None), ("bearer  sk-a ", None), (None, "sk-a"), ("Basic YTph", "sk-a"), ("Bearer sk-a", "sk-b")],
 )
-def test_a_caller_shows_its_key_as_a_bearer_token_or_as_x_api_key(
+def test_a_client_shows_its_key_as_a_bearer_token_or_as_x_api_key(
     host: Host, authorization: str | None, x_api_key: str | None
 ) -> None:
     host.configure(key("a"), key("b"))
@@ -106,10 +106,10 @@ def test_any_other_client_is_refused(host: Host, authorization: str | None, x_ap
 
 def test_a_removed_key_is_refused_and_its_requests_go_on(host: Host) -> None:
     host.configure(key("a"), key("b"))
-    with host.workers[0].enter(host.caller("a")):
+    with host.workers[0].enter(host.key("a")):
         host.configure(key("b"))
         with pytest.raises(Unauthorized):
-            host.caller("a")
+            host.key("a")
     assert not any(host.usage.in_flight(slot) for slot in range(4))
 
 
@@ -126,7 +126,7 @@ def test_a_key_that_changed_is_known_by_the_new_one_only(host: Host) -> None:
 
 def test_requests_in_flight_are_limited_over_all_workers(host: Host) -> None:
     host.configure(key("a", max_concurrent=2), key("b", max_concurrent=1))
-    with host.workers[0].enter(host.caller("a")), host.workers[1].enter(host.caller("a")):
+    with host.workers[0].enter(host.key("a")), host.workers[1].enter(host.key("a")):
         for worker in (0, 1):
             error = host.refusal("a", worker)
             assert (error.code, error.retry_after_seconds) == ("key_concurrency", 1.0)
@@ -138,7 +138,7 @@ def test_whatever_ends_a_request_it_is_in_flight_no_more(host: Host) -> None:
     host.configure(key("a", max_concurrent=1))
 
     def fail() -> None:
-        with host.workers[0].enter(host.caller("a")):
+        with host.workers[0].enter(host.key("a")):
             assert host.usage.in_flight(0) == 1
             raise ZeroDivisionError
 
@@ -149,13 +149,13 @@ def test_whatever_ends_a_request_it_is_in_flight_no_more(host: Host) -> None:
 
 def test_a_request_that_is_never_entered_counts_nothing(host: Host) -> None:
     host.configure(key("a", requests_per_minute=1))
-    host.workers[0].enter(host.caller("a"))
+    host.workers[0].enter(host.key("a"))
     assert not any(host.usage._cells)
 
 
 def test_what_a_dead_worker_had_in_flight_is_gone_but_not_what_it_had_used(host: Host) -> None:
     host.configure(key("a", max_concurrent=1, requests_per_minute=2))
-    host.workers[1].enter(host.caller("a", 1)).__enter__()
+    host.workers[1].enter(host.key("a", 1)).__enter__()
     assert host.refusal("a").code == "key_concurrency"
     host.usage.erase(1)
     host.ask("a")
@@ -177,7 +177,7 @@ def test_workers_share_the_usage_across_a_fork(host: Host) -> None:
     host.configure(key("a", max_concurrent=1))
     pid = os.fork()
     if pid == 0:
-        host.workers[1].enter(host.caller("a", 1)).__enter__()
+        host.workers[1].enter(host.key("a", 1)).__enter__()
         os._exit(0)
     os.waitpid(pid, 0)
     assert host.refusal("a").code == "key_concurrency"
@@ -196,7 +196,7 @@ def test_requests_per_minute_are_limited_over_all_workers(host: Host) -> None:
 
 def test_a_refused_request_was_not_used(host: Host) -> None:
     host.configure(key("a", requests_per_minute=2, max_concurrent=1))
-    with host.workers[0].enter(host.caller("a")):
+    with host.workers[0].enter(host.key("a")):
         host.refusal("a")
     host.ask("a")
     waits = {host.retry_after_ms("a") for _ in range(10)}
