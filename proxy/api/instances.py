@@ -21,7 +21,7 @@ from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.api.administrators import Administrators
     from proxy.balancer.health import Health
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster
     from proxy.balancer.scoreboard import Scoreboard
-    from proxy.prober import Prober
+    from proxy.discovery.joining import Joiner
     from proxy.settings import Settings
     from proxy.upstream.names import Names
 
@@ -41,7 +41,9 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class InstancesApi:
-    """The routes under `/instances`. `pools` are those of the roles that the connector uses."""
+    """The routes under `/instances`. `pools` are those of the roles that the connector uses. `drop_drained` forgets the
+    removed instances whose last request has ended.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,8 @@ class InstancesApi:
         scoreboard: Scoreboard,
         health: Health,
         misfits: Misfits,
-        prober: Prober,
+        joiner: Joiner,
+        drop_drained: Callable[[], None],
         names: Names,
         administrators: Administrators,
         settings: Settings,
@@ -60,7 +63,8 @@ class InstancesApi:
         self._scoreboard = scoreboard
         self._health = health
         self._misfits = misfits
-        self._prober = prober
+        self._joiner = joiner
+        self._drop_drained = drop_drained
         self._names = names
         self._administrators = administrators
         self.configure(settings)
@@ -88,7 +92,7 @@ class InstancesApi:
         for role, pool in self._pools.items():
             pool.backends()  # brings what is known up to date
             shown += map(self._describe, self._roster.members(role))
-            shown += (_described(backend, "joining") for backend in self._prober.joining(role))
+            shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
         return _json({"instances": shown})
 
     def _describe(self, member: Member) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class InstancesApi:
 
     def _join(self, role: Role, endpoint: Endpoint, *, is_trusted: bool) -> bool:
         host, port, bootstrap_port = endpoint.host, endpoint.port, endpoint.bootstrap_port
-        return self._prober.join(role, host, port, trusted=is_trusted, bootstrap_port=bootstrap_port)
+        return self._joiner.join(role, host, port, trusted=is_trusted, bootstrap_port=bootstrap_port)
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
@@ -158,9 +162,9 @@ class InstancesApi:
         seconds = change.evacuate_after_seconds
         leaves_at = None if seconds is None else time.monotonic() + seconds
         for endpoint in change.endpoints:
-            is_there = self._prober.remove(role, endpoint.host, endpoint.port, leaves_at)
+            is_there = self._joiner.remove(role, endpoint.host, endpoint.port, leaves_at)
             (there if is_there else not_there).append(endpoint)
-        self._prober.drop_drained()
+        self._drop_drained()
         told = []
         if there:
             is_left = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
@@ -192,7 +196,7 @@ class InstancesApi:
         answer: dict[str, Any] = {"message": message, "warnings": warnings, "not_found": not_found}
         for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
-            answer[f"joining_{role}_instances"] = [backend.name for backend in self._prober.joining(role)]
+            answer[f"joining_{role}_instances"] = [backend.name for backend in self._joiner.joining(role)]
         return _json(answer)
 
     def _backends(self, role: Role) -> Sequence[Backend]:

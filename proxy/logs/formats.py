@@ -63,7 +63,7 @@ class LineFormatter(logging.Formatter):
 
 
 class TextFormatter(LineFormatter):
-    """`2026-01-31T12:00:00.000Z INFO proxy.prober message key=value`."""
+    """`2026-01-31T12:00:00.000Z INFO proxy.discovery.prober message key=value`."""
 
     def _line(self, record: logging.LogRecord) -> str:
         message = self._cut(record.getMessage())

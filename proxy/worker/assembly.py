@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from proxy.configuration import Current
     from proxy.connectors.base import Pools
     from proxy.connectors.releaser import Releaser
+    from proxy.discovery.joining import Joiner
+    from proxy.discovery.prober import Prober
     from proxy.flow.gateway import Gateway
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
-    from proxy.prober import Prober
     from proxy.settings import Settings
     from proxy.shared import Shared
     from proxy.upstream import Upstream
@@ -53,6 +54,7 @@ class Worker:
     pools: Pools
     ledger: Ledger
     prober: Prober
+    joiner: Joiner
     upstream: Upstream
     releaser: Releaser
     gateway: Gateway
@@ -123,6 +125,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             pools=balancing.pools,
             ledger=balancing.ledger,
             prober=engines.prober,
+            joiner=engines.joiner,
             upstream=upstream,
             releaser=engines.releaser,
             gateway=clients.gateway,

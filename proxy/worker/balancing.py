@@ -17,8 +17,8 @@ from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.configuration import text_of
 from proxy.connectors.base import Pools
+from proxy.discovery.prober import log_transition
 from proxy.inspector import log_misfit
-from proxy.prober import log_transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable

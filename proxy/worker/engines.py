@@ -14,8 +14,9 @@ from proxy.connectors.base import Kit
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import Releaser
+from proxy.discovery.joining import Joiner
+from proxy.discovery.prober import Prober
 from proxy.inspector import Inspector
-from proxy.prober import Prober
 from proxy.settings import Endpoint
 from proxy.upstream import AddressRules, Names, Upstream, new_session
 from proxy.worker.balancing import subject
@@ -54,6 +55,7 @@ class Engines:
     pools: Mapping[Role, Pool]
     """The roles that there are, with encoders."""
     prober: Prober
+    joiner: Joiner
     callback_url: str | None
     """Where engines reach this worker and no other. None: the connector has nothing that they call."""
 
@@ -97,6 +99,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             connector = Encoding(connector, pools.encode, kit)
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
+        joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         basis.metrics.watch_instances(
             tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
         )
@@ -108,6 +111,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             serving=serving,
             pools=everybody,
             prober=prober,
+            joiner=joiner,
             callback_url=callback_url,
         )
 
@@ -139,14 +143,26 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         roster=shared.roster,
         health=balancing.health,
         checks=settings.health,
-        joining=settings.joining,
         session=lines.session,
         engine_headers=balancing.keys.headers,
         on_transition=balancing.on_transition,
         on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
     )
-    basis.live.add(lambda new: prober.configure(new.health, new.joining))
+    basis.live.add(lambda new: prober.configure(new.health))
     return prober
+
+
+def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], prober: Prober) -> Joiner:
+    joiner = Joiner(
+        pools=pools,
+        roster=basis.shared.roster,
+        settings=basis.settings.joining,
+        session=lines.session,
+        engine_headers=balancing.keys.headers,
+        on_joined=prober.joined,
+    )
+    basis.live.add(lambda new: joiner.configure(new.joining))
+    return joiner
 
 
 def _inspector(

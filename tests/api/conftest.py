@@ -20,9 +20,10 @@ from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.discovery.joining import Joiner
+from proxy.discovery.prober import Prober
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
-from proxy.prober import Prober
 from proxy.settings import HealthChecks, Joining
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Gateway:
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.misfits)
         self.session: aiohttp.ClientSession
         self.prober: Prober
+        self.joiner: Joiner
 
     def _count(self, backend: Backend, result: str) -> None:
         self.metrics.instance_requests_total.labels(backend.role, backend.name, result).inc()
@@ -96,7 +98,10 @@ class Gateway:
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
         self.prober = await self._stack.enter_async_context(
-            Prober(self.pools, self.roster, self.health, checks, joining, self.session, self.keys().headers)
+            Prober(self.pools, self.roster, self.health, checks, self.session, self.keys().headers)
+        )
+        self.joiner = await self._stack.enter_async_context(
+            Joiner(self.pools, self.roster, joining, self.session, self.keys().headers, self.prober.joined)
         )
         await asyncio.sleep(0)  # its first round, over nobody
 

@@ -133,7 +133,7 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     }
     await arrived.wait()
     go_on.set()
-    while gateway.prober.joining(Role.DECODE):  # noqa: ASYNC110 - joining ends without an event
+    while gateway.joiner.joining(Role.DECODE):  # noqa: ASYNC110 - joining ends without an event
         await asyncio.sleep(0)
     status, told = await change(client, "add", type="decode", instances=[engine.name])
     assert told["message"] == f"add decode instances: ['{engine.name}']."
@@ -294,7 +294,7 @@ async def test_anything_but_a_role_and_endpoints_is_refused(gateway: Gateway, bo
             assert answer.status == 400
             error = (await answer.json())["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert gateway.prober.joining(Role.PREFILL) == []
+    assert gateway.joiner.joining(Role.PREFILL) == []
 
 
 async def test_a_body_that_is_no_json_is_refused(gateway: Gateway) -> None:
@@ -323,7 +323,7 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
     client = await client_of(gateway, keys=gateway.keys("s3cret"))
     status, _ = await change(client, "add", type="decode", instances=engine.name, send_key=True)
     assert status == 200
-    assert [backend.trusted for backend in gateway.prober.joining(Role.DECODE)] == [True]
+    assert [backend.trusted for backend in gateway.joiner.joining(Role.DECODE)] == [True]
     status, told = await change(client, "add", type="decode", instances=engine.name, send_key="yes")
     assert (status, told["error"]["param"]) == (400, "send_key")
 
@@ -359,7 +359,7 @@ async def test_an_instance_may_not_be_just_anywhere(gateway: Gateway, names: Nam
     assert (status, told["error"]["code"], told["error"]["param"]) == (400, "address_not_allowed", "instances")
     assert "169.254" not in told["error"]["message"].replace(host, "")
     assert "93.184" not in told["error"]["message"].replace(host, "")
-    assert gateway.prober.joining(Role.DECODE) == []
+    assert gateway.joiner.joining(Role.DECODE) == []
 
 
 @pytest.mark.parametrize("host", ["inside", "10.1.2.3", "[fd00::1]", "100.64.0.1"])

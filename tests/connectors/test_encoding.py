@@ -55,7 +55,7 @@ class Encoders:
         engines = self.engines if engines is None else engines
         gateway = await self._deploy(*args, encode=[f"{engine.host}:{engine.port}" for engine in engines], **sections)
         for engine in engines:
-            gateway.worker.prober.join(Role.ENCODE, engine.host, engine.port)
+            gateway.worker.joiner.join(Role.ENCODE, engine.host, engine.port)
         pool = gateway.worker.pools.of(Role.ENCODE)
         up = "pdproxy_instance_up"
         await until(lambda: sum(role == "encode" for _, role in gateway.metrics(up)) == len(engines), "encoders")
@@ -65,7 +65,7 @@ class Encoders:
     def leave(self, gateway: Deployment) -> None:
         """Have none any more."""
         for engine in self.engines:
-            gateway.worker.prober.remove(Role.ENCODE, engine.host, engine.port)
+            gateway.worker.joiner.remove(Role.ENCODE, engine.host, engine.port)
 
     @property
     def seen(self) -> list[Any]:

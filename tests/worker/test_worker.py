@@ -213,8 +213,8 @@ async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deploym
     transition = worker.health.on_probe(decoder, False, "a test")
     assert transition is not None
     assert transition.new is HealthState.DOWN
-    assert worker.prober.join(Role.DECODE, "127.0.0.1", 1)
-    await until(lambda: not worker.prober.joining(Role.DECODE), "the absent instance to be given up at once")
+    assert worker.joiner.join(Role.DECODE, "127.0.0.1", 1)
+    await until(lambda: not worker.joiner.joining(Role.DECODE), "the absent instance to be given up at once")
 
 
 async def test_an_ejection_is_counted(deploy: Deploy) -> None:

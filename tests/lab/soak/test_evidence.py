@@ -8,9 +8,9 @@ from lab.soak.report import details, table
 from tests.lab.soak.logs import D, answer, evidence, fault, line, sample
 
 LOG = """\
-{"time":"1970-01-01T00:00:10.500Z","logger":"proxy.prober","message":"decode instance h:1 is down: no"}
-{"time":"1970-01-01T00:00:11.000Z","logger":"proxy.prober","message":"decode instance h:2 is down: no"}
-{"time":"1970-01-01T00:00:12.250Z","logger":"proxy.prober","message":"decode instance h:1 is up: yes"}
+{"time":"1970-01-01T00:00:10.500Z","logger":"proxy.discovery.prober","message":"decode instance h:1 is down: no"}
+{"time":"1970-01-01T00:00:11.000Z","logger":"proxy.discovery.prober","message":"decode instance h:2 is down: no"}
+{"time":"1970-01-01T00:00:12.250Z","logger":"proxy.discovery.prober","message":"decode instance h:1 is up: yes"}
 Fatal Python error: everything is lost
 """
 

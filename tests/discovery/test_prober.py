@@ -1,11 +1,10 @@
-"""Probing and joining against small real servers."""
+"""Probing against small real servers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -15,126 +14,12 @@ from aiohttp.test_utils import TestServer, unused_port
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import Health, Transition
+from proxy.balancer.health import Transition
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies import make_policy
-from proxy.balancer.pool import Pool
-from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.discovery.prober import log_transition
 from proxy.errors import Failure, UpstreamError
-from proxy.prober import Prober, log_transition
-from proxy.settings import HealthChecks, Joining
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-HOST = "127.0.0.1"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that happens on another task's own time; the test's time limit bounds it."""
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
-        await asyncio.sleep(0.001)
-
-
-class Engine:
-    """Answers /health, /version, /v1/models and, if it has an answer, /server_info, with `status`, and remembers how it
-    was asked.
-    """
-
-    def __init__(self, status: int = 200) -> None:
-        self.status = status
-        self.seen: list[tuple[str, str | None]] = []
-        self.answers: dict[str, object] = {
-            "/version": {"version": "0.18.1"},
-            "/v1/models": {"data": [{"id": "kimi", "max_model_len": 4096}]},
-        }
-        self.asked = asyncio.Event()
-        app = web.Application()
-        app.add_routes([web.get(path, self._answer) for path in ("/health", "/version", "/v1/models")])
-        app.router.add_get("/server_info", self._server_info)
-        self.server = TestServer(app, host=HOST)
-
-    async def _server_info(self, request: web.Request) -> web.Response:
-        assert request.query_string == "config_format=json"
-        if request.path not in self.answers:
-            raise web.HTTPNotFound
-        return await self._answer(request)
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        self.seen.append((request.path, request.headers.get("Authorization")))
-        self.asked.set()
-        return web.json_response(self.answers.get(request.path), status=self.status)
-
-    @property
-    def port(self) -> int:
-        assert self.server.port is not None
-        return self.server.port
-
-
-class Gateway:
-    """What the prober works with, as a worker puts it together, on a clock that runs fast."""
-
-    def __init__(
-        self,
-        prefill: Sequence[int],
-        decode: Sequence[int] = (),
-        *,
-        interval_seconds: float = 0.01,
-        timeout_seconds: float = 5.0,
-        joining_attempts: int = 3,
-        joining_interval_seconds: float = 0.01,
-    ) -> None:
-        self.scoreboard = Scoreboard(slots=8)
-        self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
-        self.health = Health(HealthChecks(fall=3, rise=2))
-        self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
-        row = self.scoreboard.row(0)
-        self.pools = {
-            role: Pool(
-                role,
-                policy=make_policy("least_load"),
-                scoreboard=self.scoreboard,
-                row=row,
-                roster=self.roster,
-                health=self.health,
-            )
-            for role in Role
-        }
-        self.checks = HealthChecks(
-            interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
-        )
-        self.joining = Joining(max_attempts=joining_attempts, interval_seconds=joining_interval_seconds)
-        self.keys = EngineKeys("s3cret")
-
-    def prober(self, session: aiohttp.ClientSession) -> Prober:
-        return Prober(
-            self.pools,
-            self.roster,
-            self.health,
-            self.checks,
-            self.joining,
-            session,
-            self.keys.headers,
-            self.transitions.put_nowait,
-        )
-
-    def names(self, role: Role) -> list[str]:
-        return [backend.name for backend in self.pools[role].backends()]
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine()
-    async with engine.server:
-        yield engine
+from proxy.settings import HealthChecks
+from tests.discovery.engines import HOST, Engine, Gateway, until
 
 
 async def test_one_good_answer_confirms_a_backend(session: aiohttp.ClientSession, engine: Engine) -> None:
@@ -207,9 +92,9 @@ async def test_a_drained_backend_is_dropped(
 ) -> None:
     caplog.set_level(logging.INFO)
     gateway = Gateway([engine.port])
-    async with gateway.prober(session) as prober:
+    async with gateway.prober(session):
         with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
-            assert prober.remove(Role.PREFILL, HOST, engine.port)
+            assert gateway.roster.remove(Role.PREFILL, HOST, engine.port)
             engine.seen.clear()
             await until(lambda: len(engine.seen) > 1)
             assert gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"]
@@ -233,51 +118,13 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aio
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(session) as prober:
             await arrived.wait()
-            prober.remove(Role.PREFILL, HOST, server.port)
+            gateway.roster.remove(Role.PREFILL, HOST, server.port)
             prober.drop_drained()
             go_on.set()
             arrived.clear()
             gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard next comes after the old probe's end
             await gateway.transitions.get()
         assert gateway.health.state(backend) is HealthState.UNKNOWN
-
-
-async def test_an_instance_joins_once_it_answers(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    engine.status = 503
-    gateway = Gateway([], joining_attempts=1_000_000)
-    async with gateway.prober(session) as prober:
-        assert prober.join(Role.PREFILL, HOST, engine.port)
-        assert not prober.join(Role.PREFILL, HOST, engine.port)
-        await until(lambda: len(engine.seen) > 2)
-        assert [backend.port for backend in prober.joining(Role.PREFILL)] == [engine.port]
-        assert (prober.joining(Role.DECODE), gateway.names(Role.PREFILL)) == ([], [])
-        engine.status = 200
-        transition = await gateway.transitions.get()
-        assert transition.new is HealthState.UP
-        assert prober.joining(Role.PREFILL) == []
-        assert not prober.join(Role.PREFILL, HOST, engine.port)
-    assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
-
-
-async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
-    session: aiohttp.ClientSession, engine: Engine
-) -> None:
-    gateway, other = Gateway([], interval_seconds=3600), Engine()
-    pool = gateway.pools[Role.PREFILL]
-    assert pool.backends() == ()
-    async with other.server, gateway.prober(session) as prober:
-        prober.join(Role.PREFILL, HOST, engine.port)
-        transition = await gateway.transitions.get()
-        assert (transition.new, transition.reason) == (HealthState.UP, "answered /v1/models")
-        assert pool.eligible() == (transition.backend,)
-        assert gateway.health.share_percent(transition.backend) < 100
-        await until(lambda: gateway.health.facts(transition.backend) is not None)
-        gateway.roster.add(Role.DECODE, HOST, other.port)  # when this is probed, so would be the first
-        await gateway.transitions.get()
-    assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]
 
 
 async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
@@ -310,25 +157,6 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
         assert gateway.health.state(backend) is HealthState.EJECTED
         await until(lambda: gateway.health.state(backend) is HealthState.UP)
         await until(lambda: gateway.health.facts(backend) is not None)
-
-
-async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.ClientSession, engine: Engine) -> None:
-    gateway = Gateway([])
-    async with gateway.prober(session) as prober:
-        prober.join(Role.DECODE, HOST, engine.port)
-        await until(lambda: ("/health", None) in engine.seen)
-    assert ("/v1/models", None) in engine.seen
-    assert not any(authorization for _, authorization in engine.seen)
-
-
-async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says_so(
-    session: aiohttp.ClientSession, engine: Engine
-) -> None:
-    gateway = Gateway([])
-    async with gateway.prober(session) as prober:
-        prober.join(Role.DECODE, HOST, engine.port, trusted=True)
-        await gateway.transitions.get()
-    assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
 
 
 async def test_an_engine_is_asked_once_what_it_is(session: aiohttp.ClientSession, engine: Engine) -> None:
@@ -436,7 +264,7 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(session) as prober:
             await asked.wait()
-            prober.remove(Role.PREFILL, HOST, server.port)
+            gateway.roster.remove(Role.PREFILL, HOST, server.port)
             prober.drop_drained()
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
@@ -445,94 +273,25 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
         assert gateway.health.facts(backend) is None
 
 
-async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.status = 503
-    gateway = Gateway([], joining_attempts=3)
-    async with gateway.prober(session) as prober:
-        prober.join(Role.PREFILL, HOST, engine.port)
-        await until(lambda: not prober.joining(Role.PREFILL))
-    assert [path for path, _ in engine.seen] == ["/v1/models"] * 3
-    assert caplog.messages == [
-        f"prefill instance {HOST}:{engine.port} is not added: /v1/models answered with status 503"
-    ]
-
-
-async def test_removing_a_joining_instance_stops_the_waiting(session: aiohttp.ClientSession, engine: Engine) -> None:
-    engine.status = 503
-    gateway = Gateway([], joining_interval_seconds=3600)
-    async with gateway.prober(session) as prober:
-        prober.join(Role.PREFILL, HOST, engine.port)
-        await engine.asked.wait()
-        assert prober.remove(Role.PREFILL, HOST, engine.port)
-        assert not prober.remove(Role.PREFILL, HOST, engine.port)
-        assert prober.joining(Role.PREFILL) == []
-        engine.status = 200
-        assert prober.join(Role.PREFILL, HOST, engine.port)
-        await until(lambda: gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"])
-        assert prober.joining(Role.PREFILL) == []
-
-
-async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession, engine: Engine) -> None:
-    gateway = Gateway([engine.port])
-    pool = gateway.pools[Role.PREFILL]
-    async with gateway.prober(session) as prober:
-        with pool.lease(PickRequest.of(Load())) as lease:
-            prober.remove(Role.PREFILL, HOST, engine.port)
-            assert pool.eligible() == ()
-            assert prober.join(Role.PREFILL, HOST, engine.port)
-            await until(lambda: pool.eligible() == (lease.backend,))
-            assert pool.in_flight(lease.backend) == 1
-
-
-async def test_an_endpoint_has_one_role(session: aiohttp.ClientSession, engine: Engine) -> None:
-    gateway = Gateway([engine.port], joining_interval_seconds=3600)
-    async with gateway.prober(session) as prober:
-        with pytest.raises(ValueError, match="already a prefill instance"):
-            prober.join(Role.DECODE, HOST, engine.port)
-        port = unused_port()
-        prober.join(Role.DECODE, HOST, port)
-        with pytest.raises(ValueError, match="already a decode instance"):
-            prober.join(Role.PREFILL, HOST, port)
-
-
-async def test_an_instance_for_which_there_is_no_room_is_given_up(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = Gateway([])
-    for port in range(1, 9):
-        gateway.roster.add(Role.DECODE, "10.0.0.1", port)
-    async with gateway.prober(session) as prober:
-        prober.join(Role.PREFILL, HOST, engine.port)
-        await until(lambda: not prober.joining(Role.PREFILL))
-    assert "there is no room for another instance" in caplog.text
-
-
 async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, engine: Engine) -> None:
     engine.status = 503
     gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
     before = asyncio.all_tasks()
-    async with gateway.prober(session) as prober:
-        prober.join(Role.DECODE, HOST, unused_port())
+    async with gateway.joining(session) as joiner:
+        joiner.join(Role.DECODE, HOST, unused_port())
         await gateway.transitions.get()
-    ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task)}
+    ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task) or "Joiner" in repr(task)}
     assert not ours
-    assert prober.joining(Role.DECODE) == []
+    assert joiner.joining(Role.DECODE) == []
 
 
 async def test_changed_settings_hold_for_the_next_probe(session: aiohttp.ClientSession, engine: Engine) -> None:
-    gateway = Gateway([engine.port], joining_interval_seconds=3600)
+    gateway = Gateway([engine.port])
     async with gateway.prober(session) as prober:
         await gateway.transitions.get()
-        prober.configure(
-            HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01),
-            Joining(max_attempts=1),
-        )
+        prober.configure(HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01))
         transition = await gateway.transitions.get()
         assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
-        prober.join(Role.DECODE, HOST, unused_port())
-        await until(lambda: not prober.joining(Role.DECODE))
 
 
 async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:

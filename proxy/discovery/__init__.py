@@ -1,0 +1,1 @@
+"""Which instances there are, and how they are: they are found, waited for and probed here."""

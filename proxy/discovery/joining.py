@@ -1,0 +1,161 @@
+"""Instances that an administrator adds: each becomes a member as soon as it answers, or is given up with a warning.
+
+Which ones are waited for all workers know from the roster's waiting list, and any of them may be told to stop. Nothing
+here outlives the `async with`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy.backend import Backend
+from proxy.background import Background
+from proxy.upstream import engine_json
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+    from types import TracebackType
+
+    import aiohttp
+
+    from proxy.backend import Role
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.settings import Joining
+
+logger = logging.getLogger(__name__)
+
+# Answers once the model is loaded, so it also tells when an instance may join, as in vLLM-Ascend's example proxy.
+_MODELS_PATH: Final = "/v1/models"
+_TIMEOUT_SECONDS: Final = 5.0
+
+
+class Joiner:
+    """One worker's. `async with` it."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        roster: Roster,
+        settings: Joining,
+        session: aiohttp.ClientSession,
+        engine_headers: Callable[[Backend], Mapping[str, str]],
+        on_joined: Callable[[Backend, str], Awaitable[None]],
+    ) -> None:
+        """`on_joined` is given each new member, and what it did to become one."""
+        self._pools = pools
+        self._roster = roster
+        self._settings = settings
+        self._session = session
+        self._engine_headers = engine_headers
+        self._on_joined = on_joined
+        self._background = Background(logger, "waiting for an instance")
+        self._waits: dict[Backend, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._background.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._background.__aexit__(kind, error, trace)
+
+    def configure(self, settings: Joining) -> None:
+        """Take changed settings for the questions from now on."""
+        self._settings = settings
+
+    def join(
+        self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
+    ) -> bool:
+        """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
+
+        `trusted`: it may have the engine key, now and later. Raises ValueError when the endpoint has, or is about to
+        have, the other role.
+        """
+        candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
+        waiting = self._roster.waiting
+        for other in (*waiting.backends(), *(backend for pool in self._pools.values() for backend in pool.backends())):
+            if other.place == candidate.place and other.role is not role:
+                raise ValueError(f"{other.name} is already a {other.role} instance")
+        members = {member.backend: member for member in self._roster.members(role)}
+        if candidate in members and not members[candidate].draining:
+            self._roster.add(role, host, port)  # it may be somebody else's, who will want it no more
+            return False
+        ticket = waiting.enter(candidate, self._longest_wait_seconds)
+        if ticket is None:
+            return False
+        self._waits[candidate] = self._background.start(self._join(candidate, ticket))
+        return True
+
+    def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
+        """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
+        is to be evacuated, see Roster.
+        """
+        backend = Backend(role, host, port)
+        was_joining = self._roster.waiting.leave(backend)
+        wait = self._waits.pop(backend, None)  # unless another worker waits for it, which will find out
+        if wait is not None:
+            wait.cancel()
+        return self._roster.remove(role, host, port, leaves_at) or was_joining
+
+    def joining(self, role: Role) -> list[Backend]:
+        """Instances that have been added, to whichever worker, and did not answer yet."""
+        return [backend for backend in self._roster.waiting.backends() if backend.role is role]
+
+    @property
+    def _longest_wait_seconds(self) -> float:
+        settings = self._settings
+        return settings.max_attempts * (settings.interval_seconds + 2 * _TIMEOUT_SECONDS)
+
+    async def _join(self, candidate: Backend, ticket: int) -> None:
+        waiting = self._roster.waiting
+        is_wanted = False
+        try:
+            problem = await self._wait_until_it_answers(candidate, ticket)
+            is_wanted = waiting.leave(candidate, ticket)
+            if is_wanted and not problem:
+                self._roster.add(
+                    candidate.role,
+                    candidate.host,
+                    candidate.port,
+                    trusted=candidate.trusted,
+                    bootstrap_port=candidate.bootstrap_port,
+                )
+        except ValueError as error:  # there is no room, or another worker gave it the other role
+            problem = str(error)
+        finally:
+            waiting.leave(candidate, ticket)
+            if self._waits.get(candidate) is asyncio.current_task():  # not removed, and perhaps added again, since
+                del self._waits[candidate]
+        if not is_wanted:
+            return  # another worker was told to remove it
+        if problem:
+            logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
+        else:
+            logger.info("%s instance %s is added", candidate.role, candidate.name)
+            await self._on_joined(candidate, f"answered {_MODELS_PATH}")
+
+    async def _wait_until_it_answers(self, candidate: Backend, ticket: int) -> str:
+        """Empty once it does, otherwise what was wrong the last time; at once when it is not waited for any more."""
+        problem = ""
+        for attempt in range(self._settings.max_attempts):
+            if attempt:
+                await asyncio.sleep(self._settings.interval_seconds)
+            if not self._roster.waiting.holds(candidate, ticket):
+                break
+            problem = await self._ask(candidate)
+            if not problem:
+                break
+        return problem
+
+    async def _ask(self, candidate: Backend) -> str:
+        """Empty when it answers, otherwise what was wrong."""
+        headers = self._engine_headers(candidate)
+        try:
+            status = await engine_json.get_status(self._session, candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
+        except engine_json.NoAnswer as error:
+            return str(error)
+        return "" if status == 200 else f"{_MODELS_PATH} answered with status {status}"

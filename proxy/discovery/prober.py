@@ -1,0 +1,235 @@
+"""Asks every backend on a timer whether it is well.
+
+What a probe says goes to Health, which decides; each change of state is one log line. A backend that came up is asked
+once what it is, and how much it works on at a time. Each round also drops the backends that have drained. Nothing here
+outlives the `async with`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy import SERVER, logs
+from proxy.background import Background
+from proxy.balancer.condition import HealthState
+from proxy.balancer.engine_facts import (
+    UNKNOWN_VERSION,
+    EngineFacts,
+    Identity,
+    parse_engine_version,
+    parse_kind,
+    parse_max_model_len,
+    parse_max_num_seqs,
+    parse_models,
+    parse_setup,
+)
+from proxy.errors import Failure
+from proxy.upstream import engine_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    import aiohttp
+
+    from proxy.backend import Backend, Role
+    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.settings import HealthChecks
+    from proxy.upstream.engine_json import Answer
+
+logger = logging.getLogger(__name__)
+
+_MODELS_PATH: Final = "/v1/models"
+# Somebody's answer waits for it.
+_GONE_TIMEOUT_SECONDS: Final = 0.5
+
+# Of SGLang and, with VLLM_SERVER_DEV_MODE=1, of vLLM, which otherwise puts its configuration into one text. vLLM looks
+# for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+_SERVER_INFO_PATH: Final = "/server_info?config_format=json"
+_SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+
+
+def log_transition(transition: Transition, *, is_news: bool = True) -> None:
+    """One line for a backend that changed its state, whoever noticed it. `is_news` False: another worker has told."""
+    is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
+    level = logging.WARNING if is_bad else logging.INFO
+    if not is_news:
+        level = logging.DEBUG
+    backend = transition.backend
+    what = (backend.role, backend.name, transition.new, transition.reason)
+    logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
+
+
+class Prober:
+    """One worker's view of which backends are well. `async with` it."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        roster: Roster,
+        health: Health,
+        checks: HealthChecks,
+        session: aiohttp.ClientSession,
+        engine_headers: Callable[[Backend], Mapping[str, str]],
+        on_transition: Callable[[Transition], None] = log_transition,
+        on_removed: Callable[[Backend], None] = lambda backend: None,
+    ) -> None:
+        self._pools = pools
+        self._roster = roster
+        self._health = health
+        self._checks = checks
+        self._session = session
+        self._engine_headers = engine_headers
+        self._on_transition = on_transition
+        self._on_removed = on_removed
+        self._background = Background(logger, "a health check")
+        self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
+        self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._background.__aenter__()
+        self._background.start(self._keep_probing())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._background.__aexit__(kind, error, trace)
+
+    def configure(self, checks: HealthChecks) -> None:
+        """Take changed settings for the probes from now on."""
+        self._checks = checks
+
+    def drop_drained(self) -> None:
+        """Forget the removed backends whose last request has ended."""
+        for backend in self._roster.finalize():
+            logger.info("%s instance %s is removed", backend.role, backend.name)
+            self._on_removed(backend)
+
+    async def joined(self, backend: Backend, success: str) -> None:
+        """Take notice of a backend that has just become a member by this success."""
+        self._due[backend] = self._next_due()  # it has just been asked
+        await self._hear(backend, "", success)
+
+    # Asking out of turn
+
+    async def is_gone(self, backend: Backend, within_seconds: float) -> bool:
+        """Whether a backend that has just broken off accepts no connections, or says that it is not well, now or within
+        so many seconds. Asked once for all who want to know. One that says nothing is busy for all we know.
+        """
+        task = self._last_looks.get(backend)
+        if task is None:
+            task = self._last_looks[backend] = self._background.start(self._look_again(backend, within_seconds))
+            task.add_done_callback(lambda _: self._last_looks.pop(backend, None))
+        return await asyncio.shield(task)
+
+    async def _look_again(self, backend: Backend, within_seconds: float) -> bool:
+        if await self._has_ended(backend):
+            return True
+        if not within_seconds:
+            return False
+        await asyncio.sleep(within_seconds)
+        return await self._has_ended(backend)
+
+    async def _has_ended(self, backend: Backend) -> bool:
+        headers = {**self._engine_headers(backend), "Connection": "close"}  # on a connection of its own
+        path = self._checks.path
+        try:
+            return await engine_json.get_status(self._session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
+        except engine_json.NoAnswer as error:
+            return error.failure is not Failure.TIMEOUT
+
+    # Probing
+
+    async def _keep_probing(self) -> None:
+        while True:
+            self.drop_drained()
+            self._start_due_probes()
+            await asyncio.sleep(min(self._checks.changing_interval_seconds, self._checks.interval_seconds))
+
+    def _start_due_probes(self) -> None:
+        backends = {backend for pool in self._pools.values() for backend in pool.backends()}
+        for gone in self._due.keys() - backends:
+            del self._due[gone]
+        now = asyncio.get_running_loop().time()
+        for backend in backends:
+            due = self._due.get(backend, now)
+            if due <= now or (due < math.inf and self._health.is_changing(backend)):
+                self._due[backend] = math.inf
+                self._background.start(self._probe(backend))
+
+    async def _probe(self, backend: Backend) -> None:
+        path, problem, is_refused = self._checks.path, "", False
+        try:
+            status = await engine_json.get_status(
+                self._session, backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
+            )
+            if status != 200:
+                problem = f"{path} answered with status {status}"
+        except engine_json.NoAnswer as error:
+            problem, is_refused = str(error), error.failure is Failure.CONNECT
+        try:
+            await self._hear(backend, problem, "passed its health check", is_refused=is_refused)
+        finally:
+            self._due[backend] = self._next_due()
+
+    async def _hear(self, backend: Backend, problem: str, success: str, *, is_refused: bool = False) -> None:
+        """Tell Health how a backend has answered, and ask one that came up what it is. `is_refused`: there was no
+        connection.
+        """
+        if backend not in self._pools[backend.role].backends():
+            return  # it left meanwhile, and Health is not to hear of it again
+        transition = self._health.on_probe(backend, not problem, problem or success, is_refused=is_refused)
+        if transition is not None:
+            self._on_transition(transition)
+        if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
+            facts = await self._ask_facts(backend)
+            self._health.note_facts(backend, facts)
+            self._background.start(self._ask_setup(backend, facts))
+
+    def _next_due(self) -> float:
+        jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
+        return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
+
+    async def _ask_facts(self, backend: Backend) -> EngineFacts:
+        """What vLLM tells at `/version`, `{"version": "0.23.0"}`, and of its models (ModelCard.max_model_len)."""
+        timeout_seconds = self._checks.timeout_seconds
+        version, models = await asyncio.gather(
+            self._get(backend, "/version", timeout_seconds), self._get(backend, _MODELS_PATH, timeout_seconds)
+        )
+        listed = models and models.json_or_none
+        identity = Identity(
+            kind=parse_kind(listed),
+            models=parse_models(listed),
+            is_gateway=version is not None and version.headers.get("Server") == SERVER,
+            refused_key=models is not None and models.status in (401, 403),
+        )
+        engine_version = (
+            UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version and version.json_or_none)
+        )
+        return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
+
+    async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
+        """Add to what it said how it was started, and how many requests it works on at a time, as far as it tells."""
+        answer = await self._get(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)
+        info = answer and answer.json_or_none
+        if self._health.facts(backend) is facts:  # not if it went down meanwhile
+            identity = replace(facts.identity, setup=parse_setup(info))
+            told = replace(facts, max_num_seqs=parse_max_num_seqs(info), identity=identity)
+            self._health.note_facts(backend, told)
+
+    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> Answer | None:
+        """None: there was no answer."""
+        try:
+            return await engine_json.get(
+                self._session, backend.url, path, timeout_seconds, self._engine_headers(backend)
+            )
+        except engine_json.NoAnswer:
+            return None

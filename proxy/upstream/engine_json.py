@@ -1,0 +1,99 @@
+"""One question to an engine, asked through aiohttp's client: a whole answer comes back, or why there is none.
+
+For all that is not the hot path: probes, what engines are, lists of models, counters, bootstrap servers. An instance
+that anybody added may be behind an address, so answers are bounded in bytes and in time, and followed nowhere.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
+
+from proxy.errors import Failure
+from proxy.upstream.names import connect_problem
+from proxy.upstream.session import read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+_MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+
+
+class NoAnswer(Exception):
+    """There was none. The text is what was wrong: `/health did not answer within 5 s`.
+
+    `failure`: TIMEOUT; CONNECT, there was no connection, for `reason`; BAD_ANSWER, it broke off or was too long.
+    """
+
+    def __init__(self, failure: Failure, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.failure = failure
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole one, with whatever status."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """What is in the body. Raises ValueError when it is no JSON."""
+        return orjson.loads(self.body)
+
+    @property
+    def json_or_none(self) -> Any:
+        """None when it is no JSON."""
+        try:
+            return self.json
+        except ValueError:
+            return None
+
+
+async def get(
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    timeout_seconds: float,
+    headers: Mapping[str, str] | None = None,
+    max_bytes: int = _MAX_ANSWER_BYTES,
+) -> Answer:
+    """GET a path of an engine at `url`, the whole answer in this time. Raises NoAnswer."""
+    async with _answering(session, url, path, timeout_seconds, headers) as answer:
+        return Answer(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+
+
+async def get_status(
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    timeout_seconds: float,
+    headers: Mapping[str, str] | None = None,
+) -> int:
+    """The same, of which only the status counts: a body is not waited for. Raises NoAnswer."""
+    async with _answering(session, url, path, timeout_seconds, headers) as answer:
+        return answer.status
+
+
+@asynccontextmanager
+async def _answering(
+    session: aiohttp.ClientSession, url: str, path: str, timeout_seconds: float, headers: Mapping[str, str] | None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+    try:
+        async with session.get(url + path, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+            yield answer
+    except TimeoutError:
+        raise NoAnswer(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        reason = connect_problem(error.os_error)
+        raise NoAnswer(Failure.CONNECT, f"cannot connect ({reason})", reason) from None
+    except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
+        raise NoAnswer(Failure.BAD_ANSWER, f"{path} failed ({type(error).__name__})") from None
