@@ -14,9 +14,9 @@ from proxy.connectors.vllm_store import VllmStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.connectors.base import Connector, Kit
+    from proxy.connectors.base import Connector, ConnectorContext
 
-CONNECTORS: Final[Mapping[str, Callable[[Kit], Connector]]] = {
+CONNECTORS: Final[Mapping[str, Callable[[ConnectorContext], Connector]]] = {
     "ascend_layerwise": AscendLayerwise,
     "mooncake_bootstrap": MooncakeBootstrap,
     "plain": Plain,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, Self
 
 from aiohttp import web
 
-from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import (
@@ -28,29 +27,26 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
-from proxy.connectors.beside import running
 from proxy.connectors.callbacks import Callbacks
-from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.concurrent import running
+from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.prefill_body import prefill_body
-from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
 from proxy.upstream import upstream_error
-from proxy.wire.openai import OPENAI_APIS, Api
+from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Kit
+    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.releaser import Releaser
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
     from proxy.wire.document import Document
 
 logger = logging.getLogger(__name__)
@@ -58,51 +54,28 @@ logger = logging.getLogger(__name__)
 _PATH: Final = "/v1/metaserver"
 
 
-class AscendLayerwise:
+class AscendLayerwise(Disaggregated):
     """Decode → callback → prefill, which runs beside the decode leg."""
 
-    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    apis: Sequence[Api] = OPENAI_APIS
-    continues_answers = True
-
-    def __init__(self, kit: Kit) -> None:
-        assert kit.callback_url is not None, "decoders need an address to call back"
-        self._pools = kit.pools
-        self._upstream = kit.upstream
-        self._releaser = kit.releaser
-        self._fitness = kit.fitness
-        self.metaserver = kit.callback_url + _PATH
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        assert context.callback_url is not None, "decoders need an address to call back"
+        self._pools = context.pools
+        self._releaser = context.releaser
+        self._fitness = context.fitness
+        self.metaserver = context.callback_url + _PATH
         """What decoders are told to call back."""
         logger.info("decoders call this worker back at %s", self.metaserver)
-        self._ranks = Ranks()
-        self._one_engine = OneEngine(kit, self._ranks)
         self.callbacks = Callbacks()
-        self.configure(kit.settings)
-
-    def check(self, call: Call) -> None:
-        """Refuse what can neither be handed over nor be served by one engine."""
-        self._one_engine.check(call)
-
-    def splits(self, call: Call) -> bool:
-        """A hand-over is of one sequence."""
-        return not is_search(call)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._timeouts, self._balance = settings.timeouts, settings.balance
-        self._one_engine.configure(settings)
-        self._callback_seconds = settings.layerwise.callback_seconds
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Where decoders call back."""
         return (web.post(_PATH, self.callbacks.take),)
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, request, journey) or self._open_both(call, request, journey)
-
     @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+        """See Disaggregated."""
+        settings = self._context.settings
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
@@ -119,16 +92,16 @@ class AscendLayerwise:
             async with running(self._prefill(call, headers, callback, handover, journey)) as leg:
                 # Of a streamed answer the status may come at once, and nothing more before all this has happened.
                 answer_seconds = (
-                    self._callback_seconds
-                    + prefill_seconds(self._timeouts, call)
-                    + first_byte_seconds(self._timeouts, call)
+                    settings.layerwise.callback_seconds
+                    + prefill_seconds(settings.timeouts, call)
+                    + first_byte_seconds(settings.timeouts, call)
                 )
                 params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.metaserver}
                 opening = self._upstream.open(
                     decoder.backend,
                     call.api.path,
                     call.body({"kv_transfer_params": {**params, **call.kv_params}}),
-                    headers | rank.header(decoder.backend, self._balance.decode_dp_ranks),
+                    headers | rank.header(decoder.backend, settings.balance.decode_dp_ranks),
                     answer_seconds=answer_seconds,
                 )
                 with await leg.race(opening, lambda: handover.is_settled) as response:
@@ -172,24 +145,26 @@ class AscendLayerwise:
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
     async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
+        callback_seconds = self._context.settings.layerwise.callback_seconds
         try:
-            async with asyncio.timeout(self._callback_seconds):
+            async with asyncio.timeout(callback_seconds):
                 return await callback
         except TimeoutError:
-            message = f"did not call back within {self._callback_seconds:g} s"
+            message = f"did not call back within {callback_seconds:g} s"
             raise upstream_error(Failure.TIMEOUT, decoder, message) from None
 
     async def _ask_prefiller(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
     ) -> Document:
+        settings = self._context.settings
         version = self._pools.prefill.engine_version(prefiller)
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
                 prefill_body(call, version, params.values),
-                headers | rank.header(prefiller, self._balance.prefill_dp_ranks),
-                answer_seconds=prefill_seconds(self._timeouts, call),
+                headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
+                answer_seconds=prefill_seconds(settings.timeouts, call),
             )
         return parse_prefilled(response, body)
 

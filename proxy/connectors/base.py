@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from proxy.backend import Role
 from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
 from proxy.terms import Stage
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
+from proxy.wire.openai import OPENAI_APIS
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-    from proxy.backend import Backend, Role
+    from proxy.backend import Backend
     from proxy.background import Background
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
@@ -70,8 +73,8 @@ class Pools:
         return self.prefill.lease(request)
 
 
-@dataclass(frozen=True, slots=True)
-class Kit:
+@dataclass(slots=True, kw_only=True)
+class ConnectorContext:
     """What a connector works with: one worker's parts."""
 
     pools: Pools
@@ -81,6 +84,7 @@ class Kit:
     """For questions to engines that are no leg of a call."""
     keys: EngineKeys
     settings: Settings
+    """Those of now: read them when they are needed, because they may change. See Connector.configure."""
     metrics: Metrics
     fitness: Fitness
     background: Background
@@ -136,28 +140,35 @@ class PrefillAnswer(Protocol):
         """Wait for it. Raises UpstreamError."""
 
 
-class Connector(Protocol):
-    """One KV-transfer protocol: how a call gets from prefiller to decoder."""
+class Connector(ABC):
+    """One KV-transfer protocol: how a call gets from prefiller to decoder. The defaults are those of most of them."""
 
-    roles: tuple[Role, ...]
+    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     """Roles that need a healthy backend before the gateway is ready."""
-    apis: Sequence[Api]
+    apis: Sequence[Api] = OPENAI_APIS
     """What its engines speak."""
-    continues_answers: bool
+    continues_answers = True
     """Engines can tell token ids and go on from them, so answers are watched and taken up again on other engines."""
 
-    def check(self, call: Call) -> None:
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+
+    def check(self, call: Call) -> None:  # noqa: B027 most calls can be served
         """Raise BadRequest for what this protocol cannot serve."""
 
     def splits(self, call: Call) -> bool:
         """Whether an attempt at it serves one prompt and one sample: the gateway splits what has more."""
+        return True
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is opened from now on."""
+        self._context.settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """What engines call; served at the Kit's callback URL. Usually nothing."""
+        """What engines call; served at the context's callback URL."""
+        return ()
 
+    @abstractmethod
     def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Lease backends, by `request`, and run the legs up to the decoder's status line.
 

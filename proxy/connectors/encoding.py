@@ -16,7 +16,7 @@ import orjson
 
 from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
-from proxy.connectors.base import new_attempt_id, prefill_seconds, refusal
+from proxy.connectors.base import Connector, new_attempt_id, prefill_seconds, refusal
 from proxy.errors import NoBackendAvailable
 from proxy.wire.openai import Api
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.backend import Backend, Role
+    from proxy.backend import Backend
     from proxy.balancer.pool import Pool
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, Connector, Kit
+    from proxy.connectors.base import Attempt, ConnectorContext
     from proxy.observe.timeline import Journey
     from proxy.settings import Settings
 
@@ -44,18 +44,18 @@ _SHARED: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
 _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
-class Encoding:
+class Encoding(Connector):
     """A connector in front of another one. Its encoders are needed for media alone, so they are none of its roles."""
 
-    def __init__(self, connector: Connector, encoders: Pool, kit: Kit) -> None:
+    def __init__(self, connector: Connector, encoders: Pool, context: ConnectorContext) -> None:
+        super().__init__(context)
         self._connector = connector
         self._encoders = encoders
-        self._pools = kit.pools
-        self._upstream = kit.upstream
-        self.roles: tuple[Role, ...] = connector.roles
+        self._pools = context.pools
+        self._upstream = context.upstream
+        self.roles = connector.roles
         self.apis = connector.apis
         self.continues_answers = connector.continues_answers
-        self._take(kit.settings)
 
     def check(self, call: Call) -> None:
         """What the other connector cannot serve."""
@@ -66,12 +66,9 @@ class Encoding:
         return self._connector.splits(call)
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._take(settings)
+        """Take changed settings, and the other connector, too."""
+        super().configure(settings)
         self._connector.configure(settings)
-
-    def _take(self, settings: Settings) -> None:
-        self._timeouts, self._cost, self._at_once = settings.timeouts, settings.cost, settings.fanout.concurrency
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Those of the other connector."""
@@ -122,7 +119,7 @@ class Encoding:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._at_once, len(items))):
+                for _ in range(min(self._context.settings.fanout.concurrency, len(items))):
                     group.create_task(encode())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -131,7 +128,7 @@ class Encoding:
         self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
     ) -> None:
         """Raises NoBackendAvailable, UpstreamError."""
-        cost = self._cost
+        cost = self._context.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
@@ -141,7 +138,7 @@ class Encoding:
                 Api.CHAT.path,
                 orjson.dumps(body),
                 {**call.headers, "x-request-id": request_id},
-                answer_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
                 resend_if_stale=True,
             )
             if response.status != 200:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Self
 
 import orjson
 
-from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.misfits import MisfitKind
 from proxy.connectors.base import (
@@ -24,87 +23,55 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
-from proxy.connectors.beside import running
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
+from proxy.connectors.concurrent import running
 from proxy.connectors.custody import PrefilledKv
+from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.kv_transfer import kv_transfer
-from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
-from proxy.connectors.ranks import RANK_HEADER, Ranks
+from proxy.connectors.ranks import RANK_HEADER
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
-from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator
     from types import TracebackType
-
-    from aiohttp import web
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Kit
+    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.custody import Custody
     from proxy.connectors.ranks import RankClaim
     from proxy.connectors.releaser import Releaser
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
     from proxy.upstream import Response
-    from proxy.wire.openai import Api
 
 
-class MooncakeBootstrap:
+class MooncakeBootstrap(Disaggregated):
     """Prefill beside decode."""
 
-    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     # The decoder is any vLLM: it tells token ids, and both engines take `prompt_token_ids` among the parameters, which
     # vLLM reads before the KV connector sees them (renderers/online_renderer.py).
-    apis: Sequence[Api] = OPENAI_APIS
     continues_answers = True
 
-    def __init__(self, kit: Kit) -> None:
-        self._pools = kit.pools
-        self._upstream = kit.upstream
-        self._releaser = kit.releaser
-        self._fitness = kit.fitness
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._pools = context.pools
+        self._releaser = context.releaser
+        self._fitness = context.fitness
         self._bootstraps = Bootstraps(
-            kit.session,
-            report=lambda backend, hint: kit.fitness.report(backend, MisfitKind.BOOTSTRAP, hint),
-            engine_id=kit.pools.prefill.engine_id,
-            addresses=self._addresses,
+            context.session,
+            report=lambda backend, hint: context.fitness.report(backend, MisfitKind.BOOTSTRAP, hint),
+            engine_id=context.pools.prefill.engine_id,
+            addresses=lambda: {backend: self._address(backend) for backend in self._pools.prefill.backends()},
         )
-        self._ranks = Ranks()
-        self._one_engine = OneEngine(kit, self._ranks)
-        self.configure(kit.settings)
-
-    def check(self, call: Call) -> None:
-        """Refuse what can neither be handed over nor be served by one engine."""
-        self._one_engine.check(call)
-
-    def splits(self, call: Call) -> bool:
-        """A hand-over is of one sequence."""
-        return not is_search(call)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._timeouts = settings.timeouts
-        self._one_engine.configure(settings)
-        self._bootstrap_port = settings.mooncake.bootstrap_port
-        self._decode_dp_ranks = settings.balance.decode_dp_ranks
-
-    def routes(self) -> Sequence[web.RouteDef]:
-        """Engines call nobody."""
-        return ()
-
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, request, journey) or self._open_both(call, request, journey)
 
     @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+        """See Disaggregated."""
+        timeouts = self._context.settings.timeouts
         with (
             self._pools.decode.lease(request) as decoder,
             self._pools.prefiller_for(decoder.backend, request) as prefiller,
@@ -118,7 +85,7 @@ class MooncakeBootstrap:
             journey.prefill_id = journey.decode_id = meeting.attempt_id
             custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), request.avoid)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
-            answer_seconds = prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
+            answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
             with (
                 _HandOver(prefiller, decoder, prefill_rank, self._releaser, custody) as handover,
                 self._bootstraps.doubting(prefiller.backend),
@@ -144,12 +111,12 @@ class MooncakeBootstrap:
                             first_token_seconds=answer_seconds,
                         )
 
-    def _addresses(self) -> dict[Backend, str]:
-        return {backend: bootstrap_address(backend, self._bootstrap_port) for backend in self._pools.prefill.backends()}
+    def _address(self, prefiller: Backend) -> str:
+        return bootstrap_address(prefiller, self._context.settings.mooncake.bootstrap_port)
 
     async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
-        address = bootstrap_address(prefiller, self._bootstrap_port)
+        address = self._address(prefiller)
         engines = await self._bootstraps.engines(prefiller, address)
         return Meeting(new_attempt_id(), address, *engines[rank.on(prefiller, len(engines))])
 
@@ -157,7 +124,7 @@ class MooncakeBootstrap:
         self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, answer_seconds: float
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
-        steering = rank.header(decoder, self._decode_dp_ranks)
+        steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
         return await self._upstream.open(
             decoder,
             call.api.path,
@@ -175,7 +142,7 @@ class MooncakeBootstrap:
                 call.api.path,
                 prefill_body(call, self._pools.prefill.engine_version(prefiller), meeting.prefill_params),
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
-                answer_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.connectors.alone import Alone
+from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, Kit
+    from proxy.connectors.base import Attempt, ConnectorContext
     from proxy.connectors.ranks import Ranks
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
 
 # Without these members there is nothing to look at, as in nearly all requests.
 _RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
@@ -30,16 +29,10 @@ _RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo
 class OneEngine:
     """Serves by one vLLM engine what its connector cannot hand over."""
 
-    def __init__(self, kit: Kit, ranks: Ranks) -> None:
-        self._prefiller = Alone(kit, Role.PREFILL, ranks)
-        self.decoder = Alone(kit, Role.DECODE, ranks)
-        self._takes_all = kit.settings.kv.on_unsupported == "local"
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._prefiller.configure(settings)
-        self.decoder.configure(settings)
-        self._takes_all = settings.kv.on_unsupported == "local"
+    def __init__(self, context: ConnectorContext, ranks: Ranks) -> None:
+        self._context = context
+        self._prefiller = SingleLeg(context, Role.PREFILL, ranks)
+        self.decoder = SingleLeg(context, Role.DECODE, ranks)
 
     def check(self, call: Call) -> None:
         """Raise BadRequest for what can neither be handed over nor be served by one engine."""
@@ -61,7 +54,7 @@ class OneEngine:
             return None
         if call.is_all_prompt and not is_search(call):
             return Role.PREFILL
-        if self._takes_all:
+        if self._context.settings.kv.on_unsupported == "local":
             return Role.DECODE
         raise problem
 

@@ -8,49 +8,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.backend import Role
-from proxy.connectors.alone import Alone
+from proxy.connectors.base import Connector
 from proxy.connectors.ranks import Ranks
-from proxy.wire.openai import OPENAI_APIS
+from proxy.connectors.single_leg import SingleLeg
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
-
-    from aiohttp import web
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, Kit
+    from proxy.connectors.base import Attempt, ConnectorContext
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
-    from proxy.wire.openai import Api
 
 
-class Plain:
+class Plain(Connector):
     """Sends a call to one engine as it is."""
 
-    roles: tuple[Role, ...] = (Role.DECODE,)
-    apis: Sequence[Api] = OPENAI_APIS
-    continues_answers = True
+    roles = (Role.DECODE,)
 
-    def __init__(self, kit: Kit) -> None:
-        self._alone = Alone(kit, Role.DECODE, Ranks(), kv="-")
-
-    def check(self, call: Call) -> None:
-        """Everything an engine can do alone is served."""
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._leg = SingleLeg(context, Role.DECODE, Ranks(), kv="-")
 
     def splits(self, call: Call) -> bool:
         """An engine takes it whole."""
         return False
 
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._alone.configure(settings)
-
-    def routes(self) -> Sequence[web.RouteDef]:
-        """Engines call nobody."""
-        return ()
-
     def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """One leg. See Connector.open."""
-        return self._alone.open(call, request, journey)
+        return self._leg.open(call, request, journey)

@@ -15,18 +15,19 @@ from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.health import is_to_blame
 from proxy.connectors.aborts import Aborts
-from proxy.connectors.alone import Alone
 from proxy.connectors.base import (
     Attempt,
+    Connector,
     check_status,
     first_byte_seconds,
     new_attempt_id,
     prefill_seconds,
     refusal,
 )
-from proxy.connectors.beside import running
+from proxy.connectors.concurrent import running
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
+from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
 from proxy.wire import sglang
@@ -34,20 +35,17 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
-
-    from aiohttp import web
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Kit
-    from proxy.connectors.beside import PrefillLeg
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.concurrent import PrefillLeg
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
     from proxy.upstream import Response
 
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
@@ -57,23 +55,21 @@ _NOBODY: Final = "2.2.2.2"
 _ROOMS: Final = 1 << 63
 
 
-class SglangBootstrap:
+class SglangBootstrap(Connector):
     """Prefill and decode leg side by side."""
 
-    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    apis: Sequence[Api] = (*OPENAI_APIS, Api.GENERATE)
+    apis = (*OPENAI_APIS, Api.GENERATE)
     continues_answers = False
 
-    def __init__(self, kit: Kit) -> None:
-        self._pools = kit.pools
-        self._upstream = kit.upstream
-        self._timeouts = kit.settings.timeouts
-        self._pair_told = kit.releaser.handed_over
-        self._fitness = kit.fitness
-        self._dp_size = kit.settings.sglang.dp_size
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._pools = context.pools
+        self._upstream = context.upstream
+        self._pair_told = context.releaser.handed_over
+        self._fitness = context.fitness
         self._ranks = Ranks()
-        self._aborts = Aborts(kit.upstream, kit.background)
-        self._prefiller = Alone(kit, Role.PREFILL, self._ranks, _nobodys_bootstrap)
+        self._aborts = Aborts(context.upstream, context.background)
+        self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _nobodys_bootstrap)
 
     def check(self, call: Call) -> None:
         """Refuse what only the prefiller knows and OpenAI's answers have no place for."""
@@ -83,16 +79,6 @@ class SglangBootstrap:
     def splits(self, call: Call) -> bool:
         """The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py)."""
         return True
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._prefiller.configure(settings)
-        self._timeouts = settings.timeouts
-        self._dp_size = settings.sglang.dp_size
-
-    def routes(self) -> Sequence[web.RouteDef]:
-        """Engines call nobody."""
-        return ()
 
     def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or the prefiller's alone. See Connector.open."""
@@ -110,7 +96,7 @@ class SglangBootstrap:
             journey.begin_attempt()
             journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
             journey.enter(Stage.PREFILL)
-            legs = _Legs(call, prefiller, decoder, claim, journey, self._dp_size)
+            legs = _Legs(call, prefiller, decoder, claim, journey, self._context.settings.sglang.dp_size)
             journey.prefill_id = journey.decode_id = legs.id
             try:
                 async with running(self._prefill(legs)) as prefill_leg:
@@ -149,7 +135,7 @@ class SglangBootstrap:
             call.api.path,
             legs.body,
             legs.headers,
-            answer_seconds=prefill_seconds(self._timeouts, call),
+            answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
         )
         if response.status != 200:
             raise refusal(response, answer)
@@ -170,7 +156,8 @@ class SglangBootstrap:
 
     def _decode_seconds(self, call: Call) -> float:
         """How long a decoder may take to begin its answer: it waits for the prefill first."""
-        return prefill_seconds(self._timeouts, call) + first_byte_seconds(self._timeouts, call)
+        timeouts = self._context.settings.timeouts
+        return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
 
     def _settle(self, legs: _Legs, works: bool) -> None:
         """The KV cache has arrived, or never will. May be called again."""

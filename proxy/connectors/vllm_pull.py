@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from proxy.connectors.in_turn import InTurn
+from proxy.connectors.sequential import Sequential
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
-    from proxy.connectors.in_turn import Prefilled
+    from proxy.connectors.sequential import Prefilled
     from proxy.observe.timeline import Journey
 
 
-class VllmPull(InTurn):
+class VllmPull(Sequential):
     """Prefill → decode, one after the other; the second with what the first one's answer names."""
 
     async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
         """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
-        may_ask_again = self._kv.on_missing == "retry_prefill"
+        may_ask_again = self._context.settings.kv.on_missing == "retry_prefill"
         while True:
             try:
                 prefilled = await self.ask_prefiller(call, lease.backend, journey)
@@ -51,9 +51,10 @@ class VllmPull(InTurn):
 
     def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
         """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""
-        local = self._kv.on_missing == "local" or (
+        kv = self._context.settings.kv
+        local = kv.on_missing == "local" or (
             # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
-            self._kv.on_missing == "retry_prefill" and call.prompt_tokens <= self._kv.local_max_tokens
+            kv.on_missing == "retry_prefill" and call.prompt_tokens <= kv.local_max_tokens
         )
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()
         if not local:

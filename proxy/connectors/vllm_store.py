@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.balancer.handovers import LEAST_STORED_TOKENS
-from proxy.connectors.in_turn import InTurn
+from proxy.connectors.sequential import Sequential
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.call import Call
-    from proxy.connectors.in_turn import Prefilled
+    from proxy.connectors.sequential import Prefilled
     from proxy.observe.timeline import Journey
 
 
-class VllmStore(InTurn):
+class VllmStore(Sequential):
     """Prefill → decode, one after the other; what is between them is the store's business."""
 
     least_tokens = LEAST_STORED_TOKENS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from proxy.backend import Role
 from proxy.background import Background
 from proxy.connectors import CONNECTORS
-from proxy.connectors.base import Kit
+from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import Releaser
@@ -80,7 +80,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
         basis.live.add(releaser.configure)
         background = await stack.enter_async_context(Background(logging.getLogger(__name__), "a message to an engine"))
         callback_url = _callback_url(basis)
-        kit = Kit(
+        context = ConnectorContext(
             pools=pools,
             upstream=lines.upstream,
             releaser=releaser,
@@ -92,11 +92,11 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             background=background,
             callback_url=callback_url,
         )
-        connector = CONNECTORS[settings.connector](kit)
+        connector = CONNECTORS[settings.connector](context)
         serving = {role: pools.of(role) for role in connector.roles}
         everybody = dict(serving)
         if pools.encode is not None:
-            connector = Encoding(connector, pools.encode, kit)
+            connector = Encoding(connector, pools.encode, context)
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))

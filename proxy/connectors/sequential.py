@@ -7,7 +7,7 @@ short that a hand-over costs more than a prefill goes to a decoder alone, where 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -25,32 +25,26 @@ from proxy.connectors.base import (
     prefill_seconds,
 )
 from proxy.connectors.custody import PrefilledKv
+from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.kv_transfer import kv_transfer
-from proxy.connectors.one_engine import OneEngine, is_search
 from proxy.connectors.prefill_body import prefill_body
-from proxy.connectors.ranks import Ranks
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
-from proxy.wire.openai import OPENAI_APIS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping
     from contextlib import AbstractAsyncContextManager
-
-    from aiohttp import web
 
     from proxy.backend import Backend
     from proxy.balancer.handovers import Verdict
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Kit
+    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Document
-    from proxy.wire.openai import Api
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
 _ASK_FOR_KV: Final = {
@@ -75,47 +69,22 @@ class Prefilled:
     """What the prefiller keeps for the decoder, as its parameters say; None: nothing."""
 
 
-class InTurn(ABC):
+class Sequential(Disaggregated):
     """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
 
-    roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
-    apis: Sequence[Api] = OPENAI_APIS
-    continues_answers = True
     least_tokens = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
 
-    def __init__(self, kit: Kit) -> None:
-        self._pools = kit.pools
-        self._upstream = kit.upstream
-        self._metrics = kit.metrics
-        self._releaser = kit.releaser
-        self._ranks = Ranks()
-        self._one_engine = OneEngine(kit, self._ranks)
-        self._fitness = kit.fitness
-        self._timeouts, self._kv, self._balance = kit.settings.timeouts, kit.settings.kv, kit.settings.balance
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._pools = context.pools
+        self._metrics = context.metrics
+        self._releaser = context.releaser
+        self._fitness = context.fitness
 
-    def check(self, call: Call) -> None:
-        """Refuse what can neither be handed over nor be served by one engine."""
-        self._one_engine.check(call)
-
-    def splits(self, call: Call) -> bool:
-        """A hand-over is of one sequence."""
-        return not is_search(call)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._timeouts, self._kv, self._balance = settings.timeouts, settings.kv, settings.balance
-        self._one_engine.configure(settings)
-
-    def routes(self) -> Sequence[web.RouteDef]:
-        """Engines call nobody."""
-        return ()
-
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or one engine's alone. See Connector.open."""
-        if alone := self._one_engine.open(call, request, journey):
-            return alone
-        if call.prompt_tokens < self._kv.prefill_min_tokens:
+    def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, but a decoder alone for a short prompt. See Connector.open."""
+        if call.prompt_tokens < self._context.settings.kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.open(call, request, journey)
         return self._open_both(call, request, journey)
@@ -182,9 +151,9 @@ class InTurn(ABC):
                 {
                     **call.headers,
                     "x-request-id": attempt_id,
-                    **rank.header(prefiller, self._balance.prefill_dp_ranks),
+                    **rank.header(prefiller, self._context.settings.balance.prefill_dp_ranks),
                 },
-                answer_seconds=prefill_seconds(self._timeouts, call),
+                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
             )
         answer = parse_prefilled(response, body)
         journey.usage.saw_prompt(answer.values.get("usage"))
@@ -212,7 +181,7 @@ class InTurn(ABC):
             decoder = lease.backend
             journey.decoder, journey.decode_id = decoder.name, prefilled.attempt_id
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
-            steering = rank.header(decoder, self._balance.decode_dp_ranks)
+            steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
             try:
                 return await self._upstream.open(
                     decoder,
@@ -234,12 +203,13 @@ class InTurn(ABC):
         """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
         has given to others meanwhile. An answer that is not streamed says nothing before its end.
         """
+        timeouts = self._context.settings.timeouts
         if not call.stream:
-            return first_byte_seconds(self._timeouts, call)
+            return first_byte_seconds(timeouts, call)
         if kv is None:
-            return self._timeouts.handoff_seconds
+            return timeouts.handoff_seconds
         lease_seconds = self._releaser.pin_seconds(kv.prefiller, kv.transfer)
-        return min(self._timeouts.handoff_seconds, lease_seconds / 2)
+        return min(timeouts.handoff_seconds, lease_seconds / 2)
 
     @staticmethod
     def move(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.connectors.beside import running
+from proxy.connectors.concurrent import running
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:

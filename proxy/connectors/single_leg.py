@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Kit
+    from proxy.connectors.base import ConnectorContext
     from proxy.connectors.ranks import Ranks
     from proxy.observe.timeline import Journey
-    from proxy.settings import Settings
 
 
-class Alone:
+class SingleLeg:
     """Sends a call to one backend of a role as it is, and its answer is the client's.
 
     A prefiller is given what is nearly all prompt; it is charged, and waited for, as for any other prefill.
@@ -28,7 +27,7 @@ class Alone:
 
     def __init__(
         self,
-        kit: Kit,
+        context: ConnectorContext,
         role: Role,
         ranks: Ranks,
         members: Callable[[str], Mapping[str, object]] | None = None,
@@ -37,24 +36,19 @@ class Alone:
         """`members`: what the protocol has to put into the body, by the attempt's id; None: nothing. `kv`: what the
         access line says of the KV cache.
         """
+        self._context = context
         self._kv = kv
         self._role = role
-        self._pool = kit.pools.of(role)
-        self._upstream = kit.upstream
+        self._pool = context.pools.of(role)
+        self._upstream = context.upstream
         self._ranks = ranks
         self._members = members
-        self.configure(kit.settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
-        self._timeouts = settings.timeouts
-        balance = settings.balance
-        self._dp_ranks = balance.prefill_dp_ranks if self._role is Role.PREFILL else balance.decode_dp_ranks
 
     @asynccontextmanager
     async def open(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         """The attempt, as in Connector.open."""
         is_prefiller = self._role is Role.PREFILL
+        timeouts, balance = self._context.settings.timeouts, self._context.settings.balance
         attempt_id = new_attempt_id()
         changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         if self._members is not None:
@@ -65,17 +59,17 @@ class Alone:
             if is_prefiller:
                 journey.enter(Stage.PREFILL)
                 journey.prefiller, journey.prefill_id = lease.backend.name, attempt_id
-                answer_seconds = prefill_seconds(self._timeouts, call)
+                answer_seconds = prefill_seconds(timeouts, call)
             else:
                 journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
                 journey.decoder, journey.decode_id = lease.backend.name, attempt_id
-                answer_seconds = first_byte_seconds(self._timeouts, call)
-            steering = rank.header(lease.backend, self._dp_ranks)
+                answer_seconds = first_byte_seconds(timeouts, call)
+            dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
             with await self._upstream.open(
                 lease.backend,
                 call.api.path,
                 call.body(changes),
-                {**call.headers, "x-request-id": attempt_id, **steering},
+                {**call.headers, "x-request-id": attempt_id, **rank.header(lease.backend, dp_ranks)},
                 answer_seconds=answer_seconds,
                 resend_if_stale=True,
             ) as response:

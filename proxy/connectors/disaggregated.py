@@ -1,0 +1,44 @@
+"""What vLLM's protocols have in common: two legs for most calls, and one engine for what no hand-over can serve."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from proxy.connectors.base import Connector
+from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.ranks import Ranks
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from proxy.balancer.pick import PickRequest
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt, ConnectorContext
+    from proxy.observe.timeline import Journey
+
+
+class Disaggregated(Connector):
+    """Prefill on one vLLM engine, decode on another. A protocol says how, in `open_both`."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context)
+        self._upstream = context.upstream
+        self._ranks = Ranks()
+        self._one_engine = OneEngine(context, self._ranks)
+
+    def check(self, call: Call) -> None:
+        """Refuse what can neither be handed over nor be served by one engine."""
+        self._one_engine.check(call)
+
+    def splits(self, call: Call) -> bool:
+        """A hand-over is of one sequence."""
+        return not is_search(call)
+
+    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs, or one engine's alone. See Connector.open."""
+        return self._one_engine.open(call, request, journey) or self.open_both(call, request, journey)
+
+    @abstractmethod
+    def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+        """Both legs of a call that can be handed over. See Connector.open."""
