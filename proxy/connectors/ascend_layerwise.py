@@ -13,12 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.balancer.handovers import LEAST_TOKENS
-from proxy.balancer.health import is_to_blame
 from proxy.connectors.base import (
     Attempt,
     check_status,
@@ -30,6 +28,7 @@ from proxy.connectors.base import (
 from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated
+from proxy.connectors.handoff import handing_over
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
@@ -38,14 +37,12 @@ from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from types import TracebackType
 
     from proxy.backend import Backend
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.releaser import Releaser
+    from proxy.connectors.handoff import KvHandoff
     from proxy.observe.timeline import Journey
     from proxy.wire.document import Document
 
@@ -61,8 +58,6 @@ class AscendLayerwise(Disaggregated):
         super().__init__(context)
         assert context.callback_url is not None, "decoders need an address to call back"
         self._pools = context.pools
-        self._releaser = context.releaser
-        self._fitness = context.fitness
         self.metaserver = context.callback_url + _PATH
         """What decoders are told to call back."""
         logger.info("decoders call this worker back at %s", self.metaserver)
@@ -79,17 +74,15 @@ class AscendLayerwise(Disaggregated):
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
-            self._pools.decode.lease(request) as decoder,
-            self._pools.prefiller_for(decoder.backend, request) as prefiller,
-            _HandOver(prefiller, decoder, self._releaser) as handover,
+            handing_over(self._context, call, request, journey) as handoff,
             self._ranks.claim() as rank,
             self.callbacks.expected(_engine_id(call, attempt_id)) as callback,
         ):
-            journey.begin_attempt()
-            journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
+            journey.prefiller, journey.decoder = prefiller.name, decoder.name
             journey.prefill_id = journey.decode_id = attempt_id
             journey.enter(Stage.HANDOFF)
-            async with running(self._prefill(call, headers, callback, handover, journey)) as leg:
+            async with running(self._prefill(call, headers, callback, handoff, journey)) as leg:
                 # Of a streamed answer the status may come at once, and nothing more before all this has happened.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
@@ -98,27 +91,20 @@ class AscendLayerwise(Disaggregated):
                 )
                 params = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.metaserver}
                 opening = self._upstream.open(
-                    decoder.backend,
+                    decoder,
                     call.api.path,
                     call.body({"kv_transfer_params": {**params, **call.kv_params}}),
-                    headers | rank.header(decoder.backend, settings.balance.decode_dp_ranks),
+                    headers | rank.header(decoder, settings.balance.decode_dp_ranks),
                     answer_seconds=answer_seconds,
                 )
-                with await leg.race(opening, lambda: handover.is_settled) as response:
+                with await leg.race(opening, lambda: handoff.is_settled) as response:
                     await check_status(response)
-
-                    def on_arrival(works: bool) -> None:
-                        handover.settle(works)
-                        if works and journey.kv == "-":
-                            pair = prefiller.backend, decoder.backend
-                            journey.kv = self._fitness.handed_over(*pair, call.prompt_tokens, LEAST_TOKENS)
-
                     yield Attempt(
                         response,
                         journey,
-                        prefiller=prefiller.backend,
+                        prefiller=prefiller,
                         kv_handed_over=True,
-                        on_arrival=on_arrival,
+                        handoff=handoff,
                         first_token_seconds=answer_seconds,
                     )
 
@@ -127,21 +113,24 @@ class AscendLayerwise(Disaggregated):
         call: Call,
         headers: dict[str, str],
         callback: asyncio.Future[Document],
-        handover: _HandOver,
+        handoff: KvHandoff,
         journey: Journey,
     ) -> None:
         """The prefill leg, from the decoder's callback on. Raises UpstreamError if the decoder may wait in vain."""
         try:
-            params = await self._called_back(callback, handover.decoder.backend)
+            params = await self._called_back(callback, handoff.decoder.backend)
             journey.enter(Stage.PREFILL)
-            answer = await self._ask_prefiller(call, headers, params, handover.prefiller.backend)
+            answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
-            if handover.is_settled:  # the decoder is at work, and needs nobody for it
+            if handoff.is_settled:  # the decoder is at work, and needs nobody for it
                 return
             raise
         journey.usage.saw_prompt(answer.values.get("usage"))
-        handover.prefilled()
-        if not handover.is_settled:
+        # By then it has sent everything, and it keeps nothing.
+        handoff.prefiller.free_compute()
+        handoff.prefiller.free_kv()
+        handoff.held()
+        if not handoff.is_settled:
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
     async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
@@ -167,43 +156,6 @@ class AscendLayerwise(Disaggregated):
                 answer_seconds=prefill_seconds(settings.timeouts, call),
             )
         return parse_prefilled(response, body)
-
-
-class _HandOver:
-    """The KV of one attempt on its way from prefiller to decoder: `with` it. Tells of the two whether it got there."""
-
-    def __init__(self, prefiller: Lease, decoder: Lease, releaser: Releaser) -> None:
-        self.prefiller = prefiller
-        self.decoder = decoder
-        self.is_settled = False
-        """The decoder has said something: that it has the KV, or that it gave up."""
-        self._releaser = releaser
-        self._is_sent = False
-
-    def prefilled(self) -> None:
-        """The prefiller has answered: by then it has sent everything, and it keeps nothing."""
-        self._is_sent = True
-        self.prefiller.free_compute()
-        self.prefiller.free_kv()
-
-    def settle(self, works: bool) -> None:
-        """See Attempt.on_arrival."""
-        if works:
-            self.decoder.confirm()
-        if not self.is_settled:
-            self.is_settled = True
-            self.prefiller.free_kv()
-            self._releaser.handed_over(self.prefiller.backend, self.decoder.backend, works)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_decoders = isinstance(error, UpstreamError) and error.backend == self.decoder.backend and is_to_blame(error)
-        if self._is_sent and is_decoders:
-            self.settle(False)
 
 
 def _engine_id(call: Call, attempt_id: str) -> str:

@@ -16,7 +16,7 @@ from proxy.wire.openai import OPENAI_APIS
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
     import aiohttp
@@ -103,9 +103,7 @@ class Attempt:
     """None: the connector has no prefill leg."""
     kv_handed_over: bool
     """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
-    on_arrival: Callable[[bool], None]
-    """Settles with both backends that the prefiller holds nothing for this attempt any more, and whether the decoder
-    works; for `kv_arrived` and `kv_lost`. May be called again."""
+    handoff: Handoff
     first_token_seconds: float | None = None
     """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
     still under way."""
@@ -120,13 +118,23 @@ class Attempt:
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
-        self.on_arrival(True)
+        self.handoff.arrived()
         self.journey.enter(Stage.STREAM)
 
     def kv_lost(self) -> None:
         """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
-        self.on_arrival(False)
+        self.handoff.lost()
         self.journey.enter(Stage.STREAM)
+
+
+class Handoff(Protocol):
+    """Hears how the hand-over of an attempt's KV cache ends."""
+
+    def arrived(self) -> None:
+        """See Attempt.kv_arrived. May be called again."""
+
+    def lost(self) -> None:
+        """See Attempt.kv_lost. May be called again."""
 
 
 class PrefillAnswer(Protocol):

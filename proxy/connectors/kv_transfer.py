@@ -5,6 +5,7 @@ The parameters stay opaque otherwise: only the presence of a member that one con
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,7 @@ from proxy.balancer.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIX
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from proxy.backend import Backend
     from proxy.balancer.capabilities import Capability
     from proxy.balancer.engine_facts import EngineVersion
 
@@ -25,6 +27,22 @@ class KvTransfer(StrEnum):
     """vLLM-Ascend's MooncakeConnectorV1, alias MooncakeConnector."""
     OTHER = "other"
     """One that has no release, or that this gateway does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledKv:
+    """KV that a prefiller keeps for a decoder. `params` are its parameters, verbatim; `tokens` is an estimate.
+
+    `headers` are the client's that are passed on to the engines: its credential may be theirs.
+    """
+
+    prefiller: Backend
+    params: bytes
+    transfer: KvTransfer
+    tokens: int
+    headers: Mapping[str, str]
+    outlives_giving_up: bool = False
+    """A decoder that gives up before its first output leaves it where it is."""
 
 
 # Members that `request_finished` of one connector writes and that of the others does not: `tp_size` in vLLM's

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.misfits import MisfitKind
 from proxy.connectors.base import (
     Attempt,
@@ -25,26 +24,23 @@ from proxy.connectors.base import (
 )
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.concurrent import running
-from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.kv_transfer import kv_transfer
+from proxy.connectors.handoff import handing_over
+from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER
-from proxy.errors import Failure, UpstreamError
+from proxy.errors import UpstreamError
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from types import TracebackType
 
     from proxy.backend import Backend
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.custody import Custody
+    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
-    from proxy.connectors.releaser import Releaser
     from proxy.observe.timeline import Journey
     from proxy.upstream import Response
 
@@ -60,7 +56,6 @@ class MooncakeBootstrap(Disaggregated):
         super().__init__(context)
         self._pools = context.pools
         self._releaser = context.releaser
-        self._fitness = context.fitness
         self._bootstraps = Bootstraps(
             context.session,
             report=lambda backend, hint: context.fitness.report(backend, MisfitKind.BOOTSTRAP, hint),
@@ -73,41 +68,30 @@ class MooncakeBootstrap(Disaggregated):
         """See Disaggregated."""
         timeouts = self._context.settings.timeouts
         with (
-            self._pools.decode.lease(request) as decoder,
-            self._pools.prefiller_for(decoder.backend, request) as prefiller,
+            handing_over(self._context, call, request, journey) as handoff,
             self._ranks.claim() as prefill_rank,
             self._ranks.claim() as decode_rank,
         ):
-            journey.begin_attempt()
-            journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
+            journey.prefiller, journey.decoder = prefiller.name, decoder.name
             journey.enter(Stage.PREFILL)
-            meeting = await self._arrange(prefiller.backend, prefill_rank)
+            meeting = await self._arrange(prefiller, prefill_rank)
             journey.prefill_id = journey.decode_id = meeting.attempt_id
-            custody = self._releaser.custody(_kept_kv(call, prefiller.backend, meeting), request.avoid)
+            handoff.kv = _kept_kv(call, prefiller, meeting)
+            handoff.on_arrived = lambda: self._bootstraps.met(prefiller)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
-            with (
-                _HandOver(prefiller, decoder, prefill_rank, self._releaser, custody) as handover,
-                self._bootstraps.doubting(prefiller.backend),
-            ):
-                async with running(self._prefill(call, meeting, handover, journey)) as leg:
-                    opening = self._decode(call, decoder.backend, meeting, decode_rank, answer_seconds)
-                    with await leg.race(opening, lambda: handover.is_settled) as response:
+            with self._bootstraps.doubting(prefiller):
+                async with running(self._prefill(call, meeting, prefill_rank, handoff, journey)) as leg:
+                    opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
+                    with await leg.race(opening, lambda: handoff.is_settled) as response:
                         await check_status(response)
-
-                        def on_arrival(works: bool) -> None:
-                            handover.settle(works)
-                            if works and journey.kv == "-":
-                                self._bootstraps.met(prefiller.backend)
-                                pair = prefiller.backend, decoder.backend
-                                journey.kv = self._fitness.handed_over(*pair, call.prompt_tokens, LEAST_TOKENS)
-
                         yield Attempt(
                             response,
                             journey,
-                            prefiller=prefiller.backend,
+                            prefiller=prefiller,
                             kv_handed_over=True,
-                            on_arrival=on_arrival,
+                            handoff=handoff,
                             first_token_seconds=answer_seconds,
                         )
 
@@ -133,9 +117,11 @@ class MooncakeBootstrap(Disaggregated):
             answer_seconds=answer_seconds,
         )
 
-    async def _prefill(self, call: Call, meeting: Meeting, handover: _HandOver, journey: Journey) -> None:
+    async def _prefill(
+        self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, journey: Journey
+    ) -> None:
         """The prefill leg. Raises UpstreamError if the decoder may wait in vain."""
-        prefiller = handover.prefiller.backend
+        prefiller = handoff.prefiller.backend
         try:
             response, body = await self._upstream.fetch(
                 prefiller,
@@ -146,56 +132,16 @@ class MooncakeBootstrap(Disaggregated):
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:
-            if handover.is_settled:  # the decoder is at work, and needs nobody for it
+            if handoff.is_settled:  # the decoder is at work, and needs nobody for it
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
         journey.usage.saw_prompt(answer.values.get("usage"))
-        handover.prefilled()
-        if not handover.is_settled:
+        rank.free()
+        handoff.prefiller.free_compute()
+        handoff.held()
+        if not handoff.is_settled:
             journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
-
-
-class _HandOver:
-    """The KV cache of one attempt, on its way from prefiller to decoder: `with` it, around both legs."""
-
-    def __init__(self, prefiller: Lease, decoder: Lease, rank: RankClaim, releaser: Releaser, custody: Custody) -> None:
-        self.prefiller = prefiller
-        self.is_settled = False
-        """The decoder has said something: that it has the KV, or that it gave up."""
-        self._decoder = decoder
-        self._rank = rank
-        self._releaser = releaser
-        self._custody = custody
-        self._is_kept = False
-
-    def prefilled(self) -> None:
-        """The prefiller has answered: it has done its work, and keeps the KV until the decoder has it."""
-        self._is_kept = True
-        self._rank.free()
-        self.prefiller.free_compute()
-
-    def settle(self, works: bool) -> None:
-        """See Attempt.on_arrival. What a decoder gave up it has not fetched: engines that cannot load KV end so."""
-        if works:
-            self._custody.end(self._decoder.backend, True)
-            self._decoder.confirm()
-        elif not self.is_settled:
-            self._releaser.handed_over(self.prefiller.backend, self._decoder.backend, False)
-        self.is_settled = True
-        self.prefiller.free_kv()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_nowhere = isinstance(error, UpstreamError) and error.failure is Failure.BOOTSTRAP
-        # A prefill that is broken off keeps nothing, and what a decoder has looked for elsewhere until it gave up has
-        # been kept for as long.
-        if self._is_kept and not is_nowhere:
-            self._custody.__exit__(kind, error, trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +172,11 @@ class Meeting:
 def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
     """What the prefiller keeps for the decoder once it has answered."""
     params = meeting.decode_params
-    return PrefilledKv(prefiller, orjson.dumps(params), kv_transfer(params), call.prompt_tokens, call.headers)
+    return PrefilledKv(
+        prefiller,
+        orjson.dumps(params),
+        kv_transfer(params),
+        call.prompt_tokens,
+        call.headers,
+        outlives_giving_up=True,  # engines that cannot load KV end so
+    )

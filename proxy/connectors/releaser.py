@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Final, Self
 
 import orjson
 
-from proxy import logs
 from proxy.background import Background
 from proxy.balancer.handovers import Verdict
 from proxy.connectors.base import new_attempt_id
-from proxy.connectors.custody import Custody
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import Api
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from proxy.balancer.ledger import Ledger, Pin
     from proxy.balancer.misfits import Misfits
     from proxy.connectors.base import Pools
-    from proxy.connectors.custody import PrefilledKv
+    from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.upstream import Upstream
@@ -74,7 +72,6 @@ class Releaser:
         *,
         settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
-        self._pairs = pools.pairs
         self._pools = pools
         self._upstream = upstream
         self._ledger = ledger
@@ -109,11 +106,9 @@ class Releaser:
         """Releases that are not answered yet."""
         return len(self._background)
 
-    def custody(self, kv: PrefilledKv | None, avoid: Collection[Backend]) -> Custody:
-        """Take charge of what a prefiller has answered; None: there is nothing to hand over."""
-        if kv is not None:
-            self._last_transfer = kv.transfer
-        return Custody(self, kv, avoid)
+    def saw(self, transfer: KvTransfer) -> None:
+        """A prefiller has answered that it keeps KV for this connector."""
+        self._last_transfer = transfer
 
     def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """No decoder is known to have fetched it. `failed` are asked to release it only where there is no other."""
@@ -154,21 +149,6 @@ class Releaser:
             if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()
                 self._ledger.pin(prefiller, tokens, until - now)
-
-    def handed_over(self, prefiller: Backend, decoder: Backend, ok: bool) -> None:
-        """A hand-over went well, or the decoder failed before it had the KV: with which of the two there is something
-        wrong then, nobody knows.
-        """
-        if ok:
-            self._pairs.succeeded(prefiller, decoder)
-        elif self._pairs.failed(prefiller, decoder):
-            self._metrics.pair_quarantines_total.inc()
-            logger.warning(
-                "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
-                prefiller.name,
-                decoder.name,
-                extra=logs.ALWAYS,
-            )
 
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """A prefiller's answer was lost: if that can have left KV behind, account for it. Nothing can release it."""

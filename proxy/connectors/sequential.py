@@ -24,23 +24,23 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
-from proxy.connectors.custody import PrefilledKv
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.kv_transfer import kv_transfer
+from proxy.connectors.handoff import KvSource, handing_over
+from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping
+    from collections.abc import AsyncIterator, Mapping
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
-    from proxy.balancer.handovers import Verdict
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Journey
     from proxy.upstream import Response
@@ -74,13 +74,14 @@ class Sequential(Disaggregated):
 
     least_tokens = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
+    source_without_kv: KvSource
+    """Where a decoder has the KV from when the prefiller's answer names none for it to fetch."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
         self._metrics = context.metrics
         self._releaser = context.releaser
-        self._fitness = context.fitness
 
     def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, but a decoder alone for a short prompt. See Connector.open."""
@@ -92,50 +93,33 @@ class Sequential(Disaggregated):
     @asynccontextmanager
     async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         with (
-            self._pools.decode.lease(request) as decoder,
-            self._pools.prefiller_for(decoder.backend, request) as prefiller,
+            handing_over(self._context, call, request, journey, self.least_tokens) as handoff,
             self._ranks.claim() as rank,
         ):
-            journey.begin_attempt()
             journey.enter(Stage.PREFILL)
-            prefilled = await self.prefill(call, prefiller, request.avoid, journey)
-            prefiller.free_compute()
-            with self._releaser.custody(prefilled.kv, request.avoid) as custody:
-                is_handed_over = self.is_handed_over(prefilled)
-
-                def on_arrival(works: bool) -> None:
-                    prefiller.free_kv()
-                    custody.end(decoder.backend, works)
-                    if works and journey.kv == "-":
-                        decoder.confirm()
-                        pair = prefiller.backend, decoder.backend
-                        journey.kv = self._account(call, journey, *pair) if is_handed_over else "local"
-
-                with await self._decode(call, prefilled, decoder, rank, custody.failed, journey) as response:
-                    await check_status(response)
-                    if call.stream:
-                        journey.enter(Stage.FIRST_TOKEN)
-                    yield Attempt(
-                        response,
-                        journey,
-                        prefiller=prefiller.backend,
-                        kv_handed_over=is_handed_over,
-                        on_arrival=on_arrival,
-                    )
-
-    def _account(self, call: Call, journey: Journey, prefiller: Backend, decoder: Backend) -> Verdict:
-        tokens = journey.usage.prompt_tokens or call.prompt_tokens
-        return self._fitness.handed_over(prefiller, decoder, tokens, self.least_tokens)
+            prefilled = await self.prefill(call, handoff, journey)
+            handoff.prefiller.free_compute()
+            handoff.kv = prefilled.kv
+            if prefilled.kv is None:
+                handoff.source = self.source_without_kv
+            handoff.held()
+            with await self._decode(call, prefilled, handoff, rank, journey) as response:
+                await check_status(response)
+                if call.stream:
+                    journey.enter(Stage.FIRST_TOKEN)
+                yield Attempt(
+                    response,
+                    journey,
+                    prefiller=handoff.prefiller.backend,
+                    kv_handed_over=handoff.source is not KvSource.DECODER,
+                    handoff=handoff,
+                )
 
     # What a protocol says
 
     @abstractmethod
-    async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
+    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
         """Run the prefill leg, by `ask_prefiller`. Raises UpstreamError."""
-
-    @abstractmethod
-    def is_handed_over(self, prefilled: Prefilled) -> bool:
-        """Whether the decoder has its KV cache from elsewhere; see Attempt."""
 
     # How
 
@@ -165,20 +149,17 @@ class Sequential(Disaggregated):
         self,
         call: Call,
         prefilled: Prefilled,
-        lease: Lease,
+        handoff: KvHandoff,
         rank: RankClaim,
-        refused: set[Backend],
         journey: Journey,
     ) -> Response:
-        """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder, which is
-        not one of `refused`.
-        """
+        """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
         params = _decode_params(prefilled.params, call.kv_params)
         body = call.body({} if params is None else {"kv_transfer_params": orjson.Fragment(params)})
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
         journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
-            decoder = lease.backend
+            decoder = handoff.decoder.backend
             journey.decoder, journey.decode_id = decoder.name, prefilled.attempt_id
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
             steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
@@ -191,7 +172,7 @@ class Sequential(Disaggregated):
                     answer_seconds=self._handoff_seconds(prefilled.kv, call),
                 )
             except UpstreamError as error:
-                if error.failure is Failure.CONNECT and self.move(lease, refused, error):
+                if error.failure is Failure.CONNECT and self.move(handoff.decoder, handoff.failed, error):
                     self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
                     continue
                 if error.failure is Failure.CONNECT:
@@ -212,11 +193,11 @@ class Sequential(Disaggregated):
         return min(timeouts.handoff_seconds, lease_seconds / 2)
 
     @staticmethod
-    def move(lease: Lease, refused: set[Backend], error: UpstreamError) -> bool:
+    def move(lease: Lease, failed: set[Backend], error: UpstreamError) -> bool:
         """Move a lease to a backend that has not failed this attempt; False when there is none."""
-        refused.add(error.backend)
+        failed.add(error.backend)
         try:
-            lease.move(refused, because=error)
+            lease.move(failed, because=error)
         except NoBackendAvailable:
             return False
         return True

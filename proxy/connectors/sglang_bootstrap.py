@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.handovers import LEAST_TOKENS
-from proxy.balancer.health import is_to_blame
 from proxy.connectors.aborts import Aborts
 from proxy.connectors.base import (
     Attempt,
@@ -25,6 +23,7 @@ from proxy.connectors.base import (
     refusal,
 )
 from proxy.connectors.concurrent import running
+from proxy.connectors.handoff import handing_over
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
 from proxy.connectors.single_leg import SingleLeg
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.concurrent import PrefillLeg
+    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Journey
     from proxy.upstream import Response
@@ -63,10 +62,7 @@ class SglangBootstrap(Connector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._pools = context.pools
         self._upstream = context.upstream
-        self._pair_told = context.releaser.handed_over
-        self._fitness = context.fitness
         self._ranks = Ranks()
         self._aborts = Aborts(context.upstream, context.background)
         self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _nobodys_bootstrap)
@@ -89,49 +85,43 @@ class SglangBootstrap(Connector):
     @asynccontextmanager
     async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
         with (
-            self._pools.decode.lease(request) as decoder,
-            self._pools.prefiller_for(decoder.backend, request) as prefiller,
+            handing_over(self._context, call, request, journey) as handoff,
             self._ranks.claim() as claim,
         ):
-            journey.begin_attempt()
-            journey.prefiller, journey.decoder = prefiller.backend.name, decoder.backend.name
+            prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
+            journey.prefiller, journey.decoder = prefiller.name, decoder.name
             journey.enter(Stage.PREFILL)
-            legs = _Legs(call, prefiller, decoder, claim, journey, self._context.settings.sglang.dp_size)
+            legs = _Legs(call, handoff, claim, journey, self._context.settings.sglang.dp_size)
             journey.prefill_id = journey.decode_id = legs.id
+            handoff.held()  # the engines meet at once, and when that fails either of them may say so
             try:
                 async with running(self._prefill(legs)) as prefill_leg:
                     with await prefill_leg.race(self._decode(legs)) as response:
                         await check_status(response)
                         legs.decoder_answers()
-
-                        def on_arrival(works: bool) -> None:
-                            self._settle(legs, works)
-
                         # The decoder knows from the prefiller how much of the prompt was cached
                         # (`_commit_transfer_to_req`), so what it tells is not corrected.
                         yield Attempt(
                             response,
                             journey,
-                            prefiller=prefiller.backend,
+                            prefiller=prefiller,
                             kv_handed_over=False,
-                            on_arrival=on_arrival,
+                            handoff=handoff,
                             first_token_seconds=self._decode_seconds(call),
                             prefill_answer=_PrefillAnswer(legs, prefill_leg),
                         )
             except BaseException as error:
                 if isinstance(error, UpstreamError):
                     legs.failed(error)
-                    if is_to_blame(error) and error.failure is not Failure.CONNECT:
-                        self._settle(legs, False)
                 for backend in legs.at_work:
                     self._aborts.send(backend, legs.id, call.headers)
                 raise
 
     async def _prefill(self, legs: _Legs) -> None:
         """Read the prefiller's answer to the end: there is nothing in it for the client, unless it failed."""
-        call, backend = legs.call, legs.prefiller.backend
+        call = legs.call
         response, answer = await self._upstream.fetch(
-            backend,
+            legs.prefiller,
             call.api.path,
             legs.body,
             legs.headers,
@@ -147,7 +137,7 @@ class SglangBootstrap(Connector):
         """Open the decode leg. Its status line comes with the first token, or before, from engines that hurry."""
         call = legs.call
         return await self._upstream.open(
-            legs.decoder.backend,
+            legs.decoder,
             call.api.path,
             legs.body,
             legs.headers,
@@ -159,53 +149,40 @@ class SglangBootstrap(Connector):
         timeouts = self._context.settings.timeouts
         return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
 
-    def _settle(self, legs: _Legs, works: bool) -> None:
-        """The KV cache has arrived, or never will. May be called again."""
-        legs.prefiller.free_kv()
-        if not legs.is_settled:
-            legs.is_settled = True
-            self._pair_told(legs.prefiller.backend, legs.decoder.backend, works)
-            if works:
-                legs.decoder.confirm()
-                pair = legs.prefiller.backend, legs.decoder.backend
-                legs.journey.kv = self._fitness.handed_over(*pair, legs.call.prompt_tokens, LEAST_TOKENS)
-
 
 class _Legs:
     """The two legs of one attempt: what is sent, and who works on it."""
 
-    def __init__(
-        self, call: Call, prefiller: Lease, decoder: Lease, claim: RankClaim, journey: Journey, dp_size: int
-    ) -> None:
+    def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, journey: Journey, dp_size: int) -> None:
         self.call = call
-        self.prefiller = prefiller
-        self.decoder = decoder
+        self.prefiller = handoff.prefiller.backend
+        self.decoder = handoff.decoder.backend
         self.id = new_attempt_id()
-        rank = claim.on(prefiller.backend, dp_size)
-        self.body = call.body(bootstrap(prefiller.backend, self.id, rank, dp_size))
+        rank = claim.on(self.prefiller, dp_size)
+        self.body = call.body(bootstrap(self.prefiller, self.id, rank, dp_size))
         self.headers = {**call.headers, "x-request-id": self.id}
-        self.at_work = {prefiller.backend, decoder.backend}
+        self.at_work = {self.prefiller, self.decoder}
         """Engines that may have the request and have not ended it."""
-        self.is_settled = False
         self.answer: bytes | None = None
         """The prefiller's; None until it has come."""
+        self._handoff = handoff
         self._claim = claim
-        self.journey = journey
+        self._journey = journey
         self._decoder_answers = False
 
     def prefilled(self, answer: bytes) -> None:
         """The prefiller has answered: the decoder has the KV cache."""
         self.answer = answer
-        self.at_work.discard(self.prefiller.backend)
-        self.prefiller.free_compute()
+        self.at_work.discard(self.prefiller)
+        self._handoff.prefiller.free_compute()
         self._claim.free()
-        if self.journey.stage is Stage.PREFILL:
+        if self._journey.stage is Stage.PREFILL:
             self._enter_next()
 
     def decoder_answers(self) -> None:
         """The decoder's status line has come. Some engines send it when they have nothing to tell yet."""
         self._decoder_answers = True
-        if self.journey.stage is Stage.HANDOFF:
+        if self._journey.stage is Stage.HANDOFF:
             self._enter_next()
 
     def failed(self, error: UpstreamError) -> None:
@@ -215,9 +192,9 @@ class _Legs:
 
     def _enter_next(self) -> None:
         if not self.call.stream:
-            self.journey.enter(Stage.STREAM)
+            self._journey.enter(Stage.STREAM)
         else:
-            self.journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
+            self._journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
 
 
 class _PrefillAnswer:

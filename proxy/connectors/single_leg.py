@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id, prefill_seconds
+from proxy.connectors.handoff import LocalKv
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
@@ -79,6 +80,6 @@ class SingleLeg:
                     journey,
                     prefiller=None,
                     kv_handed_over=False,
-                    on_arrival=lambda works: lease.confirm() if works else None,
+                    handoff=LocalKv(lease),
                     first_token_seconds=answer_seconds if is_prefiller else None,
                 )

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from proxy.backend import Backend
-    from proxy.balancer.lease import Lease
     from proxy.call import Call
+    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.sequential import Prefilled
     from proxy.observe.timeline import Journey
 
@@ -25,8 +23,11 @@ if TYPE_CHECKING:
 class VllmPull(Sequential):
     """Prefill → decode, one after the other; the second with what the first one's answer names."""
 
-    async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
+    source_without_kv = KvSource.DECODER
+
+    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
         """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
+        lease, fitness = handoff.prefiller, self._context.fitness
         may_ask_again = self._context.settings.kv.on_missing == "retry_prefill"
         while True:
             try:
@@ -34,7 +35,7 @@ class VllmPull(Sequential):
             except UpstreamError as error:
                 self._releaser.suspect(lease.backend, call.prompt_tokens, error)
                 raise
-            self._fitness.prefilled(lease.backend, prefilled.kv is not None)
+            fitness.prefilled(lease.backend, prefilled.kv is not None)
             if prefilled.kv is not None:
                 return prefilled
             missing = prefilled.response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
@@ -43,11 +44,7 @@ class VllmPull(Sequential):
                 return replace(prefilled, params=None)
             may_ask_again = False
             self._metrics.missing_kv_total.labels("retry_prefill").inc()
-            self.move(lease, set(avoid), missing)  # the same prefiller once more where there is no other
-
-    def is_handed_over(self, prefilled: Prefilled) -> bool:
-        """Only what was named is fetched."""
-        return prefilled.kv is not None
+            self.move(lease, handoff.failed, missing)  # the same prefiller once more where there is no other
 
     def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
         """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.balancer.handovers import LEAST_STORED_TOKENS
+from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from proxy.backend import Backend
-    from proxy.balancer.lease import Lease
     from proxy.call import Call
+    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.sequential import Prefilled
     from proxy.observe.timeline import Journey
 
@@ -26,11 +24,8 @@ class VllmStore(Sequential):
     """Prefill → decode, one after the other; what is between them is the store's business."""
 
     least_tokens = LEAST_STORED_TOKENS
+    source_without_kv = KvSource.STORE
 
-    async def prefill(self, call: Call, lease: Lease, avoid: Collection[Backend], journey: Journey) -> Prefilled:
+    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
         """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""
-        return await self.ask_prefiller(call, lease.backend, journey)
-
-    def is_handed_over(self, prefilled: Prefilled) -> bool:
-        """Whatever was named: the decoder counts what it finds in the store as cached."""
-        return True
+        return await self.ask_prefiller(call, handoff.prefiller.backend, journey)

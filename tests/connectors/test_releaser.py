@@ -10,8 +10,7 @@ import pytest
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest
-from proxy.connectors.custody import PrefilledKv
-from proxy.connectors.kv_transfer import KvTransfer
+from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
 from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
 from proxy.errors import Failure, UpstreamError
 from proxy.sim.engine import SimulatedEngine

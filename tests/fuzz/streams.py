@@ -80,6 +80,14 @@ async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str
     return [_deliver(kind, pieces) for pieces in cuts]
 
 
+class _NoHandoff:
+    def arrived(self) -> None:
+        """There is no prefiller."""
+
+    def lost(self) -> None:
+        """There is no prefiller."""
+
+
 def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     """What the client gets, and the code of the error; "" for a complete answer."""
     body = _BODIES[kind % len(_BODIES)]
@@ -89,7 +97,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), 200, {})
-    attempt = Attempt(response, Journey(), None, kv_handed_over=True, on_arrival=lambda works: None)
+    attempt = Attempt(response, Journey(), None, kv_handed_over=True, handoff=_NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
     for piece in filter(None, pieces):

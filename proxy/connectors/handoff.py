@@ -1,0 +1,206 @@
+"""The hand-over of one attempt's KV cache from its prefiller to its decoder, and all that follows from how it ends.
+
+The protocol tells it when the prefiller has the KV cache for the decoder; whoever reads the answer tells it of the
+decoder's first output. What follows is the same for all protocols: the prefiller's lease no longer counts the KV, the
+pair of engines is credited or blamed, the hand-over is counted, and KV that nobody fetches is given to the releaser.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Self
+
+from proxy import logs
+from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.health import is_to_blame
+from proxy.errors import Failure, UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
+    from proxy.call import Call
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.kv_transfer import PrefilledKv
+    from proxy.observe.timeline import Journey
+
+logger = logging.getLogger(__name__)
+
+
+class KvSource(Enum):
+    """Where the decoder is to have the KV cache from."""
+
+    PREFILLER = "prefiller"
+    """From that very prefiller, so a failure may be about the pair of them."""
+    STORE = "store"
+    """From what all engines share, so it matters little who put it there."""
+    DECODER = "decoder"
+    """It computes the prompt itself."""
+
+
+class KvState(Enum):
+    """What is known of the KV cache."""
+
+    COMPUTING = "computing"
+    HELD = "held"
+    """It is there for the decoder to have, completely or, in some protocols, as far as it is computed."""
+    ARRIVED = "arrived"
+    """The decoder works with it, or at least works."""
+    LOST = "lost"
+    """The decoder has given up before its first output."""
+
+
+@contextmanager
+def handing_over(
+    context: ConnectorContext,
+    call: Call,
+    request: PickRequest,
+    journey: Journey,
+    least_tokens: int = LEAST_TOKENS,
+) -> Iterator[KvHandoff]:
+    """Lease a decoder and a prefiller, and begin an attempt with them: around both legs.
+
+    From the hand-over of a prompt of less than `least_tokens` nothing follows for whether the decoder fetches KV.
+    Raises NoBackendAvailable.
+    """
+    pools = context.pools
+    with (
+        pools.decode.lease(request) as decoder,
+        pools.prefiller_for(decoder.backend, request) as prefiller,
+        KvHandoff(context, call, request, journey, prefiller, decoder, least_tokens) as handoff,
+    ):
+        journey.begin_attempt()
+        yield handoff
+
+
+class LocalKv:
+    """No hand-over: the engine that answers has computed the KV cache by itself."""
+
+    __slots__ = ("_lease",)
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def arrived(self) -> None:
+        """The engine has sent its first output. May be called again."""
+        self._lease.confirm()
+
+    def lost(self) -> None:
+        """The engine gave up before its first output."""
+
+
+class KvHandoff:
+    """Get one from `handing_over`. `with` it: left in state HELD, the transfer has failed or is not wanted any more.
+    That counts against the pair if it may be their fault, and what the prefiller keeps is an orphan.
+    """
+
+    __slots__ = (
+        *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived"),
+        *("_context", "_call", "_journey", "_least_tokens", "_kept"),
+    )
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        call: Call,
+        request: PickRequest,
+        journey: Journey,
+        prefiller: Lease,
+        decoder: Lease,
+        least_tokens: int,
+    ) -> None:
+        self.prefiller = prefiller
+        self.decoder = decoder
+        self.source = KvSource.PREFILLER
+        self.kv: PrefilledKv | None = None
+        """What the prefiller keeps, once it is held, until the decoder has fetched it. None: nothing that somebody
+        would have to free."""
+        self.failed = set(request.avoid)
+        """Backends that are not to be asked for help."""
+        self.state = KvState.COMPUTING
+        self.on_arrived: Callable[[], None] | None = None
+        """What else follows for the protocol."""
+        self._context = context
+        self._call = call
+        self._journey = journey
+        self._least_tokens = least_tokens
+        self._kept: PrefilledKv | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """The decoder has said something: that it has the KV, or that it gave up."""
+        return self.state in (KvState.ARRIVED, KvState.LOST)
+
+    def held(self) -> None:
+        """The prefiller has it for the decoder: from now on a failure may be one to fetch it."""
+        self._kept = self.kv
+        if self.kv is not None:
+            self._context.releaser.saw(self.kv.transfer)
+        if self.state is KvState.COMPUTING:
+            self.state = KvState.HELD
+
+    def arrived(self) -> None:
+        """The decoder has sent its first output. May be called again."""
+        if self.is_settled:
+            return
+        self.state = KvState.ARRIVED
+        prefiller, decoder = self.prefiller.backend, self.decoder.backend
+        self.prefiller.free_kv()
+        self._tell_pair(has_it=True)
+        if self.kv is not None:
+            self._context.releaser.fetched(self.kv, decoder, self.failed)
+            self.kv = self._kept = None
+        self.decoder.confirm()
+        if self.on_arrived is not None:
+            self.on_arrived()
+        if self.source is KvSource.DECODER:
+            self._journey.kv = "local"
+        else:
+            tokens = self._journey.usage.prompt_tokens or self._call.prompt_tokens
+            self._journey.kv = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
+
+    def lost(self) -> None:
+        """The decoder gave up before its first output. May be called again."""
+        if self.is_settled:
+            return
+        self.state = KvState.LOST
+        self.prefiller.free_kv()
+        self._tell_pair(has_it=False)
+        if self.kv is not None and not self.kv.outlives_giving_up:
+            self.kv = self._kept = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UpstreamError):
+            if error.failure is Failure.BOOTSTRAP:  # what was looked for elsewhere has been kept no longer than that
+                return
+            self.failed.add(error.backend)
+            # A connection that was refused has asked for no KV.
+            if self.state is KvState.HELD and is_to_blame(error) and error.failure is not Failure.CONNECT:
+                self._tell_pair(has_it=False)
+        if self._kept is not None:
+            self._context.releaser.orphaned(self._kept, self.failed)
+
+    def _tell_pair(self, *, has_it: bool) -> None:
+        """Which of the two there is something wrong with, when the decoder failed to get the KV, nobody knows."""
+        if self.source is not KvSource.PREFILLER:
+            return
+        pairs, prefiller, decoder = self._context.pools.pairs, self.prefiller.backend, self.decoder.backend
+        if has_it:
+            pairs.succeeded(prefiller, decoder)
+        elif pairs.failed(prefiller, decoder):
+            self._context.metrics.pair_quarantines_total.inc()
+            logger.warning(
+                "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",
+                prefiller.name,
+                decoder.name,
+                extra=logs.ALWAYS,
+            )
