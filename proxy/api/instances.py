@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.backend import Backend, Role
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.roster import ADMIN
 from proxy.errors import BadRequest

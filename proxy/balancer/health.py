@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.backend_health import BackendHealth, HealthState
 from proxy.balancer.breaker import Phase
-from proxy.balancer.condition import Condition, HealthState
 from proxy.errors import Failure
 from proxy.settings import HealthChecks
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
 
 _JITTER: Final = (0.8, 1.2)
-_STRANGER: Final = Condition()
+_STRANGER: Final = BackendHealth()
 _CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
 
 
@@ -75,7 +75,7 @@ class Health:
         self._checks = checks or HealthChecks()
         self._clock = clock
         self._rng = rng or random.Random()
-        self._conditions: dict[Backend, Condition] = {}
+        self._conditions: dict[Backend, BackendHealth] = {}
         self._events = 0  # outcomes so far: their order, without asking the clock
         self._trials = 0
         self._due = math.inf  # clock time of the next change that time alone makes
@@ -90,7 +90,7 @@ class Health:
         """It exists from now on, and not from the beginning: nobody is sent there before it has answered."""
         condition = self._condition(backend)
         if condition.verdict is HealthState.UNKNOWN:
-            condition.must_prove_itself = True
+            condition.awaits_first_probe = True
             self.version += 1
 
     def on_probe(self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False) -> Transition | None:
@@ -275,16 +275,16 @@ class Health:
 
     # How
 
-    def _known(self, backend: Backend) -> Condition:
+    def _known(self, backend: Backend) -> BackendHealth:
         return self._conditions.get(backend, _STRANGER)
 
-    def _condition(self, backend: Backend) -> Condition:
+    def _condition(self, backend: Backend) -> BackendHealth:
         condition = self._conditions.get(backend)
         if condition is None:
-            condition = self._conditions[backend] = Condition()
+            condition = self._conditions[backend] = BackendHealth()
         return condition
 
-    def _end_trial(self, condition: Condition, trial: int) -> bool:
+    def _end_trial(self, condition: BackendHealth, trial: int) -> bool:
         """Whether this was the trial that is under way, and not one from before another ejection."""
         if not trial or trial != condition.breaker.trial:
             return False
@@ -293,7 +293,12 @@ class Health:
         return True
 
     def _blamed(
-        self, backend: Backend, condition: Condition, error: UpstreamError, peers: Collection[Backend], is_trial: bool
+        self,
+        backend: Backend,
+        condition: BackendHealth,
+        error: UpstreamError,
+        peers: Collection[Backend],
+        is_trial: bool,
     ) -> Transition | None:
         """Eject it if that was one failure too many. What fails on a backend that is out already was sent before."""
         breaker = condition.breaker
@@ -316,7 +321,7 @@ class Health:
         most = max(1, int(len(peers) * share + 1e-9)) if share else 0
         return sum(other.breaker.phase is not Phase.CLOSED for other in others) < most
 
-    def _eject(self, backend: Backend, condition: Condition, cause: Cause, reason: str) -> Transition | None:
+    def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
         old = condition.state
         seconds = condition.breaker.eject(cause, self._clock(), self._checks, self._rng.uniform(*_JITTER))
         self._due = min(self._due, condition.breaker.until)
@@ -324,13 +329,13 @@ class Health:
             condition.facts = None  # it may come back as another version
         return self._changed(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
 
-    def _release(self, backend: Backend, condition: Condition, reason: str) -> Transition | None:
+    def _release(self, backend: Backend, condition: BackendHealth, reason: str) -> Transition | None:
         old = condition.state
         condition.breaker.release()
         return self._changed(backend, condition, old, reason)
 
     def _changed(
-        self, backend: Backend, condition: Condition, old: HealthState, reason: str, cause: Cause | None = None
+        self, backend: Backend, condition: BackendHealth, old: HealthState, reason: str, cause: Cause | None = None
     ) -> Transition | None:
         """The transition from `old`, if there was one, and what any transition brings with it."""
         new = condition.state
@@ -340,8 +345,8 @@ class Health:
         condition.reason, condition.changed_at = reason, self._clock()
         condition.back_since = None
         if new is HealthState.UP:
-            if old is not HealthState.UNKNOWN or condition.must_prove_itself:
+            if old is not HealthState.UNKNOWN or condition.awaits_first_probe:
                 condition.back_since = self._clock()
                 self._due = min(self._due, condition.back_since + self._checks.slow_start_seconds)
-            condition.must_prove_itself = False
+            condition.awaits_first_probe = False
         return Transition(backend, old, new, reason, cause)

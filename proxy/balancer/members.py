@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.chooser import Chooser
-from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
 from proxy.balancer.members import Members

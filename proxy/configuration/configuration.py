@@ -12,14 +12,14 @@ from proxy.api_keys import assign_slots
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared import SharedValue
-from proxy.configuration.current import Current, from_json, option_of, to_json
+from proxy.configuration.snapshot import ConfigSnapshot, from_json, option_of, to_json
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.roster import Roster
-    from proxy.configuration.current import Stamp
+    from proxy.configuration.snapshot import Stamp
 
 FIXED: Final = (
     *("connector", "workers", "worker_timeout_seconds", "passthrough"),
@@ -61,7 +61,7 @@ class Configuration:
         self._current = _current(loaded, {}, _stamp(loaded.settings), time.time())
         self._shared.write(to_json(self._current))
 
-    def current(self) -> Current:
+    def current(self) -> ConfigSnapshot:
         """The newest. It is the same object as long as nothing is published."""
         if self._shared.version != self._read_version:
             self._read_version, value = self._shared.read()
@@ -106,7 +106,7 @@ class Configuration:
         with self._shared.exclusive():
             return self._publish(before, after) if self._shared.version == version else None
 
-    def _publish(self, before: Current, after: Current) -> Change:
+    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot) -> Change:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
@@ -129,13 +129,13 @@ class Configuration:
         return Change(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
-def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> Current:
+def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> ConfigSnapshot:
     """Raises SettingsError when there are more client keys than can be counted."""
     try:
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    return Current(loaded.settings, read_at, loaded.client_keys, slots, stamp)
+    return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamp)
 
 
 def _with_keys_anew(settings: Settings) -> Loaded:
@@ -144,7 +144,7 @@ def _with_keys_anew(settings: Settings) -> Loaded:
     return Loaded(settings, {}, () if path is None else load_client_keys(path))
 
 
-def _backends(current: Current) -> list[Backend]:
+def _backends(current: ConfigSnapshot) -> list[Backend]:
     """The configured instances."""
     settings = current.settings
     by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))

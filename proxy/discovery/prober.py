@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy import SERVER, logs
 from proxy.background import Background
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,
     EngineFacts,

@@ -110,7 +110,7 @@ def _metrics_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _WorkerSlot:
     """The place of one worker; a replacement takes the same seat and the same row of the scoreboard."""
 
     worker: int
@@ -130,7 +130,7 @@ class _Supervisor:
         self._run = run
         self._restarts = restarts
         settings = shared.configuration.current().settings
-        self._seats = [_Seat(worker) for worker in range(settings.workers)]
+        self._seats = [_WorkerSlot(worker) for worker in range(settings.workers)]
         self._watchdog = None
         if settings.worker_timeout_seconds is not None:
             self._watchdog = Watchdog(settings.worker_timeout_seconds, time.monotonic())
@@ -153,7 +153,7 @@ class _Supervisor:
                 received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
                 if received is not None:
                     self._pass_on(signal.Signals(received.si_signo))
-                self._bury_dead()
+                self._reap_dead()
                 self._start_due()
                 self._kill_frozen()
                 self._kill_overdue()
@@ -201,7 +201,7 @@ class _Supervisor:
         for seat in self._seats:
             self._signal(seat, number)
 
-    def _signal(self, seat: _Seat, number: signal.Signals) -> None:
+    def _signal(self, seat: _WorkerSlot, number: signal.Signals) -> None:
         if seat.pid is not None:  # ours until it is buried, so this cannot hit a stranger
             os.kill(seat.pid, number)
 
@@ -224,7 +224,7 @@ class _Supervisor:
             self._signal_workers(signal.SIGKILL)
             self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
 
-    def _bury_dead(self) -> None:
+    def _reap_dead(self) -> None:
         while any(seat.pid for seat in self._seats):
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -232,9 +232,9 @@ class _Supervisor:
             # As process 1 of a container we are also given orphans of others: those have no seat.
             for seat in self._seats:
                 if seat.pid == pid:
-                    self._bury(seat, pid, os.waitstatus_to_exitcode(status))
+                    self._reap(seat, pid, os.waitstatus_to_exitcode(status))
 
-    def _bury(self, seat: _Seat, pid: int, exit_code: int) -> None:
+    def _reap(self, seat: _WorkerSlot, pid: int, exit_code: int) -> None:
         from prometheus_client import multiprocess
 
         seat.pid = None

@@ -14,7 +14,7 @@ from proxy.worker.applications import application, http_listener
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from proxy.configuration import Follower
+    from proxy.configuration import ConfigWatcher
     from proxy.listener.http_listener import HttpListener
     from proxy.worker.balancing import Balancing
     from proxy.worker.basis import Basis
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def build_administration(
-    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, follower: Follower
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
 ) -> HttpListener | None:
     """Where operators connect; None: where clients do, whose application has the routes then."""
-    routes = _routes(basis, balancing, engines, follower)
+    routes = _routes(basis, balancing, engines, watcher)
     if basis.settings.admin.port is None:
         clients.app.add_routes(routes)
         return None
@@ -35,7 +35,7 @@ def build_administration(
     return http_listener(basis, app)
 
 
-def _routes(basis: Basis, balancing: Balancing, engines: Engines, follower: Follower) -> list[web.RouteDef]:
+def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: ConfigWatcher) -> list[web.RouteDef]:
     shared, settings = basis.shared, basis.settings
     administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
     basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
@@ -59,5 +59,5 @@ def _routes(basis: Basis, balancing: Balancing, engines: Engines, follower: Foll
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,
     )
-    admin = AdminApi(basis.metrics, follower.reload, administrators)
+    admin = AdminApi(basis.metrics, watcher.reload, administrators)
     return [*admin.routes(), *instances.routes(), *broadcasts.routes()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy import logs
-from proxy.configuration import Follower
+from proxy.configuration import ConfigWatcher
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.flow.evacuation import Evacuation
 from proxy.listener.drain import Drain
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.health import Health
     from proxy.balancer.ledger import Ledger
-    from proxy.configuration import Current
+    from proxy.configuration import ConfigSnapshot
     from proxy.connectors.base import Pools
     from proxy.connectors.releaser import Releaser
     from proxy.discovery.joining import Joiner
@@ -49,7 +49,7 @@ class Worker:
     metrics: Metrics
     monitor: Monitor
     drain: Drain
-    follower: Follower
+    watcher: ConfigWatcher
     health: Health
     pools: Pools
     ledger: Ledger
@@ -68,7 +68,7 @@ class Worker:
     """Where engines call back, if the connector has them do it."""
 
     @property
-    def current(self) -> Current:
+    def current(self) -> ConfigSnapshot:
         """The configuration in force now."""
         return self.live.current
 
@@ -77,13 +77,13 @@ class Worker:
         """What is in force now."""
         return self.live.current.settings
 
-    def apply(self, current: Current) -> None:
+    def apply(self, current: ConfigSnapshot) -> None:
         """Let every part go on with this. See `LiveSettings.apply`."""
         self.live.apply(current)
 
     def look(self) -> None:
         """To be called every so often: take notice of what others have decided."""
-        self.follower.look()
+        self.watcher.look()
         self.releaser.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.gateway.admission.is_short_of_memory = self.monitor.refuses
@@ -105,8 +105,8 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
     balancing = build_balancing(basis)
     async with build_engines(basis, balancing, settle_seconds) as engines:
         clients = build_clients(basis, balancing, engines, drain)
-        follower = Follower(shared.configuration, live.current, live.apply, metrics)
-        admin_front = build_administration(basis, balancing, engines, clients, follower)
+        watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
+        admin_front = build_administration(basis, balancing, engines, clients, watcher)
         monitor = Monitor(
             metrics,
             Memory(basis.settings.workers),
@@ -120,7 +120,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             metrics=metrics,
             monitor=monitor,
             drain=drain,
-            follower=follower,
+            watcher=watcher,
             health=balancing.health,
             pools=balancing.pools,
             ledger=balancing.ledger,
@@ -135,7 +135,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
         )
-        async with follower, monitor:
+        async with watcher, monitor:
             yield worker
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.configuration import Current
+    from proxy.configuration import ConfigSnapshot
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.shared import Shared
@@ -21,7 +21,7 @@ class LiveSettings:
     gives it the section it needs.
     """
 
-    def __init__(self, current: Current) -> None:
+    def __init__(self, current: ConfigSnapshot) -> None:
         self.current = current
         self._configure: list[Callable[[Settings], None]] = []
 
@@ -29,7 +29,7 @@ class LiveSettings:
         """Call this with every further settings. It must neither wait nor fail."""
         self._configure.append(configure)
 
-    def apply(self, current: Current) -> None:
+    def apply(self, current: ConfigSnapshot) -> None:
         """Let every part go on with this. Nothing waits here, so no request sees one half of it."""
         self.current = current
         for configure in self._configure:

@@ -81,7 +81,7 @@ async def _tell_when_ready(worker: Worker, shared: Shared) -> None:
 
 def _on_hang_up(worker: Worker) -> None:
     if not worker.drain.is_draining:
-        worker.follower.begin_reload("SIGHUP")
+        worker.watcher.begin_reload("SIGHUP")
 
 
 async def _drain(worker: Worker, stop: _Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:

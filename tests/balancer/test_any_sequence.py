@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.backend import Backend, Load, Role
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.breaker import Phase
-from proxy.balancer.condition import HealthState
 from proxy.balancer.health import Health
 from proxy.balancer.pairs import Pairs
 from proxy.balancer.pick import PickRequest
@@ -142,7 +142,7 @@ class AnySequence(RuleBasedStateMachine):
         """Who may be picked, and whether as a trial, worked out without the pool's own cache."""
         self.look()
         health, enabled = pool._health, self.enabled(pool.role)
-        unproven = {backend for backend in enabled if health._conditions[backend].must_prove_itself}
+        unproven = {backend for backend in enabled if health._conditions[backend].awaits_first_probe}
         tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool._health is health}
         free = {backend for backend in enabled if health.state(backend) in (HealthState.UNKNOWN, HealthState.UP)}
         trials = {backend for backend in enabled - tried if health.state(backend) is HealthState.PROBATION}

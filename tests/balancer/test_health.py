@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from proxy.backend import Backend, Role
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.breaker import Cause
-from proxy.balancer.condition import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health, Transition
 from proxy.errors import Failure, UpstreamError

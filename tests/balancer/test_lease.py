@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Load
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
 from proxy.balancer.pairs import Pairs

@@ -11,8 +11,8 @@ import pytest
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.configuration import FIXED, Change, Configuration, Follower
-from proxy.configuration.current import option_of
+from proxy.configuration import FIXED, Change, Configuration, ConfigWatcher
+from proxy.configuration.snapshot import option_of
 from proxy.observe.metrics import Metrics
 from proxy.settings import OPTIONS, SettingsError, load
 from tests.asking import until
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from proxy.configuration import Current
+    from proxy.configuration import ConfigSnapshot
     from proxy.settings import Loaded, Settings
 
 
@@ -332,8 +332,8 @@ class Part:
 
     def __init__(self, configuration: Configuration) -> None:
         self.metrics = Metrics()
-        self.applied: list[Current] = []
-        self.follower = Follower(configuration, configuration.current(), self.applied.append, self.metrics)
+        self.applied: list[ConfigSnapshot] = []
+        self.watcher = ConfigWatcher(configuration, configuration.current(), self.applied.append, self.metrics)
 
     def metric(self, name: str) -> dict[str, float]:
         """The samples of a metric by their label, or "" for the only one."""
@@ -350,11 +350,11 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
     async with AsyncExitStack() as stack:
         one, other = parts = [Part(files.configuration) for _ in range(2)]
         for part in parts:
-            await stack.enter_async_context(part.follower)
+            await stack.enter_async_context(part.watcher)
         files.write(INSTANCES + "timeouts: {idle_seconds: 7}")
-        assert (await one.follower.reload("a test")).options == ("timeouts.idle_seconds",)
+        assert (await one.watcher.reload("a test")).options == ("timeouts.idle_seconds",)
         assert one.applied == [files.configuration.current()]
-        other.follower.look()
+        other.watcher.look()
         assert other.applied == one.applied
     assert [line.getMessage() for line in caplog.records] == ["reload by a test: changed timeouts.idle_seconds"]
     assert one.metric("config_reloads_total") == {"ok": 1.0, "failed": 0.0}
@@ -368,11 +368,11 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
 async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     part = Part(files.configuration)
     read_at = files.configuration.current().read_at
-    async with part.follower:
+    async with part.watcher:
         files.write(INSTANCES + "workers: many")
         with pytest.raises(SettingsError):
-            await part.follower.reload("a test")
-        part.follower.begin_reload("SIGHUP")
+            await part.watcher.reload("a test")
+        part.watcher.begin_reload("SIGHUP")
         await until(lambda: part.metric("config_reloads_total")["failed"] == 2, "both to be refused")
     sentence = f"and nothing has changed: {files.path}: workers must be a valid integer, not 'many'"
     assert [line.getMessage() for line in caplog.records] == [
@@ -384,9 +384,9 @@ async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: py
 
 async def test_a_reload_in_the_background_is_applied(files: Files) -> None:
     part = Part(files.configuration)
-    async with part.follower:
+    async with part.watcher:
         files.write(INSTANCES + "timeouts: {idle_seconds: 7}")
-        part.follower.begin_reload("SIGHUP")
+        part.watcher.begin_reload("SIGHUP")
         await until(lambda: part.applied, "it")
     assert part.applied[0].settings.timeouts.idle_seconds == 7
 
@@ -396,9 +396,9 @@ async def test_a_reload_that_fails_by_our_own_fault_shows(files: Files, caplog: 
         raise RuntimeError("our own fault")
 
     part = Part(files.configuration)
-    async with part.follower:
+    async with part.watcher:
         files.before_load = fail
-        part.follower.begin_reload("SIGHUP")
+        part.watcher.begin_reload("SIGHUP")
         await until(lambda: "our own fault" in caplog.text, "it")
 
 
@@ -409,12 +409,12 @@ async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pyt
     def all_look(name: str) -> bool:
         """Whether all workers have this key now."""
         for part in parts:
-            part.follower.look()
+            part.watcher.look()
         return all(part.applied and name in part.applied[-1].slots for part in parts)
 
     async with AsyncExitStack() as stack:
         for part in parts:
-            await stack.enter_async_context(part.follower)
+            await stack.enter_async_context(part.watcher)
         keyed.write_keys("keys: [{name: c, key: sk-3}]")
         await until(lambda: all_look("c"), "the new keys")
         keyed.write_keys("nonsense")
@@ -435,11 +435,11 @@ async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pyt
 
 async def test_a_keys_file_that_is_being_written_is_left_alone(keyed: Files) -> None:
     part = Part(keyed.configuration)
-    async with part.follower:
+    async with part.watcher:
         for count in range(1, 4):  # at each look it is another
             keyed.write_keys("keys:" + "\n  - {name: n, key: k}" * count)
-            part.follower.look()
+            part.watcher.look()
             await asyncio.sleep(0)
             assert part.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
-        part.follower.look()
+        part.watcher.look()
         await until(lambda: part.metric("config_reloads_total")["failed"], "it to be read")

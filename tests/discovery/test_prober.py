@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.health import Transition
 from proxy.balancer.pick import PickRequest

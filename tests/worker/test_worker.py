@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from proxy.backend import Role
-from proxy.balancer.condition import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.policies import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import ClientKey, Settings
@@ -23,7 +23,7 @@ from tests.asking import answer_alone, read, request, until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from proxy.configuration import Current
+    from proxy.configuration import ConfigSnapshot
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -136,7 +136,7 @@ async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
 # Reloading
 
 
-def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> Current:
+def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> ConfigSnapshot:
     """What is in force, with other options in some sections."""
     current = gateway.worker.current
     settings = current.settings.model_dump()

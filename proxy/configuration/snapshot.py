@@ -18,7 +18,7 @@ Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Current:
+class ConfigSnapshot:
     """What is in force."""
 
     settings: Settings
@@ -31,7 +31,7 @@ class Current:
     """Of the file of client keys, as it was looked at last; None when there is no such file."""
 
 
-def to_json(current: Current) -> dict[str, Any]:
+def to_json(current: ConfigSnapshot) -> dict[str, Any]:
     """For `from_json`."""
     settings = current.settings.model_dump(mode="json")
     for option in SECRETS:
@@ -46,9 +46,9 @@ def to_json(current: Current) -> dict[str, Any]:
     }
 
 
-def from_json(value: dict[str, Any]) -> Current:
+def from_json(value: dict[str, Any]) -> ConfigSnapshot:
     stamp = value["keys_stamp"]
-    return Current(
+    return ConfigSnapshot(
         Settings.model_validate(value["settings"]),
         value["read_at"],
         tuple(ClientKey.model_validate(key) for key in value["client_keys"]),

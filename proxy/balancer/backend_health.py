@@ -31,14 +31,14 @@ class HealthState(StrEnum):
 
 
 @dataclass(slots=True)
-class Condition:
+class BackendHealth:
     """One backend's. Times are clock seconds."""
 
     verdict: HealthState = HealthState.UNKNOWN
     """Of the probes: UNKNOWN, UP or DOWN. A request that is served confirms what is unknown, too."""
     probe_streak: int = 0
     """Probes in a row that contradict the verdict."""
-    must_prove_itself: bool = False
+    awaits_first_probe: bool = False
     """It was added while others served, and has not passed a probe yet."""
     breaker: Breaker = field(default_factory=Breaker)
     back_since: float | None = None
@@ -67,7 +67,7 @@ class Condition:
     def is_eligible(self) -> bool:
         """Whether it may get requests, as many as there are."""
         is_closed = self.breaker.phase is Phase.CLOSED
-        return is_closed and self.verdict is not HealthState.DOWN and not self.must_prove_itself
+        return is_closed and self.verdict is not HealthState.DOWN and not self.awaits_first_probe
 
     @property
     def awaits_trial(self) -> bool:

@@ -14,20 +14,24 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.configuration.configuration import Change, Configuration
-    from proxy.configuration.current import Current, Stamp
+    from proxy.configuration.snapshot import ConfigSnapshot, Stamp
     from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 
-class Follower:
+class ConfigWatcher:
     """It applies what is published, by whichever worker. `async with` it, and have it `look` every so often.
 
     `applied` is what the worker was built from; `apply` is called with every later one, and must not fail.
     """
 
     def __init__(
-        self, configuration: Configuration, applied: Current, apply: Callable[[Current], None], metrics: Metrics
+        self,
+        configuration: Configuration,
+        applied: ConfigSnapshot,
+        apply: Callable[[ConfigSnapshot], None],
+        metrics: Metrics,
     ) -> None:
         self._configuration = configuration
         self._applied = applied
