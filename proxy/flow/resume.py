@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.grammars import PROMPT_TAIL_TOKENS
+from proxy.dialects.grammars.base import Verbatim
 from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond
 from proxy.terms import Action
-from proxy.wire import kimi
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from proxy.call import Call
-    from proxy.flow.seam import Parser
+    from proxy.dialects.grammars.base import Parser
     from proxy.flow.transcript import Transcript
 
 # Below this it is cheaper to generate an answer again than to prefill what there is of it.
@@ -34,8 +35,6 @@ _MAX_BYTES_OF_CHARACTER: Final = 4
 _COMPLETION_TOKENS: Final = 16
 # How many ids at the end may be taken away, one after the other, to find where the answer can be cut.
 _MAX_QUESTIONS: Final = 32
-# Where the header of the assistant's turn is found, with room for a template that says more.
-_PROMPT_TAIL_TOKENS: Final = 64
 # What the text of an unfinished character ends in. An engine whose prompt ends so repeats all of it (vLLM 0.32).
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -170,7 +169,7 @@ def _continue_chat(situation: Situation) -> Generator[Sequence[int], str | None,
     if transcript.has_text:
         in_reasoning, channel = transcript.began_in_reasoning, _last_channel(transcript)
     else:
-        in_reasoning = bool(kimi.opens_reasoning((yield from _prompt_tail(transcript))))
+        in_reasoning = bool(transcript.grammar.opens_reasoning((yield from _prompt_tail(transcript))))
         channel = transcript.reasoning_field if in_reasoning else "content"
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
@@ -182,7 +181,7 @@ def _continue_chat(situation: Situation) -> Generator[Sequence[int], str | None,
     # A token may end in white space that the engine shows only if the reasoning goes on.
     may_lag = channel != "content" and not situation.shows_blanks
     cut = yield from _cut(situation, compare, channel=channel, may_lag=may_lag)
-    is_in_tool_call = kimi.SECTION_BEGIN_ID in transcript.ids[cut.kept :]
+    is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
     return _from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut)
 
 
@@ -243,7 +242,7 @@ def _text(transcript: Transcript, kept: int) -> Generator[Sequence[int], str | N
 def _prompt_tail(transcript: Transcript) -> Generator[Sequence[int], str | None, str]:
     """The text of the end of the prompt. Raises CannotResume."""
     assert transcript.prompt_ids is not None
-    tail = yield orjson.loads(transcript.prompt_ids)[-_PROMPT_TAIL_TOKENS:]
+    tail = yield orjson.loads(transcript.prompt_ids)[-PROMPT_TAIL_TOKENS:]
     if tail is None:
         raise CannotResume("no engine told the text of the prompt's token ids")
     return tail
@@ -252,15 +251,16 @@ def _prompt_tail(transcript: Transcript) -> Generator[Sequence[int], str | None,
 def _continue_raw(situation: Situation) -> Generator[Sequence[int], str | None, Resumption]:
     """Go on as a completion, whose text is parsed here."""
     call, transcript = situation.call, situation.transcript
-    prompt_tail = yield from _prompt_tail(transcript)
-    if _calls_tools(call) and not kimi.is_kimi(prompt_tail):
+    grammar = transcript.grammar
+    if _calls_tools(call) and not grammar.has_tools:
         raise CannotResume("the tool calls of this model are not known here")
+    prompt_tail = yield from _prompt_tail(transcript)
     kept = len(transcript.ids)
     while (text := (yield from _text(transcript, kept))).endswith(_UNFINISHED):
         kept -= 1
         if kept < max(0, len(transcript.ids) - _MAX_BYTES_OF_CHARACTER):
             raise CannotResume("the answer's token ids end in something that is no text")
-    opens_reasoning = bool(kimi.opens_reasoning(prompt_tail))
+    opens_reasoning = bool(grammar.opens_reasoning(prompt_tail))
     begins_in_reasoning = transcript.began_in_reasoning if transcript.has_text else opens_reasoning
     try:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:
@@ -271,7 +271,7 @@ def _continue_raw(situation: Situation) -> Generator[Sequence[int], str | None, 
         if transcript.reasoning or transcript.tools:
             raise CannotResume("the token ids do not match the text the client has") from None
         cut = yield from _cut(situation, lambda text: (beyond(transcript, {"content": text}), ""))
-        return _from_tokens(situation, Action.RAW_TOKENS, cut, parser=_Verbatim())
+        return _from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
     action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
     channel = "content" if "content" in pending else _last_channel(transcript)
     held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
@@ -279,10 +279,10 @@ def _continue_raw(situation: Situation) -> Generator[Sequence[int], str | None, 
     return _from_tokens(situation, action, cut, pending=pending, parser=parser, late=len(parser.unsaid))
 
 
-def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[kimi.KimiParser, dict[str, Any]]:
+def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[Parser, dict[str, Any]]:
     """A parser that has read the answer's text, and what of that the client does not have. Raises Mismatch."""
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
-        parser = kimi.KimiParser(
+        parser = situation.transcript.grammar.parser(
             in_reasoning=in_reasoning,
             calls_tools=_calls_tools(situation.call),
             shows_blanks=shows_blanks,
@@ -295,13 +295,6 @@ def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[kimi.K
         except Mismatch:
             continue
     raise Mismatch
-
-
-class _Verbatim:
-    """In place of a parser, where engines have none: all text is content."""
-
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        return {"content": text} if text or finished else {}
 
 
 def _from_tokens(
@@ -356,8 +349,7 @@ def _from_tokens(
             if left is None and room is None:
                 raise CannotResume("no engine told how long a sequence may be")
             changes.update(_as_completion(call, room if left is None else left))
-            if isinstance(parser, kimi.KimiParser):
-                # The markers must be in the text, exactly as the model wrote them.
+            if parser is not None and parser.reads_markers:
                 changes.update(skip_special_tokens=False, spaces_between_special_tokens=False)
         continuing = replace(call.changed(changes, prompt_tokens=length), api=Api.COMPLETIONS)
     continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))

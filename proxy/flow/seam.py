@@ -5,13 +5,14 @@ One id, one role chunk, one finish, one usage: the chunks of a continuing stream
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from proxy.dialects.grammars.base import Parser
     from proxy.flow.transcript import Transcript
 
 _TEXTS: Final = ("reasoning", "reasoning_content", "content")
@@ -19,13 +20,6 @@ _TEXTS: Final = ("reasoning", "reasoning_content", "content")
 
 class Mismatch(Exception):
     """The decoder's stream is not the continuation of what the client has."""
-
-
-class Parser(Protocol):
-    """Makes chat deltas out of a model's text."""
-
-    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """Take new text; the delta it comes to."""
 
 
 class StopGuard:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from proxy.wire import kimi
+from proxy.dialects.grammars import UNRECOGNISED, grammar_of
+
+if TYPE_CHECKING:
+    from proxy.dialects.grammars.base import Grammar
 
 _MAX_TOOL_CALLS: Final = 4096
 
@@ -32,7 +35,7 @@ class Transcript:
     __slots__ = (
         *("prompt_ids", "ids", "settled", "chunk_start", "tools"),
         *("began_in_reasoning", "reasoning_ids", "reasoning_field", "_reasoned", "_reasoning", "_content"),
-        *("_offsets", "_offset_end"),
+        *("_offsets", "_offset_end", "_grammar"),
     )
 
     def __init__(self) -> None:
@@ -53,6 +56,7 @@ class Transcript:
         self.tools: list[ToolCall] = []
         self._offsets: list[int] = []  # of the ids in the text, as far as a completion's log probabilities tell
         self._offset_end = 0
+        self._grammar: Grammar | None = None  # once it was asked for
         self._reasoned = 0  # reasoning_ids before the last chunk of reasoning
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
@@ -72,6 +76,15 @@ class Transcript:
         """How many token ids the prompt has; None while no engine has told them."""
         ids = self.prompt_ids
         return None if ids is None else ids.count(b",") + bool(ids.strip(b"[] \t\r\n"))
+
+    @property
+    def grammar(self) -> Grammar:
+        """How the model writes, which the prompt tells."""
+        if self._grammar is None:
+            if self.prompt_ids is None:
+                return UNRECOGNISED
+            self._grammar = grammar_of(self.prompt_ids)
+        return self._grammar
 
     @property
     def has_text(self) -> bool:
@@ -160,7 +173,7 @@ class Transcript:
     def _marker_behind(self, start: int, otherwise: int) -> int:
         """Where the marker is that ends reasoning and is none."""
         later = self.ids[start:].tolist()
-        ends = [later.index(marker) for marker in (kimi.THINK_END_ID, kimi.SECTION_BEGIN_ID) if marker in later]
+        ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise
 
     def _take_tool_call(self, part: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from proxy.dialects.grammars.kimi import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import CannotResume, ChatTokens, Resumption, Situation, output_limit, plan
@@ -20,7 +21,6 @@ from proxy.flow.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.terms import Action
-from proxy.wire.kimi import KimiParser
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import ask, request
@@ -250,6 +250,15 @@ def test_tools_need_a_grammar_that_is_known_here() -> None:
     for body in (CHAT, CHAT | {"tools": TOOLS, "tool_choice": "none"}, CHAT | {"tools": []}):
         there = situation(body, HELLO, chats=ChatTokens.COMPLETIONS, transcript=here.transcript)
         assert decided(there)[0].action is Action.RAW_TOKENS
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, encode("<s>[INST] Hi [/INST]")], ids=["Kimi", "another"])
+def test_a_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) -> None:
+    """163595 begins tool calls in Kimi's vocabulary, and is a word in a larger one."""
+    here = situation(CHAT, [])
+    here = replace(here, transcript=answered(Api.CHAT, HELLO, prompt=prompt))
+    here.transcript.take({"delta": {}}, [SECTION_BEGIN])
+    assert decided(here)[0].action is (Action.ROLL_BACK if prompt is PROMPT else Action.CHAT_TOKENS)
 
 
 # The prompt

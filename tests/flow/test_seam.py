@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from proxy.dialects.grammars.kimi import KimiParser
 from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond, chat_logprobs
 from proxy.flow.transcript import Transcript
 from proxy.sim.model import logprobs as sim_logprobs
 from proxy.sim.model.logprobs import Speller
-from proxy.wire.kimi import KimiParser
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:

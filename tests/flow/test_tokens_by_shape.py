@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.dialects.grammars import kimi
 from proxy.dialects.segment import Meaning
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.settings import Cost
-from proxy.wire import kimi
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import request
@@ -34,6 +34,7 @@ def delivered(events: Sequence[bytes], body: dict[str, Any], *, by_shape: bool) 
     call = parse(Api.CHAT, orjson.dumps(body), Cost())
     whole = None if body["stream"] else Assembly()
     delivery = Delivery(call, is_observed=True, whole=whole)
+    delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MIDDLE_ID])
     segment, output, told = delivery.begin_stream(), [], 0
     for raw in events:
         token = delivery.token(raw) if by_shape else None

@@ -9,6 +9,7 @@ import pytest
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.transcript import Transcript
+from proxy.sim.model.tokenizer import SECTION_BEGIN, THINK_END, encode
 from proxy.wire.sse import Event
 
 DONE = b"[DONE]"
@@ -454,6 +455,20 @@ def test_an_answer_that_is_cut_keeps_its_text() -> None:
     assert (transcript.reasoning, transcript.content, transcript.reasoning_ids) == ("Let.", "Hi", 3)
     transcript.cut(2)
     assert transcript.reasoning_ids == 2
+
+
+KIMI_PROMPT = orjson.dumps(encode("<|im_assistant|>assistant<|im_middle|><think>"))
+
+
+@pytest.mark.parametrize("marker", [THINK_END, SECTION_BEGIN])
+@pytest.mark.parametrize(("prompt", "reasoning"), [(KIMI_PROMPT, 2), (b"[1,2,3]", 4), (None, 4)])
+def test_an_id_is_a_marker_only_where_the_prompt_is_of_that_family(
+    marker: int, prompt: bytes | None, reasoning: int
+) -> None:
+    transcript = Transcript()
+    transcript.prompt_ids = prompt
+    transcript.take(delta(reasoning="Let it be."), [1, 2, marker, 4])
+    assert transcript.reasoning_ids == transcript.reasoning_among(4) == reasoning
 
 
 def test_ids_as_large_as_engines_have_are_kept() -> None:

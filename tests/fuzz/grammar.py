@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from proxy.dialects.grammars.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
 from proxy.sim.model import parser as sim
-from proxy.wire.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
+from tests.dialects.grammars.test_kimi import Said, added_up
 from tests.fuzz.cutting import cut, spelled, words
-from tests.wire.test_kimi import Said, added_up
 
 WORDS: Final = words(
     r"""

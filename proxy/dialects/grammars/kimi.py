@@ -13,7 +13,12 @@ from __future__ import annotations
 
 import re
 from enum import Enum, auto
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.dialects.grammars.base import Grammar, Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -26,7 +31,9 @@ MARKERS: Final = (THINK, THINK_END, SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGU
 
 SECTION_BEGIN_ID: Final = 163595
 THINK_END_ID: Final = 163607
-"""The token ids of `SECTION_BEGIN` and `THINK_END` in the tokenizers of the family."""
+ASSISTANT_ID: Final = 163588
+MIDDLE_ID: Final = 163601
+"""The token ids of `SECTION_BEGIN`, `THINK_END`, `<|im_assistant|>` and `<|im_middle|>` in the family's tokenizers."""
 
 _MARKER: Final = re.compile(f"({'|'.join(map(re.escape, MARKERS))})")
 _HALF_MARKERS: Final = frozenset(marker[:end] for marker in MARKERS for end in range(1, len(marker)))
@@ -67,7 +74,7 @@ _NEXT: Final = {
 _NEXT_WITHOUT_TOOLS: Final = {key: phase for key, phase in _NEXT.items() if key[1] in (THINK, THINK_END)}
 
 
-class KimiParser:
+class KimiParser(Parser):
     """Reads one answer, however its text is cut.
 
     `in_reasoning`: the prompt ends inside reasoning. `calls_tools`: the request has tools, otherwise the markers of
@@ -237,16 +244,30 @@ class KimiParser:
             self._kept.clear()
 
 
-def is_kimi(text: str) -> bool:
-    """Whether a piece of a rendered prompt, special tokens shown, has the chat template of the family in it."""
-    return "<|im_assistant|>" in text and "<|im_middle|>" in text
+class Kimi(Grammar):
+    """See Grammar."""
 
+    reasoning_end_ids = (THINK_END_ID, SECTION_BEGIN_ID)
+    tools_begin_ids = (SECTION_BEGIN_ID,)
 
-def opens_reasoning(text: str) -> bool | None:
-    """Whether an answer behind this end of a prompt begins in reasoning; None: nothing in it tells.
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`."""
+        return ASSISTANT_ID in prompt_tail and MIDDLE_ID in prompt_tail
 
-    The nearest marker decides (vLLM `ParserEngine.is_reasoning_end`).
-    """
-    opened = text.rfind(THINK)
-    closed = max(text.rfind(THINK_END), text.rfind(SECTION_BEGIN))
-    return None if opened == closed else opened > closed
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """See Grammar. The nearest marker decides (vLLM `ParserEngine.is_reasoning_end`)."""
+        opened = prompt_tail.rfind(THINK)
+        closed = max(prompt_tail.rfind(THINK_END), prompt_tail.rfind(SECTION_BEGIN))
+        return None if opened == closed else opened > closed
+
+    def parser(
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+    ) -> KimiParser:
+        """See Grammar."""
+        return KimiParser(
+            in_reasoning=in_reasoning,
+            calls_tools=calls_tools,
+            shows_blanks=shows_blanks,
+            tells_half_calls=tells_half_calls,
+            one_call=one_call,
+        )

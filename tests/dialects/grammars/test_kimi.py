@@ -9,9 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from proxy.sim.model import parser as sim
-from proxy.sim.model import tokenizer
-from proxy.wire.kimi import (
+from proxy.dialects.grammars.kimi import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,
     CALL_END,
@@ -21,11 +19,12 @@ from proxy.wire.kimi import (
     SECTION_END,
     THINK,
     THINK_END,
+    Kimi,
     KimiParser,
     Phase,
-    is_kimi,
-    opens_reasoning,
 )
+from proxy.sim.model import parser as sim
+from proxy.sim.model import tokenizer
 
 
 class Said(NamedTuple):
@@ -349,11 +348,17 @@ def test_the_markers_are_those_of_the_tokenizer() -> None:
     ],
 )
 def test_the_nearest_marker_says_whether_an_answer_begins_in_reasoning(prompt: str, opens: bool | None) -> None:
-    assert opens_reasoning(prompt) is opens
+    assert Kimi().opens_reasoning(prompt) is opens
 
 
-def test_the_chat_template_tells_the_family() -> None:
-    assert is_kimi("Hi<|im_end|><|im_assistant|>assistant<|im_middle|><think>")
-    assert not is_kimi("<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    assert not is_kimi("<|im_assistant|>assistant\n")
-    assert not is_kimi("")
+@pytest.mark.parametrize(
+    ("prompt", "is_kimi"),
+    [
+        ("Hi<|im_end|><|im_assistant|>assistant<|im_middle|><think>", True),
+        ("<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+        ("<|im_assistant|>assistant\n", False),
+        ("", False),
+    ],
+)
+def test_the_chat_template_tells_the_family(prompt: str, is_kimi: bool) -> None:
+    assert Kimi().recognises(tokenizer.encode(prompt)) is is_kimi

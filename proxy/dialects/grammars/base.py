@@ -1,0 +1,82 @@
+"""What it takes to go on with the answers of a family of models: how they write reasoning and tool calls.
+
+A Grammar has no state and does no IO; a Parser is the state of one answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Parser(ABC):
+    """Makes chat deltas of one answer's text, however that is cut, as the engines' parser does."""
+
+    __slots__ = ()
+
+    reads_markers: ClassVar[bool] = True
+    """It needs the text with its special tokens, exactly as the model wrote them."""
+
+    @property
+    @abstractmethod
+    def unsaid(self) -> str:
+        """What was read of the present text and is not said yet, such as half a marker."""
+
+    @property
+    @abstractmethod
+    def in_tools(self) -> bool:
+        """The text so far ends inside the part of an answer that calls tools."""
+
+    @abstractmethod
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        """Take the next text and return what it says: an OpenAI chat delta, {} for nothing. `finished`: no text will
+        follow.
+        """
+
+
+class Grammar(ABC):
+    """How a family of models writes. It is recognised by the prompt, before a model has written anything."""
+
+    reasoning_end_ids: ClassVar[Sequence[int]] = ()
+    """Token ids of the markers that end reasoning; empty where they are not known."""
+    tools_begin_ids: ClassVar[Sequence[int]] = ()
+    """Token ids of the markers that begin tool calls, likewise."""
+    has_tools: ClassVar[bool] = True
+    """Its parser reads tool calls."""
+
+    @abstractmethod
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """Whether the last token ids of a prompt are of this family's tokenizer and chat template."""
+
+    @abstractmethod
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """Whether an answer behind this end of a prompt begins in reasoning; None: nothing in it tells. Special tokens
+        are in the text.
+        """
+
+    @abstractmethod
+    def parser(
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+    ) -> Parser:
+        """For one answer. `in_reasoning`: it begins there. `calls_tools`: the request has tools; otherwise their
+        markers are text. `shows_blanks`: engines show white space at the end of reasoning and before the first content
+        at once. `tells_half_calls`: a call whose name is not complete at the end of the answer is told. `one_call`:
+        further ones are not told.
+        """
+
+
+class Verbatim(Parser):
+    """In place of a parser, where engines have none: all text is content."""
+
+    __slots__ = ()
+
+    reads_markers = False
+    unsaid = ""
+    in_tools = False
+
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        """See Parser."""
+        return {"content": text} if text or finished else {}

@@ -1,0 +1,55 @@
+"""Which grammar an answer has: the prompt tells, and what one family means by a token id means nothing in another."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from proxy.dialects.grammars import PROMPT_TAIL_TOKENS, UNRECOGNISED, grammar_of
+from proxy.dialects.grammars.kimi import Kimi
+from proxy.sim.model.tokenizer import encode
+
+HEADER = encode("<|im_assistant|>assistant<|im_middle|>")
+
+
+@pytest.mark.parametrize("before", [0, 1, 5, 100_000])
+@pytest.mark.parametrize("behind", [0, PROMPT_TAIL_TOKENS - len(HEADER)])
+@pytest.mark.parametrize("indent", [None, orjson.OPT_INDENT_2])
+def test_the_end_of_the_prompt_tells_the_grammar(before: int, behind: int, indent: int | None) -> None:
+    prompt = orjson.dumps([7] * before + HEADER + [7] * behind, option=indent)
+    assert isinstance(grammar_of(prompt), Kimi)
+
+
+def test_what_was_said_long_before_does_not() -> None:
+    assert grammar_of(orjson.dumps(HEADER + [7] * PROMPT_TAIL_TOKENS)) is UNRECOGNISED
+
+
+@pytest.mark.parametrize("prompt", [None, b"", b"[]", b"[1,2]", b"[163588]", b"[null]", b'["a",{}]', b"[1.5e9,-3]"])
+def test_of_other_prompts_no_token_id_means_anything(prompt: bytes | None) -> None:
+    grammar = grammar_of(prompt)
+    assert grammar is UNRECOGNISED
+    assert not grammar.has_tools
+    assert not [*grammar.reasoning_end_ids, *grammar.tools_begin_ids]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<think>a</think>b<|im_start|>assistant\n<think>", True),
+        ("<|im_start|>assistant\n", None),
+    ],
+)
+def test_most_models_reason_between_the_same_tags(prompt: str, opens: bool | None) -> None:
+    assert UNRECOGNISED.opens_reasoning(prompt) is opens
+
+
+def test_markers_of_other_families_are_text() -> None:
+    parser = UNRECOGNISED.parser(
+        in_reasoning=True, calls_tools=True, shows_blanks=False, tells_half_calls=True, one_call=False
+    )
+    assert parser.feed("a</think>b<|tool_calls_section_begin|>c", finished=True) == {
+        "reasoning": "a",
+        "content": "b<|tool_calls_section_begin|>c",
+    }
