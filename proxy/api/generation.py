@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy.call import FIRST_TOKEN_HEADER
-from proxy.dialects import DIALECTS
 from proxy.dialects.requests import read
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
@@ -18,7 +17,7 @@ from proxy.listener.replies import REQUEST_ID
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.api.key_auth import KeyAuth
     from proxy.call import Call
@@ -38,7 +37,17 @@ _PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
 class GenerationApi:
     """The routes that go through the connector."""
 
-    def __init__(self, gateway: Gateway, keys: KeyAuth, drain: Drain, settings: Settings, observers: Observers) -> None:
+    def __init__(
+        self,
+        dialects: Sequence[Dialect],
+        gateway: Gateway,
+        keys: KeyAuth,
+        drain: Drain,
+        settings: Settings,
+        observers: Observers,
+    ) -> None:
+        """`dialects`: those that the engines can serve."""
+        self._dialects = dialects
         self._gateway = gateway
         self._keys = keys
         self._drain = drain
@@ -50,13 +59,16 @@ class GenerationApi:
         self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """One for each dialect that the engines can serve."""
+        """One for each dialect and method."""
         return [
             web.route(method, dialect.path, partial(self._serve, dialect))
-            for dialect in DIALECTS
-            if self._gateway.speaks(dialect)
+            for dialect in self._dialects
             for method in dialect.methods
         ]
+
+    def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
+        """What each route says in place of OpenAI's error bodies; see replies.ERROR_BODIES."""
+        return {dialect.path: dialect.error_body for dialect in self._dialects}
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""

@@ -49,14 +49,18 @@ class Whole(Protocol):
 class UnitRendering(Protocol):
     """What the client gets of one unit's streams."""
 
-    def begin(self, attempt: Attempt) -> None:
-        """Another decoder begins to answer: what waited of the one before is not for the client."""
+    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+        """Another decoder begins to answer: what waited of the one before is not for the client. `goes_on`: it
+        continues the answer. Otherwise the client has nothing of it yet, whatever was rendered.
+        """
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """The client's bytes for one parsed event; empty if there is nothing in it for the client, or not yet."""
+        """The client's bytes for one parsed event of the engines' API; empty if there is nothing in it for the client,
+        or not yet. Usage comes with `ending`.
+        """
 
     async def rest(self) -> bytes:
-        """What still waits when the stream has ended. Raises UpstreamError."""
+        """What still waits for other engines when the decoder's stream has ended. Raises UpstreamError."""
 
 
 class Rendering(Protocol):
@@ -66,13 +70,15 @@ class Rendering(Protocol):
         """None: the client gets the engine's own bytes."""
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """What follows the units' streams: `usages` of them in their order, None where an engine told none;
-        `last_payload` is the last event that the client was given of the last unit.
+        """What follows the streams of all units, before `Dialect.done_event`: `usages` of them in their order, None
+        where an engine told none; `last_payload` is the last event that the client was given of the last unit.
         """
 
 
 class Dialect(ABC):
-    """An API that clients speak. The engines are asked through `api`."""
+    """An API that clients speak. The engines are asked through `api`: calls are of that, and so are the payloads that
+    are rendered, also of an answer that was put together from the streams of several decoders.
+    """
 
     api: ClassVar[Api]
     """The engines' API that serves it."""
@@ -127,13 +133,9 @@ class Dialect(ABC):
 
     # What clients get
 
-    def is_merged(self, call: Call, units: Sequence[Unit]) -> bool:
-        """Whether a whole answer is made by `merge`, and not the single unit's own."""
-        return len(units) > 1
-
     @abstractmethod
-    def merge(self, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """One body out of the units' answers, which are in the order of the units."""
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """The JSON body of an answer that is not streamed. The units' answers are in their order."""
 
     @abstractmethod
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
@@ -142,3 +144,9 @@ class Dialect(ABC):
     def error_event(self, error: GatewayError) -> bytes:
         """The event that tells a client in the middle of a stream that the answer is not complete."""
         return openai.error_event(error)
+
+    def error_body(self, error: GatewayError) -> bytes | None:
+        """The JSON body of an error on this route, whoever refused the request; None: OpenAI's, or what an engine said,
+        byte for byte.
+        """
+        return None

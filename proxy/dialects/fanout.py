@@ -135,7 +135,7 @@ class _MergedUnit:
         self._common = common
         self._index = index
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
         """Nothing waits."""
 
     def render(self, payload: dict[str, Any]) -> bytes:

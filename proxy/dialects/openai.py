@@ -116,8 +116,10 @@ class OpenAi(Dialect):
                 corrections["usage"] = corrected
         return corrections
 
-    def merge(self, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """One answer with the choices of all."""
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """A single unit's own, or one answer with the choices of all."""
+        if len(units) == 1:
+            return answers[0].body()
         return fanout.merge_answers(units, [answer.values() for answer in answers])
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:

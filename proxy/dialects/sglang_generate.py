@@ -103,12 +103,10 @@ class SglangGenerate(Dialect):
         completed = (await parts.whole()).complete(values)
         return {name: value for name, value in completed.items() if value is not values.get(name)}
 
-    def is_merged(self, call: Call, units: Sequence[Unit]) -> bool:
-        """A list of one prompt gets a list of one answer."""
-        return sglang.is_batch(call.values)
-
-    def merge(self, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """A list of the answers."""
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """A list gets a list, also one of one prompt."""
+        if not sglang.is_batch(call.values):
+            return answers[0].body()
         return b"[%b]" % b",".join(answer.body() for answer in answers)
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
@@ -175,7 +173,7 @@ class _UnitRendering:
         self._parts: _PrefillerParts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
         self._parts = _parts(self._call, attempt)
         self._waiting.clear()

@@ -160,7 +160,7 @@ class StreamedAnswer(_Relayed):
         """See Answer."""
         rendering = self._rendering
         if rendering is not None:
-            rendering.begin(attempt)
+            rendering.begin(attempt, goes_on=self.delivery.goes_on)
         await self._relay(Relay(attempt, self.delivery, guard, self._stream, self._clock), attempt)
         if rendering is not None:
             self._stream.write(await rendering.rest())

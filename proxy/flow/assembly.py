@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Assembly:
     """Collects what a stream says besides its text: the Delivery's transcript has that.
 
+    What it makes is what an engine would have answered to the same call, so it is in the shape of the call's `api`: a
+    dialect cannot tell which of both it is given.
+
     The result has the members of vLLM's ChatCompletionResponse and CompletionResponse in their order.
     """
 

@@ -76,7 +76,7 @@ class Gateway:
         answers = [self._whole(dialect, unit.call) for unit in units]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
-        return dialect.merge(units, answers) if dialect.is_merged(call, units) else answers[0].body()
+        return dialect.whole(call, units, answers)
 
     async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: Record) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""

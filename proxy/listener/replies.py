@@ -23,7 +23,7 @@ from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aiohttp.typedefs import Handler
 
@@ -37,6 +37,8 @@ LOST: Final[web.AppKey[Callable[[web.Request, int], web.Response | GatewayError 
 """Where an application keeps what it says to requests for which it has no route: instead of a 404, or of a 405 for a
 method that the route does not take. None: nothing else.
 """
+ERROR_BODIES: Final[web.AppKey[Mapping[str, Callable[[GatewayError], bytes | None]]]] = web.AppKey("error_bodies")
+"""Where an application keeps, by path, how errors are told where clients do not expect OpenAI's; None: as elsewhere."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Anything else could break a log line or a header further on.
@@ -76,18 +78,19 @@ def install(app: web.Application, metrics: Metrics) -> None:
     app.on_response_prepare.append(_on_prepare)
 
 
-def error_response(error: GatewayError) -> web.Response:
-    """The answer for an error: the engine's own if it gave one, otherwise ours."""
+def error_response(error: GatewayError, body: bytes | None = None) -> web.Response:
+    """The answer for an error: the engine's own if it gave one, otherwise ours. `body`: the same in other words."""
     if isinstance(error, UpstreamError) and error.body is not None:
-        told = error.headers.get("content-type", "")
+        told = "application/json" if body is not None else error.headers.get("content-type", "")
         headers = {"Content-Type": told} if told and can_be_sent("Content-Type", told) else {}
-        return web.Response(status=error.status, body=error.body, headers={**headers, **retry_headers(error)})
+        headers |= retry_headers(error)
+        return web.Response(status=error.status, body=error.body if body is None else body, headers=headers)
     headers = {"Content-Type": "application/json", "X-PDProxy-Error-Code": error.code, **retry_headers(error)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 415:
         headers["Accept-Encoding"] = "identity"  # which is how to tell what was wrong (RFC 9110 15.5.16)
-    return web.Response(status=error.status, body=error_body(error), headers=headers)
+    return web.Response(status=error.status, body=error_body(error) if body is None else body, headers=headers)
 
 
 def can_be_sent(name: str, value: str) -> bool:
@@ -195,7 +198,8 @@ class _Replies:
         return found
 
     def _refuse(self, request: web.Request, error: GatewayError, allow: str | None = None) -> web.Response:
-        response = error_response(error)
+        in_words_of = request.app.get(ERROR_BODIES, {}).get(request.path)
+        response = error_response(error, None if in_words_of is None else in_words_of(error))
         if allow:
             response.headers["Allow"] = allow
         if not request.content.is_eof() or request.content.exception() is not None:

@@ -50,11 +50,11 @@ class Clients:
 def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
     """Their listener does not listen yet."""
     gateway = _gateway(basis, balancing, engines)
-    labels = [dialect.label for dialect in DIALECTS if gateway.speaks(dialect)]
-    observers = Observers((RequestMetrics(basis.metrics, labels), AccessLog()))
+    dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
+    observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     probes = ProbeApi(engines.serving, drain)
     keys = _client_keys(basis)
-    generation = GenerationApi(gateway, keys, drain, basis.settings, observers)
+    generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
     routes = [*generation.routes(), *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes)]
     signposts = Signposts(routes)
@@ -68,6 +68,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app.middlewares.append(drain.middleware)
     app.add_routes([*routes, *signposts.routes()])
     app[replies.LOST] = lost
+    app[replies.ERROR_BODIES] = generation.error_bodies()
     app.on_response_prepare.append(cors.on_prepare)
     front = http_listener(basis, app)
     return Clients(gateway=gateway, observers=observers, probes=probes, app=app, front=front)

@@ -15,6 +15,8 @@ from aiohttp.test_utils import TestServer
 
 from proxy.api.generation import GenerationApi
 from proxy.api.key_auth import KeyAuth
+from proxy.api_keys import ApiKeys, KeyUsage
+from proxy.dialects.sglang_generate import SglangGenerate
 from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
@@ -62,9 +64,9 @@ class Site:
 @asynccontextmanager
 async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
-    keys = KeyAuth(worker.callers)
+    keys = KeyAuth(ApiKeys(KeyUsage()))
     observers = Observers((RequestMetrics(worker.metrics, ("generate",)), AccessLog()))
-    api = GenerationApi(worker.gateway, keys, worker.drain, worker.settings, observers)
+    api = GenerationApi([SglangGenerate()], worker.gateway, keys, worker.drain, worker.settings, observers)
     app = web.Application()
     replies.install(app, worker.metrics)
     app.add_routes(api.routes())

@@ -1,0 +1,111 @@
+"""A client dialect that is not in the table: another body shape, another stream, errors in its own words.
+
+POST /v1/echo-chat {"say": "Hello", "tokens": 8, "stream": true}
+
+event: hello    {"id": "…"}
+event: said     {"text": "…"}, as often as there is more of it
+event: bye      {"reason": "stop", "tokens": 8}
+event: sorry    {"why": "…", "kind": "…"}, in place of the end
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.dialects.openai import ChatCompletions
+from proxy.dialects.requests import check
+from proxy.errors import BadRequest
+from proxy.wire.document import Document
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.connectors.base import Attempt
+    from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
+    from proxy.errors import GatewayError
+    from proxy.settings import Cost
+
+
+class EchoChat(ChatCompletions):
+    """A chat with one message."""
+
+    path = "/v1/echo-chat"
+    label = "echo_chat"
+    done_event = b""  # `bye` is the last one
+
+    def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
+        """The chat that engines are asked for."""
+        check(document)
+        values = document.values
+        if not isinstance(values.get("say"), str):
+            raise BadRequest("say must be text", param="say")
+        chat: dict[str, Any] = {
+            "model": values.get("model"),
+            "messages": [{"role": "user", "content": values["say"]}],
+            "max_tokens": values.get("tokens"),
+            "stream": values.get("stream"),
+        }
+        return super().parse(Document.unchecked(orjson.dumps(chat)), cost, headers)
+
+    def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
+        """What was said, and how much that is."""
+        (answer,) = answers
+        values = answer.values()
+        (choice,) = values["choices"]
+        text, tokens = choice["message"]["content"], values["usage"]["completion_tokens"]
+        return orjson.dumps({"said": text, "reason": choice["finish_reason"], "tokens": tokens})
+
+    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """Named events."""
+        return _Events()
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """An apology."""
+        return _event("sorry", _apology(error))
+
+    def error_body(self, error: GatewayError) -> bytes:
+        """Likewise."""
+        return orjson.dumps(_apology(error))
+
+
+class _Events:
+    """The events of the only unit."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._reason = ""
+
+    def unit(self, unit: Unit) -> UnitRendering:
+        return self
+
+    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+        self._has_begun &= goes_on
+
+    def render(self, payload: dict[str, Any]) -> bytes:
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            events.append(_event("hello", {"id": payload["id"]}))
+        (choice,) = payload["choices"]
+        if text := choice["delta"].get("content"):
+            events.append(_event("said", {"text": text}))
+        self._reason = choice.get("finish_reason") or self._reason
+        return b"".join(events)
+
+    async def rest(self) -> bytes:
+        return b""
+
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        (usage,) = usages
+        return _event("bye", {"reason": self._reason, "tokens": (usage or {}).get("completion_tokens")})
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))
+
+
+def _apology(error: GatewayError) -> dict[str, Any]:
+    return {"why": error.message, "kind": error.code}
