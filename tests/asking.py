@@ -88,8 +88,8 @@ class Answer:
         return next((payload["usage"] for payload in reversed(payloads) if payload.get("usage")), None)
 
 
-def request(api: Api, text: str = "Hello there", **fields: Any) -> dict[str, Any]:
-    """A request body; `max_tokens` is 8 unless given."""
+def request(api: Api, text: str | list[Any] = "Hello there", **fields: Any) -> dict[str, Any]:
+    """A request body; `max_tokens` is 8 unless given. A text in parts is one of a chat."""
     prompt = {"messages": [{"role": "user", "content": text}]} if api is Api.CHAT else {"prompt": text}
     return {"model": "sim", **prompt, "max_tokens": 8, **fields}
 

@@ -11,7 +11,7 @@ import socket
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
@@ -329,7 +329,14 @@ async def deployed(
             stop_accepting = await gateway.enter_async_context(listening(worker, shared.listeners))
             url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(
-                *(prefillers, decoders, worker, shared.scoreboard, shared.roster, url, session, stop_accepting),
+                cast("list[SimulatedEngine]", prefillers),
+                cast("list[SimulatedEngine]", decoders),
+                worker,
+                shared.scoreboard,
+                shared.roster,
+                url,
+                session,
+                stop_accepting,
                 end=gateway.aclose,
                 problems=problems,
             )

@@ -23,7 +23,7 @@ NEEDED = "bash", "basename", "dirname", "env", "sed"
 def run(
     script: str, *arguments: str, root: Path = ROOT, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [root / "scripts" / script, *arguments]
+    command = [str(root / "scripts" / script), *arguments]
     return subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
+from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 from proxy.logs.floods import Floods
 from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
@@ -40,7 +40,7 @@ class Lost(NamedTuple):
 
 def setup(
     log: Log,
-    stream: TextIO | None = None,
+    stream: IO[str] | None = None,
     *,
     secrets: Iterable[str] = (),
     clock: Callable[[], float] = time.monotonic,
@@ -99,7 +99,7 @@ def _line_handlers() -> list[LineHandler]:
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
 
 
-def _line_handler(log: Log, target: TextIO, secrets: Iterable[str], clock: Callable[[], float]) -> LineHandler:
+def _line_handler(log: Log, target: IO[str], secrets: Iterable[str], clock: Callable[[], float]) -> LineHandler:
     is_text = log.format == "text" or (log.format == "auto" and target.isatty())
     redaction = Redaction(secrets)
     formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)

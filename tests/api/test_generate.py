@@ -420,4 +420,4 @@ async def test_a_client_that_leaves_ends_every_leg_of_its_batch(start: Opener, s
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     for engine in (prefiller, decoder):
-        await until(lambda engine=engine: engine.hung_up == len(engine.aborted) == 3, "all legs to end")  # type: ignore[misc]
+        await until(lambda engine=engine: engine.hung_up == len(engine.aborted) == 3, "all legs to end")

@@ -70,7 +70,7 @@ async def test_the_sdk_raises_when_a_stream_breaks(deploy: Deploy) -> None:
     deployment.decoders[0].faults.add("reset_after_tokens", tokens=3)
     async with openai.AsyncOpenAI(base_url=deployment.url + "/v1", api_key="key") as sdk:
         stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
-        parts = [chunk.choices[0].delta.content for chunk in [await anext(stream) for _ in range(4)]]
+        parts = [chunk.choices[0].delta.content or "" for chunk in [await anext(stream) for _ in range(4)]]
         assert (await answer_alone(request(Api.CHAT))).startswith("".join(parts))
         with pytest.raises(openai.APIError, match="in the middle of its answer"):
             await anext(stream)
@@ -184,6 +184,7 @@ async def test_neither_prompts_nor_answers_nor_keys_are_logged(
     bodies.append(request(Api.CHAT, CANARY + "prompt", n=-1))
     said = await answer_alone(bodies[0])
     for engine, action, fields in [(prefiller, "comments", {}), *troubles]:
+        assert isinstance(fields, dict)
         engine.faults.add(action, **fields)
         for body in bodies:
             await deployment.ask(body, authorization=f"Bearer {CANARY}client-key")
@@ -200,7 +201,7 @@ async def test_a_request_has_one_line_that_tells_its_way(deploy: Deploy, caplog:
     caplog.set_level(logging.INFO)
     deployment = await deploy()
     await deployment.ask(request(Api.CHAT, stream=True), x_request_id="mine")
-    (line,) = [record.fields for record in caplog.records if record.name == "proxy.access"]
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
     ((prefiller,), (decoder,)) = deployment.prefillers, deployment.decoders
     assert (line["id"], line["api"], line["stream"], line["code"], line["term"]) == ("mine", "chat", True, 200, "--")
     assert (line["p"], line["d"]) == (f"127.0.0.1:{prefiller.port}", f"127.0.0.1:{decoder.port}")
@@ -227,7 +228,7 @@ async def test_the_line_tells_who_waited_for_room_and_who_did_so_in_vain(
     assert (late.status, late.error["code"]) == (503, "queue_timeout")
     assert float(late.headers["retry-after-ms"]) >= 1000
     await until(lambda: not deployment.leaks(), "quiet")
-    lines = {line["id"]: line for line in (r.fields for r in caplog.records if r.name == "proxy.access")}
+    lines = {line["id"]: line for line in (vars(r)["fields"] for r in caplog.records if r.name == "proxy.access")}
     assert lines["first"]["t_queue"] == 0 < lines["second"]["t_queue"]
     assert (lines["late"]["term"], lines["late"]["code"]) == ("PQ", 503)
     assert deployment.metrics("pdproxy_rejected_total") == {("queue_timeout",): 1}
@@ -240,7 +241,7 @@ async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, capl
     lost.faults.add("recompute", tokens=5)
     answer = await deployment.ask(request(Api.COMPLETIONS, "four", stream=True), x_request_id="mine")
     assert answer.is_done
-    (line,) = [record.fields for record in caplog.records if record.name == "proxy.flow.resuming"]
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.flow.resuming"]
     assert line == {
         "cause": "recomputed",
         "action": "completion_tokens",
@@ -249,7 +250,7 @@ async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, capl
         "prefilled": 4 + 5,
         "resume": 1,
     }
-    (access,) = [record.fields for record in caplog.records if record.name == "proxy.access"]
+    (access,) = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
     assert (access["id"], access["resumes"], access["attempts"], access["tokens_out"]) == ("mine", 1, 2, 8)
     assert deployment.metrics("pdproxy_resumes_total") == {("completion_tokens", "recomputed"): 1.0}
     assert deployment.metrics("pdproxy_resumed_tokens_total") == {(): 9.0}

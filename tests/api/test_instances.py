@@ -331,7 +331,11 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
 @pytest.fixture
 async def names(gateway: Gateway) -> AsyncIterator[Names]:
     """A name server that knows a few."""
-    known = {"inside": ("10.0.0.7",), "metadata": ("169.254.169.254",), "world": ("93.184.216.34",)}
+    known: dict[str, tuple[str, ...]] = {
+        "inside": ("10.0.0.7",),
+        "metadata": ("169.254.169.254",),
+        "world": ("93.184.216.34",),
+    }
     known["localhost"] = ("127.0.0.1", "::1")
 
     def look_up(host: str) -> tuple[str, ...]:

@@ -521,8 +521,15 @@ async def test_settings_can_change(gateway: Gateway) -> None:
     admission = Admission(settings.admission, lambda: True, gateway.metrics)
     keys = KeyAuth(ApiKeys(KeyUsage()))
     api = PassthroughApi(
-        *(gateway.pools[Role.PREFILL], gateway.session, gateway.keys(), keys),
-        *(Drain(), admission, RetryBudget(), settings, gateway.metrics),
+        gateway.pools[Role.PREFILL],
+        gateway.session,
+        gateway.keys(),
+        keys,
+        Drain(),
+        admission,
+        RetryBudget(),
+        settings,
+        gateway.metrics,
     )
     client = await gateway.serve(api.routes())
     for max_body_bytes, status in ((10, 413), (11, 200)):

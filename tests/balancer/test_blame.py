@@ -43,7 +43,7 @@ class Told:
         for backend, word in failures:
             failure, status = KINDS[word]
             error = UpstreamError(failure, backend, word, engine_status=status)
-            error.blame = lambda backend=backend: self.blamed.append(backend)  # type: ignore[misc]
+            error.blame = lambda backend=backend: self.blamed.append(backend)
             blame.failed(error)
 
 

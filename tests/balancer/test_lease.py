@@ -14,10 +14,9 @@ from proxy.balancer.pick import PickRequest
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
-    from conftest import Balancer
-
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
+    from tests.balancer.conftest import Balancer
 
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
 COST = Load(compute=100, kv=40)
@@ -333,7 +332,7 @@ def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failu
     for _ in range(5):
         lease = balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False))
         with contextlib.suppress(UpstreamError):
-            ended(lease, error and failed(one, error))
+            ended(lease, failed(one, error) if error else None)
     assert balancer.health.consecutive_failures(one) == 4
     assert balancer.ends[-1] == (one.name, error.value if error else "ok")
 

@@ -17,10 +17,9 @@ from tests.parsing import parse
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from conftest import Balancer
-
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate
+    from tests.balancer.conftest import Balancer
 
 CHAT = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "prompt_cache_key": "a", "user": "b"}'
 NOTHING = Load()

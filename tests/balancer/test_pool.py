@@ -22,9 +22,8 @@ from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES
 
 if TYPE_CHECKING:
-    from conftest import Balancer
-
     from proxy.backend import Backend
+    from tests.balancer.conftest import Balancer
 
 
 def down(balancer: Balancer, *backends: Backend) -> None:

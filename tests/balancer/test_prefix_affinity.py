@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
-CHOOSING = {"balance": {"prefill_policy": "prefix_affinity"}}
+CHOOSING: dict[str, Any] = {"balance": {"prefill_policy": "prefix_affinity"}}
 LONG = "A long text that everything else is about. " * 400
 
 
@@ -69,7 +69,12 @@ async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[PrefixKeys] = []
-    monkeypatch.setattr(prefix, "prefix_keys", lambda values: computed.append(prefix_keys(values)) or computed[-1])
+
+    def counting(values: Any) -> Any:
+        computed.append(prefix_keys(values))
+        return computed[-1]
+
+    monkeypatch.setattr(prefix, "prefix_keys", counting)
     gateway = await deploy(2, 1, **CHOOSING)
     assert (await gateway.ask(turn(LONG, n=4))).is_done
     assert sum(who_prefilled(gateway)) == 4

@@ -13,7 +13,7 @@ from proxy.balancer.recognition import Told, recognise, unsuited
 from proxy.settings import SettingsError
 
 P, D = Role.PREFILL, Role.DECODE
-NAMES = {P: "10.0.0.1:7100", D: "10.0.0.3:7100"}
+NAMES: dict[str, Any] = {P: "10.0.0.1:7100", D: "10.0.0.3:7100"}
 
 
 def models(owner: object) -> Any:

@@ -36,9 +36,9 @@ class Files:
         self.loads = 0
         self.write("prefill: [p:1, p:2]\ndecode: [d:1, d:2]")
         settings = self.load().settings
-        endpoints = [[(e.host, e.port) for e in role] for role in (settings.prefill, settings.decode)]
+        prefill, decode = ([(e.host, e.port) for e in role] for role in (settings.prefill, settings.decode))
         self.scoreboard = Scoreboard(slots=8)
-        self.roster = Roster(*endpoints, self.scoreboard)
+        self.roster = Roster(prefill, decode, self.scoreboard)
         self.configuration = Configuration(self.load(), self.load, self.roster)
         self.loads = 0
 

@@ -29,13 +29,13 @@ NATIVE = ("v0.27", "v0.30", "v0.33")
 """Profiles of engines that take them for a chat, too."""
 PROFILES = (*COMPLETIONS_ONLY, *NATIVE)
 
-THINKING = {"chat_template_kwargs": {"thinking": True}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {parameter: {}}}}}
     for name, parameter in (("find", "q"), ("show", "at"))
 ]
 
-WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 # No chat ends by a default of tokens that engines tell nobody; and which tokens were cached is a test of its own.
 _ENGINE: dict[str, Any] = {

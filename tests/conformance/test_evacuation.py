@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"max_tokens": 120}
 
 
 def slow(role: str = "decode") -> SimulatedEngine:
-    return SimulatedEngine(role=role, decode_step_ms=10.0)  # type: ignore[arg-type]
+    return SimulatedEngine(role=role, decode_step_ms=10.0)
 
 
 def name_of(engine: SimulatedEngine) -> str:

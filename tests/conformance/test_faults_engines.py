@@ -121,7 +121,7 @@ async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy
 async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0}, kv={"release": "never"})
     (there,) = engines_of(gateway, role)
-    absent = SimulatedEngine(role=role)  # type: ignore[arg-type]
+    absent = SimulatedEngine(role=role)
     await absent.start()
     await absent.kill()
     gateway.roster.add(Role(role), "127.0.0.1", absent.port)

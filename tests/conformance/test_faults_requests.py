@@ -158,7 +158,23 @@ async def test_an_engine_cannot_hold_everybody_up_either(deploy: Deploy, stream:
         assert (got.status, got.error["code"]) == (502, "decode_bad_answer")
 
 
-ODD_VALUES = (None, True, 0, -1, 1.5, 2**63, "x", "", [], [1], [[]], {}, {"a": []}, "\u0000", [None, "x"])
+ODD_VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**63,
+    "x",
+    "",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": []},
+    "\u0000",
+    [None, "x"],
+)
 FIELDS = (
     *("model", "messages", "prompt", "stream", "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens"),
     *("stop", "logprobs", "top_logprobs", "temperature", "seed", "tools", "tool_choice", "stream_options", "user"),
@@ -196,7 +212,7 @@ async def test_an_odd_request_id_is_replaced_everywhere(
     sent = raw_request(request(Api.CHAT), b"X-Request-Id: " + given, b"Connection: close")
     headers, _ = await exchange(gateway, sent)
     assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
-    (line,) = [record.fields for record in caplog.records if record.name == "proxy.access"]
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
     assert line["id"] == headers["x-request-id"]
     ids = {seen.headers["x-request-id"] for seen in generations(*gateway.engines)}
     assert len(ids) == 1, "both legs have the attempt's own id"
@@ -263,7 +279,7 @@ async def test_odd_names_make_no_new_series(gateway: Deployment) -> None:
             async with gateway.session.request(method, f"{gateway.url}/v1/odd-{number}?x={number}") as response:
                 await response.read()
 
-    def series() -> set[tuple[str, ...]]:
+    def series() -> set[tuple[Any, ...]]:
         return {
             (sample.name, *sorted(sample.labels.items()))
             for family in gateway.worker.metrics.collect()

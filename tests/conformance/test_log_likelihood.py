@@ -40,7 +40,7 @@ UNITS = {"prompts": 3, "samples": 4}
 
 async def of_one_engine(body: dict[str, Any], connector: str) -> Answer:
     """What an engine answers that no gateway stands in front of."""
-    profile = {"profile_name": "sglang"} if connector == "sglang_bootstrap" else {}
+    profile: dict[str, Any] = {"profile_name": "sglang"} if connector == "sglang_bootstrap" else {}
     async with SimulatedEngine(**profile) as engine, aiohttp.ClientSession() as session:
         return await ask(session, engine.url, body)
 

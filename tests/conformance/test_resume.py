@@ -226,7 +226,7 @@ def check_that_the_client_is_told(gateway: Deployment, answer: Answer, why: str 
 
 # What is done about every way to break off
 
-SHORT = {"timeouts": {"idle_seconds": 0.3}}
+SHORT: dict[str, Any] = {"timeouts": {"idle_seconds": 0.3}}
 
 FAULTS = [
     *rows(
@@ -328,9 +328,12 @@ async def test_an_answer_that_always_breaks_off_is_given_up(profile: str, stream
 # Engines that cannot go on
 
 MEDIA = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {}}]}]
-NAMES = {"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 9}}}
-JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": NAMES}}}
-FORCED = {"tool_choice": "required"}
+NAMES: dict[str, Any] = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 9}},
+}
+JSON: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "schema": NAMES}}}
+FORCED: dict[str, Any] = {"tool_choice": "required"}
 
 UNCONTINUED = [
     *rows("json", thoughts(**WITH_USAGE, **JSON), ("in reasoning", after(10), "error / chat_tokens")),
@@ -399,9 +402,9 @@ async def test_a_replay_that_is_another_answer_is_an_error(what: str) -> None:
 
 # What clients may ask for
 
-IDS = {"return_token_ids": True}
-CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
-COUNTED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+IDS: dict[str, Any] = {"return_token_ids": True}
+CHAT_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+COUNTED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 OPTIONS = [
     *rows(
@@ -726,9 +729,9 @@ async def test_an_answer_that_fills_the_sequence_length_ends_there() -> None:
     body = thoughts(**WITH_USAGE)
     prompt = len(render_chat(body))
     expected = await uninterrupted("v0.30", {**body, "max_tokens": 60})
-    options = {"profile_name": "v0.30", "prompt_tokens_details": False}
+    options: dict[str, Any] = {"profile_name": "v0.30", "prompt_tokens_details": False}
     decoders = [SimulatedEngine(role="decode", max_model_len=prompt + room, **options) for room in (100, 60)]
-    async with deployed([SimulatedEngine(role="prefill", **options)], decoders) as gateway:
+    async with deployed([SimulatedEngine(role="prefill", **options)], [*decoders]) as gateway:
         gateway.decoders[0].faults.add("recompute", tokens=60)
         assert not unlike(got(await gateway.ask(body)), expected)
         assert actions(gateway) == ["finish"]

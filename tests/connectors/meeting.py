@@ -99,7 +99,7 @@ ANSWER = {
         "prompt_tokens_details": {"cached_tokens": 5},
     },
 }
-_CHUNKS = [
+_CHUNKS: list[dict[str, Any]] = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
     {"choices": [{"index": 0, "delta": {"content": "Hel"}, "finish_reason": None, "matched_stop": None}]},
     {"choices": [{"index": 0, "delta": {"content": "lo"}, "finish_reason": None, "matched_stop": None}]},

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import orjson
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.connectors.pushing import PushEngine
     from tests.deployment import Deployment
+
+    Start = Callable[..., Awaitable["Pushing"]]
 
 
 @dataclass
@@ -51,9 +53,6 @@ class Pushing:
             return answer.status, await answer.json()
 
 
-Start = "Callable[..., Awaitable[Pushing]]"
-
-
 @pytest.fixture
 async def start(deploy: Deploy) -> AsyncIterator[Start]:
     """Start a gateway between so many prefillers and decoders. Whatever a test does, nobody waits for a callback at its
@@ -63,12 +62,10 @@ async def start(deploy: Deploy) -> AsyncIterator[Start]:
 
     async def start(prefillers: int = 1, decoders: int = 1, **sections: Any) -> Pushing:
         channel = SideChannel()
-        engines = (
-            [PushPrefiller(channel, "prefill") for _ in range(prefillers)],
-            [PushDecoder(channel, "decode") for _ in range(decoders)],
-        )
-        gateway = await deploy(*engines, connector="ascend_layerwise", **sections)
-        started.append(Pushing(gateway, *engines))
+        prefilling = [PushPrefiller(channel, "prefill") for _ in range(prefillers)]
+        decoding = [PushDecoder(channel, "decode") for _ in range(decoders)]
+        gateway = await deploy(cast("Any", prefilling), cast("Any", decoding), connector="ascend_layerwise", **sections)
+        started.append(Pushing(gateway, prefilling, decoding))
         return started[-1]
 
     yield start
@@ -128,7 +125,7 @@ async def test_the_decoder_is_asked_first_and_the_prefiller_as_it_says(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_prefiller_knows_how_much_of_the_prompt_was_cached(start: Start, stream: bool) -> None:
     pushing = await start()
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await pushing.gateway.ask(request(Api.CHAT, **options))
     assert answer.usage["prompt_tokens_details"]["cached_tokens"] == 5
 

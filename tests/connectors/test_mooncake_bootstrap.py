@@ -205,7 +205,7 @@ async def test_both_have_the_request_before_either_answers(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_cached_tokens_are_the_prefillers(deploy: Deploy, bootstrap: BootstrapServer, stream: bool) -> None:
     both = await pair(deploy, bootstrap, decode=answers_when(lambda: both.prefiller))
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await both.gateway.ask(request(Api.CHAT, **options))
     assert answer.usage["prompt_tokens_details"] == {"cached_tokens": 4}
 

@@ -88,7 +88,13 @@ async def test_the_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
 
 async def test_a_clients_own_room_is_not_used(deploy: Deploy) -> None:
     pair = await start(deploy)
-    mine = {"bootstrap_host": "10.6.6.6", "bootstrap_port": 6, "bootstrap_room": 6, "rid": "", "routed_dp_rank": 6}
+    mine: dict[str, Any] = {
+        "bootstrap_host": "10.6.6.6",
+        "bootstrap_port": 6,
+        "bootstrap_room": 6,
+        "rid": "",
+        "routed_dp_rank": 6,
+    }
     await pair.gateway.ask(request(Api.CHAT, **mine, disagg_prefill_dp_rank=6, data_parallel_rank=6))
     for body in (*pair.prefiller.bodies, *pair.decoder.bodies):
         assert body["bootstrap_host"] == "127.0.0.1"
@@ -148,7 +154,7 @@ async def test_a_rank_is_free_when_its_prefill_is_done(deploy: Deploy) -> None:
     for turn, running in enumerate((0, 1, 1, 2)):
         asked.append(asyncio.create_task(pair.gateway.ask(request(Api.CHAT))))
         await pair.prefiller.works(turn + 1)
-        await until(lambda running=running: prefills(pair) == running, "the prefiller to be done")  # type: ignore[misc]
+        await until(lambda running=running: prefills(pair) == running, "the prefiller to be done")
     first, second, third, fourth = (body["bootstrap_room"] % 2 for body in pair.prefiller.bodies)
     assert first == third == fourth != second
     pair.prefiller.let_go.set()
@@ -213,7 +219,7 @@ async def test_the_prefiller_is_free_when_it_has_answered(deploy: Deploy) -> Non
 async def test_what_the_decoder_reports_of_the_prompt_is_the_truth(deploy: Deploy, stream: bool) -> None:
     """SGLang's decoder has it from the prefiller."""
     pair = await start(deploy)
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await pair.gateway.ask(request(Api.CHAT, **options))
     assert answer.usage == ANSWER["usage"]
     assert pair.gateway.metrics("pdproxy_tokens_total") == {("cached",): 5, ("completion",): 2, ("prompt",): 9}
@@ -355,7 +361,7 @@ async def test_when_both_fail_the_prefiller_is_to_blame(deploy: Deploy) -> None:
 
 
 async def test_another_pair_and_another_room_are_tried(deploy: Deploy) -> None:
-    failed = []
+    failed: list[Any] = []
 
     async def fail_once(exchange: Exchange) -> None:
         if not failed:
@@ -391,7 +397,7 @@ async def test_a_client_that_leaves_ends_both_legs(deploy: Deploy, stream: bool)
         await pair.decoder.works()
         await client.leave()
     for engine in (pair.prefiller, pair.decoder):
-        await until(lambda engine=engine: engine.hung_up and engine.aborted, "both legs to end")  # type: ignore[misc]
+        await until(lambda engine=engine: engine.hung_up and engine.aborted, "both legs to end")
         assert engine.aborted == [engine.bodies[0]["rid"]]
         assert pair.results(engine) == {"abandoned": 1}
 

@@ -81,8 +81,13 @@ async def test_both_legs_get_the_clients_bytes_with_the_protocols_changes(
 
 async def test_the_prefill_leg_changes_every_limit_and_drops_what_only_streams_have(deploy: Deploy) -> None:
     gateway = await deploy()
-    limits = {"max_tokens": 3, "min_tokens": 3, "max_completion_tokens": 3}
-    dropped = {"stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    limits: dict[str, Any] = {"max_tokens": 3, "min_tokens": 3, "max_completion_tokens": 3}
+    dropped: dict[str, Any] = {
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    }
     body = request(Api.CHAT, stream=True, **limits, **dropped)
     await gateway.ask(body)
 
@@ -114,7 +119,7 @@ async def test_a_forced_tool_call_is_kept_from_old_prefillers_which_would_fail(
     deploy: Deploy, profile: str, asked_of_prefiller: Any
 ) -> None:
     gateway = await deploy(engine={"profile_name": profile, "tool_call_parser": "kimi_k2"})
-    thinking = {"chat_template_kwargs": {"thinking": True}}
+    thinking: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
     answer = await gateway.ask(request(Api.CHAT, tools=TOOLS, tool_choice=NAMED, **thinking))
     assert answer.status == 200
     assert generations(*gateway.prefillers)[0].body["tool_choice"] == asked_of_prefiller
@@ -480,7 +485,7 @@ async def test_a_decoders_cached_tokens_are_withdrawn_when_the_prefiller_does_no
     deploy: Deploy, stream: bool
 ) -> None:
     gateway = await deploy(prefiller={"prompt_tokens_details": False})
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await gateway.ask(request(Api.CHAT, **options))
     assert answer.usage["prompt_tokens_details"] is None
 
@@ -497,7 +502,7 @@ async def test_usage_is_in_a_stream_only_when_asked_for(gateway: Deployment, api
 
 
 async def test_usage_in_every_chunk_stays_there(gateway: Deployment) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
+    options: dict[str, Any] = {"include_usage": True, "continuous_usage_stats": True}
     answer = await gateway.ask(request(Api.COMPLETIONS, stream=True, stream_options=options))
     assert [event["usage"]["completion_tokens"] for event in answer.events[:-2]] == list(range(1, 9))
 

@@ -37,13 +37,13 @@ async def ask(gateway: Deployment, body: Any, method: str = "POST", **headers: s
         return await read(response)
 
 
-def events(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
+def events(answer: Answer) -> list[tuple[str, Any]]:
     """Names and data, the texts of `said` joined."""
     told = []
     for event in answer.body.removesuffix(b"\n\n").split(b"\n\n"):
         name, data = event.split(b"\n")
         told.append((name.removeprefix(b"event: ").decode(), orjson.loads(data.removeprefix(b"data: "))))
-    joined = []
+    joined: list[tuple[str, Any]] = []
     for name, group in groupby(told, key=lambda each: each[0]):
         each = [data for _, data in group]
         joined.append((name, {"text": "".join(data["text"] for data in each)} if name == "said" else each))

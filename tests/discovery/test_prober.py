@@ -269,7 +269,7 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
             gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard of it comes after the old answer
-            await until(lambda: gateway.health.facts(Backend(Role.DECODE, HOST, server.port)) is not None)
+            await until(lambda: gateway.health.facts(Backend(Role.DECODE, HOST, server.port or 0)) is not None)
         assert gateway.health.facts(backend) is None
 
 

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
 
-THINKING = {"chat_template_kwargs": {"thinking": True}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"properties": {"city": {}, "day": {}}}}}
     for name in ("weather", "calendar")
 ]
-WITH_USAGE = {"stream_options": {"include_usage": True}}
+WITH_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 # No prompt fills a block, so none is found in the prefix cache.
 VERSIONS = ("v0.18", "v0.27", "v0.33")
-STEPS = {"one": {}, "three": {"tokens_per_step": 3}, "interval": {"stream_interval": 4}}
+STEPS: dict[str, dict[str, Any]] = {"one": {}, "three": {"tokens_per_step": 3}, "interval": {"stream_interval": 4}}
 """How many tokens engines put into a chunk."""
 ENGINE: dict[str, Any] = {"tool_call_parser": "kimi_k2", "eos_after": 60, "block_size": 1 << 20}
 DONE = b"data: [DONE]\n\n"
@@ -145,7 +145,7 @@ async def test_a_client_that_asks_for_ids_gets_all_that_the_engine_tells(body: d
 @pytest.mark.parametrize("steps", [{}, {"tokens_per_step": 5}], ids=lambda steps: "".join(steps))
 @pytest.mark.parametrize("profile", ["v0.27", "v0.33"])
 async def test_a_client_that_wants_no_reasoning_gets_what_the_engine_would_have_told(
-    profile: str, steps: dict[str, int], fields: dict[str, Any]
+    profile: str, steps: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
     async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:

@@ -14,7 +14,7 @@ from aiohttp.test_utils import unused_port
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import Health, HealthState
+from proxy.balancer.health import Health
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
@@ -31,6 +31,7 @@ from tests.canned import CannedEngine, event_stream, http, json_answer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+    from proxy.balancer.backend_health import HealthState
     from tests.deployment import Engine
 
 IDS = [*b"na", *"ï".encode(), *b"ve"]
@@ -82,10 +83,13 @@ async def deploy() -> AsyncIterator[Deploy]:
         ) -> Deployment:
             addresses: list[list[tuple[str, int]]] = []
             for engines in (prefill, decode):
-                running = [e if isinstance(e, int) else (await stack.enter_async_context(e)).port for e in engines]
-                addresses.append([("127.0.0.1", port) for port in running])
+                for engine in engines:
+                    if not isinstance(engine, int):
+                        await stack.enter_async_context(engine)
+                ports = [engine if isinstance(engine, int) else engine.port for engine in engines]
+                addresses.append([("127.0.0.1", port) for port in ports])
             scoreboard, health, ends = Scoreboard(slots=8), Health(), list[str]()
-            roster = Roster(*addresses, scoreboard)
+            roster = Roster(addresses[0], addresses[1], scoreboard)
 
             def pool(role: Role) -> Pool:
                 policy = make_policy("least_load")

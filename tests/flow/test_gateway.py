@@ -52,7 +52,7 @@ async def test_token_ids_are_a_prompt_like_any_other(gateway: Deployment, stream
     "fields", [{"chat_template_kwargs": {"thinking": True}}, {"tools": TOOLS}], ids=["think", "tools"]
 )
 async def test_reasoning_and_tool_calls_pass_untouched(deploy: Deploy, fields: dict[str, Any]) -> None:
-    options = {"tool_call_parser": "kimi_k2", "eos_after": 8}
+    options: dict[str, Any] = {"tool_call_parser": "kimi_k2", "eos_after": 8}
     gateway = await deploy(engine=options)
     body = request(Api.CHAT, stream=True, max_tokens=200, **fields)
     answer = await gateway.ask(body)
@@ -255,7 +255,7 @@ async def test_the_only_decoder_is_asked_again_after_it_ran_short_of_memory(depl
 @pytest.mark.parametrize("api", OPENAI_APIS)
 async def test_an_answer_that_can_be_continued_is_watched(gateway: Deployment, api: Api, stream: bool) -> None:
     """Streamed, with token ids, whether the client asked for that or not; the prefiller's is not."""
-    body = request(api, **({"stream": True, "max_tokens": 2} if stream else {"max_tokens": 33}))
+    body = request(api, stream=stream, max_tokens=2 if stream else 33)
     answer = await gateway.ask(body)
     assert answer.is_stream is stream
     assert b'"token_ids":[' not in answer.body
@@ -331,7 +331,7 @@ async def test_a_unit_that_breaks_off_goes_on_alone(deploy: Deploy, stream: bool
     gateway = await deploy(1, 2)
     for decoder in gateway.decoders:
         decoder.faults.add("reset_after_tokens", tokens=70, times=1)
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     body = request(Api.COMPLETIONS, prompt=["a", "b", "c"], max_tokens=90, **options)
     answer = await gateway.ask(body)
     async with SimulatedEngine() as engine, aiohttp.ClientSession() as session:

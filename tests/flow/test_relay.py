@@ -165,7 +165,7 @@ def counted(text: str, finish_reason: str | None = None, *, ids: list[int] | Non
 
 
 TOLD_NO_USAGE = counted("a", ids=[3], prompt=[1, 2]) + counted("b", "stop", ids=[4, 5], prompt=None) + DONE
-ASKS_USAGE = {"stream_options": {"include_usage": True}}
+ASKS_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 COUNTS = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
 
 

@@ -120,7 +120,7 @@ def test_a_short_answer_that_somebody_has_seen_goes_on() -> None:
 
 
 SECTION = [SECTION_BEGIN, CALL_BEGIN, *encode("functions.f:0"), ARGUMENT_BEGIN]
-GREEDY = {"temperature": 0}
+GREEDY: dict[str, Any] = {"temperature": 0}
 WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]] = [
     ("a completion", COMPLETION, HELLO, {}, Action.COMPLETION_TOKENS),
     ("a completion, whatever chats can", COMPLETION, HELLO, {"chats": "completions"}, Action.COMPLETION_TOKENS),

@@ -395,7 +395,9 @@ def test_an_answer_without_ids_has_its_text(ids: list[int] | None) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_called_what_the_engine_calls_it(name: str) -> None:
-    transcript = told((delta(**{name: "Let"}), [1]), (delta(**{name: " me"}), [2]))
+    first, second = delta(), delta()
+    first["delta"], second["delta"] = {name: "Let"}, {name: " me"}
+    transcript = told((first, [1]), (second, [2]))
     assert (transcript.reasoning, transcript.reasoning_field) == ("Let me", name)
 
 

@@ -68,7 +68,7 @@ async def judged(gateway: Deployment, result: str, count: int) -> None:
     await until(lambda: gateway.metrics("pdproxy_handovers_total").get((result,), 0) >= count, "the verdict")
 
 
-def misfits(gateway: Deployment) -> set[tuple[str, str, str]]:
+def misfits(gateway: Deployment) -> set[tuple[str, ...]]:
     """Instance, kind and role of each."""
     return set(gateway.metrics("pdproxy_instance_misfit"))
 
@@ -455,7 +455,7 @@ async def test_a_connector_that_vllm_does_not_run_is_told_of(deploy: Deploy, cap
 async def test_engines_that_suit_the_connector_are_not_told_of(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    engine = {**options.get("engine", {}), "dev_mode": True}
+    engine: dict[str, Any] = {**options.get("engine", {}), "dev_mode": True}
     gateway = await deploy(**{**options, "engine": engine}, health=LOOKS)
     health, pools = gateway.worker.health, gateway.worker.pools
     backends = [*pools.prefill.backends(), *pools.decode.backends()]
@@ -592,7 +592,7 @@ async def test_a_prefiller_that_is_not_there_has_no_wrong_bootstrap_port(
 async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_not_blamed(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    short = {"waiting_seconds": 0.05, "pin_seconds": 0.05}
+    short: dict[str, Any] = {"waiting_seconds": 0.05, "pin_seconds": 0.05}
     async with SimulatedEngine(role="prefill", protocol="transfer", **short) as wrong:
         right = SimulatedEngine(role="prefill", protocol="transfer", **short)
         async with right:
@@ -617,7 +617,7 @@ async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_n
 async def test_a_prefiller_that_says_what_it_is_called_is_not_met_where_another_is(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = {"role": "prefill", "protocol": "transfer", "dev_mode": True}
+    engine: dict[str, Any] = {"role": "prefill", "protocol": "transfer", "dev_mode": True}
     async with SimulatedEngine(**engine) as one, SimulatedEngine(**engine) as other:
         stand_in = StandIn("prefill", port=one.port, bootstrap_port=other.bootstrap_port)
         gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=LOOKS)

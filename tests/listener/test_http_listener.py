@@ -214,7 +214,7 @@ async def test_nothing_that_is_refused_reaches_an_engine(deploy: Deploy) -> None
         writer.close()
         return received
 
-    refused = [sent for sent, *_ in (*MALFORMED.values(), *REFUSED.values())]
+    refused = [*(sent for sent, _ in MALFORMED.values()), *(sent for sent, _, _ in REFUSED.values())]
     for received in await asyncio.gather(*map(answer_to, refused)):
         assert received.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
     assert generations(*gateway.engines) == []

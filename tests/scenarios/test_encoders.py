@@ -34,8 +34,8 @@ async def test_media_is_encoded_whichever_worker_gets_it(
             assert (await ask(session, program.url, request(Api.CHAT))).is_done
             assert len(generations(encoder)) == 6
             assert len(generations(prefiller)) == 7
-            async with session.get(program.url + "/metrics") as answer:
-                shown = await answer.text()
+            async with session.get(program.url + "/metrics") as scrape:
+                shown = await scrape.text()
             counted = (
                 f'pdproxy_instance_requests_total{{instance="{encoder.host}:{encoder.port}",result="ok",role="encode"}}'
             )

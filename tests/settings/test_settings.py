@@ -601,7 +601,8 @@ def test_a_long_value_is_cut_in_the_sentence() -> None:
 
 
 def engine_key(found: Settings) -> str | None:
-    return found.auth.engine_api_key and found.auth.engine_api_key.get_secret_value()
+    key = found.auth.engine_api_key
+    return None if key is None else key.get_secret_value()
 
 
 def test_the_engines_key_is_openai_api_key_unless_something_else_is_said(file: Path) -> None:

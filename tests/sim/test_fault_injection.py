@@ -13,7 +13,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.sim.engine.faults import Faults, UnknownAction
 
 if TYPE_CHECKING:
-    from conftest import Client
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -12,9 +12,8 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import encode
 
 if TYPE_CHECKING:
-    from conftest import Client
-
     from proxy.sim.profile import ConnectorName
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -191,7 +190,7 @@ async def test_late_rejections_release_the_kv_and_early_ones_do_not(
 async def test_a_rejected_completion_releases_kv_where_the_connector_can(
     client: Client, profile_name: str, connector_name: ConnectorName, is_released: bool
 ) -> None:
-    engine = {"profile_name": profile_name, "connector_name": connector_name}
+    engine: dict[str, Any] = {"profile_name": profile_name, "connector_name": connector_name}
     async with (
         SimulatedEngine(role="prefill", **engine) as prefiller,
         SimulatedEngine(role="decode", **engine) as decoder,
@@ -207,7 +206,7 @@ async def test_a_rejected_completion_releases_kv_where_the_connector_can(
 @pytest.mark.parametrize("profile_name", ["v0.23", "v0.30"])
 async def test_kv_belongs_to_the_ids_a_chat_was_given(client: Client, profile_name: str) -> None:
     key = "prompt_token_ids" if profile_name == "v0.30" else "_vllm_ascend_recompute_token_ids"
-    engine = {"profile_name": profile_name, "private_prompt_ids": profile_name == "v0.23"}
+    engine: dict[str, Any] = {"profile_name": profile_name, "private_prompt_ids": profile_name == "v0.23"}
     async with (
         SimulatedEngine(role="prefill", **engine) as prefiller,
         SimulatedEngine(role="decode", **engine) as decoder,

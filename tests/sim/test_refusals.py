@@ -9,7 +9,7 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 
 if TYPE_CHECKING:
-    from conftest import Client
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -11,20 +11,20 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import CALL_BEGIN, END, SECTION_BEGIN, THINK_END, decode
 
 if TYPE_CHECKING:
-    from conftest import Client
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 RAW = {"skip_special_tokens": False, "spaces_between_special_tokens": False, "add_special_tokens": False}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}, "day": {}}}}}
-THINKING = {"chat_template_kwargs": {"thinking": True}}
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
 CALLING: dict[str, Any] = THINKING | {
     "messages": [{"role": "user", "content": "Wetter in Köln?"}],
     "tools": [WEATHER, WEATHER],
     "max_tokens": 300,
     "return_token_ids": True,
 }
-ENGINE = {"tool_call_parser": "kimi_k2"}
+ENGINE: dict[str, Any] = {"tool_call_parser": "kimi_k2"}
 
 
 @dataclass
@@ -75,7 +75,7 @@ async def test_an_answer_has_everything_that_can_be_resumed(client: Client) -> N
 )
 @pytest.mark.parametrize("profile_name", ["v0.18", "v0.23", "v0.27", "v0.30", "v0.33"])
 async def test_no_id_is_lost_wherever_a_chat_is_interrupted(
-    client: Client, profile_name: str, options: dict[str, int]
+    client: Client, profile_name: str, options: dict[str, Any]
 ) -> None:
     expected = await whole(client)
     async with SimulatedEngine(profile_name=profile_name, **ENGINE, **options) as engine:
@@ -248,7 +248,7 @@ async def test_a_recomputed_answer_can_end_without_done(client: Client, engine: 
 async def test_reasoning_tokens_are_counted_from_v30_on(client: Client) -> None:
     expected = await whole(client)
     thought = {"reasoning_tokens": expected.ids.index(THINK_END)}
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     for profile_name, counts in (("v0.27", None), ("v0.30", thought), ("v0.33", thought)):
         async with SimulatedEngine(profile_name=profile_name, **ENGINE) as engine:
             *_, last, usage, _ = await client.stream(engine, CHAT, CALLING | options)

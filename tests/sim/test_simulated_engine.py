@@ -15,7 +15,7 @@ from proxy.sim.engine import SimulatedEngine, main
 from proxy.sim.model.tokenizer import THINK_END
 
 if TYPE_CHECKING:
-    from conftest import Client
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}

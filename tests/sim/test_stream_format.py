@@ -11,7 +11,7 @@ from proxy.sim.model.tokenizer import encode, render_chat
 from proxy.sim.model.writer import Writer
 
 if TYPE_CHECKING:
-    from conftest import Client
+    from tests.sim.conftest import Client
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -243,6 +243,7 @@ async def test_logprobs_of_both_shapes(client: Client, engine: SimulatedEngine) 
 
 @pytest.mark.parametrize(("option", "sizes"), [("tokens_per_step", [1, 3, 3]), ("stream_interval", [1, 3, 3])])
 async def test_several_tokens_share_a_chunk(client: Client, option: str, sizes: list[int]) -> None:
-    async with SimulatedEngine(**{option: 3}) as engine:
+    options: dict[str, Any] = {option: 3}
+    async with SimulatedEngine(**options) as engine:
         events = await client.stream(engine, TEXT, {"prompt": "once ", "max_tokens": 7, "return_token_ids": True})
     assert [len(event["choices"][0]["token_ids"]) for event in events[:-1]] == sizes

@@ -180,7 +180,8 @@ async def test_a_transfer_goes_on_though_its_request_is_left(client: Client, is_
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_bootstrap_addr", "transfer_id"])
 async def test_without_all_it_needs_the_decoder_computes_by_itself(client: Client, missing: str) -> None:
     async with pair() as (prefiller, decoder):
-        body = await decode(client, prefiller, **{missing: None})
+        without: dict[str, Any] = {missing: None}
+        body = await decode(client, prefiller, **without)
         assert (await client.post(decoder, PATH, body))[0] == 200
         assert decoder.state.local_prefills == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
@@ -56,7 +56,7 @@ def _length_of(body: bytes) -> bytes:
 
 
 def _whole(
-    name: str, *lines: bytes, body: bytes = BODY, served: tuple[str, ...] | None = (), **options: bytes
+    name: str, *lines: bytes, body: bytes = BODY, served: tuple[str, ...] | None = (), **options: Any
 ) -> Payload:
     """One request with these header lines, and a body of this form."""
     return Payload(name, head(*lines, CLOSE, **options) + body, served)

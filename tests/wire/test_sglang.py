@@ -143,12 +143,12 @@ def test_the_prefillers_parts_come_first() -> None:
 
 def test_of_a_stream_the_first_event_has_them() -> None:
     events = b"".join(b"data: %b\n\n" % told for told in (b'{"meta_info":{"input_token_logprobs":[1]}}', b"[DONE]"))
-    told = {"meta_info": {"input_token_logprobs": []}}
+    told: dict[str, Any] = {"meta_info": {"input_token_logprobs": []}}
     assert PrefilledParts(events).complete(told) == {"meta_info": {"input_token_logprobs": [1]}}
 
 
 def test_usage_is_told_in_the_words_of_openai() -> None:
-    told = {"meta_info": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 3}}
+    told: dict[str, Any] = {"meta_info": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 3}}
     assert usage_of(told) == {
         "prompt_tokens": 5,
         "completion_tokens": 2,

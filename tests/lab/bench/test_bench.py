@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from math import isnan, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import orjson
@@ -40,9 +40,7 @@ def histogram(*milliseconds: float) -> Histogram:
     return taken
 
 
-def measurement(
-    *, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: float = 0.0, **of: float
-) -> Measurement:
+def measurement(*, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: float = 0.0, **of: Any) -> Measurement:
     """One second of one program."""
     result = Result(seconds=1.0, first_tokens=histogram(first_token_ms).counts)
     for name, value in of.items():

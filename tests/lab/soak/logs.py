@@ -81,7 +81,8 @@ def sample(at: float = 20.0, **fields: Any) -> Sample:
         ("pdproxy_instance_inflight", (("instance", P), ("role", "prefill"))): 0.0,
         **fields.pop("metrics", {}),
     }
-    return Sample(**{"at": at, "metrics": metrics, "rss_bytes": 60 << 20, "fds": 40} | fields)
+    values: dict[str, Any] = {"at": at, "metrics": metrics, "rss_bytes": 60 << 20, "fds": 40}
+    return Sample(**values | fields)
 
 
 def fault(kind: str = "kill", target: str = f"decode {D}", **fields: Any) -> Fault:
