@@ -16,6 +16,7 @@ from proxy.backend import Backend, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.roster import ADMIN
+from proxy.discovery.static import configured
 from proxy.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
@@ -72,8 +73,7 @@ class InstancesApi:
     def configure(self, settings: Settings) -> None:
         """Take notice of which instances are configured from now on, and when those that are removed are evacuated."""
         self._evacuate_after_seconds = settings.leaving.evacuate_after_seconds
-        by_role = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode, Role.ENCODE: settings.encode}
-        self._configured = frozenset(_backend(role, endpoint) for role, some in by_role.items() for endpoint in some)
+        self._configured = frozenset(configured(settings))
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -182,9 +182,9 @@ class InstancesApi:
         warnings = []
         if removed and all(member.draining for member in self._roster.members(role)):
             warnings.append(f"No {role} instance is left: requests that need one are refused until one is added.")
-        configured = [endpoint for endpoint in removed if _backend(role, endpoint) in self._configured]
-        if configured:
-            warnings.append(f"{_names(configured)} are in the configuration, so that the next reload adds them again.")
+        returning = [endpoint for endpoint in removed if _backend(role, endpoint) in self._configured]
+        if returning:
+            warnings.append(f"{_names(returning)} are in the configuration, so that the next reload adds them again.")
         return warnings
 
     def _members(

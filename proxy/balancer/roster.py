@@ -156,7 +156,8 @@ class Roster:
         Raises ValueError, and changes nothing, when a backend has another role or there is no room.
         """
         with self._shared.exclusive():
-            members = {member.backend: member for member in self._read()}
+            rows = [_row(member) for member in self._read()]
+            members = {member.backend: member for member in self._members}
             before, added, removed = self._wanted.get(origin, frozenset()), list[Backend](), list[Backend]()
             gone = [members[backend] for backend in before.difference(wanted) & members.keys()]
             for backend in wanted:
@@ -177,7 +178,8 @@ class Roster:
                 if left.draining:
                     removed.append(member.backend)
                 members[member.backend] = left
-            self._write(members.values(), {**self._wanted, origin: frozenset(wanted)})
+            if before != frozenset(wanted) or rows != [_row(member) for member in sorted(members.values(), key=_slot)]:
+                self._write(members.values(), {**self._wanted, origin: frozenset(wanted)})
             return added, removed
 
     def finalize(self) -> list[Backend]:
@@ -224,18 +226,19 @@ class Roster:
         return self._members
 
     def _write(self, members: Iterable[Member], wanted: Mapping[str, Iterable[Backend]]) -> None:
-        ordered = sorted(members, key=_slot)
-        rows = [
-            (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.origins, member.leaves_at)
-            for member in ordered
-            for b in (member.backend,)
-        ]
+        rows = [_row(member) for member in sorted(members, key=_slot)]
         by_origin = {origin: [(b.role, b.host, b.port) for b in backends] for origin, backends in wanted.items()}
         self._shared.write([rows, by_origin])
 
 
 def _slot(member: Member) -> int:
     return member.backend.slot
+
+
+def _row(member: Member) -> tuple[object, ...]:
+    """As it lies in shared memory."""
+    b = member.backend
+    return b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.origins, member.leaves_at
 
 
 def _find(members: Iterable[Member], backend: Backend) -> Member | None:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.api_keys import assign_slots
-from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared import SharedValue
 from proxy.configuration.snapshot import ConfigSnapshot, from_json, option_of, to_json
+from proxy.discovery.static import configured
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class Configuration:
             is_same = after.settings is before.settings
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
-            came, went = ((), ()) if is_same else self._roster.sync(CONFIG, _backends(after), leaves_at, restores=True)
+            wanted = configured(after.settings)
+            came, went = ((), ()) if is_same else self._roster.sync(CONFIG, wanted, leaves_at, restores=True)
         except ValueError as error:
             raise SettingsError(str(error)) from None
         commit()
@@ -142,17 +143,6 @@ def _with_keys_anew(settings: Settings) -> Loaded:
     """Raises SettingsError."""
     path = settings.auth.client_keys_file
     return Loaded(settings, {}, () if path is None else load_client_keys(path))
-
-
-def _backends(current: ConfigSnapshot) -> list[Backend]:
-    """The configured instances."""
-    settings = current.settings
-    by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
-    return [
-        Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=endpoint.bootstrap_port)
-        for role, endpoints in by_role
-        for endpoint in endpoints
-    ]
 
 
 def _stamp(settings: Settings) -> Stamp | None:

@@ -14,8 +14,10 @@ from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import Releaser
+from proxy.discovery import SOURCES
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
+from proxy.discovery.watcher import Watcher
 from proxy.inspector import Inspector
 from proxy.settings import Endpoint
 from proxy.upstream import AddressRules, Names, Upstream, new_session
@@ -100,6 +102,10 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
+        if basis.index == 0:  # a worker that takes its place is the 0th, too
+            watcher = Watcher(SOURCES, basis.shared.roster, everybody, settings)
+            await stack.enter_async_context(watcher)
+            basis.live.add(watcher.configure)
         basis.metrics.watch_instances(
             tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
         )

@@ -1,0 +1,156 @@
+"""The roster follows what sources of discovery name, whatever happens to these."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.discovery.watcher import Watcher
+from proxy.settings import Settings
+from tests.asking import until
+from tests.discovery.listed import Listed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
+
+
+def decoder(port: int) -> Backend:
+    return Backend(Role.DECODE, "d", port)
+
+
+class Gateway:
+    """A roster with one configured decoder, and who watches sources for it."""
+
+    def __init__(self) -> None:
+        self.roster = Roster([], [("d", 1)], Scoreboard(slots=4))
+
+    def members(self) -> list[str]:
+        return [
+            f"{member.backend.port} {'+'.join(member.origins) or 'draining'}"
+            for member in self.roster.members(Role.DECODE)
+        ]
+
+    @asynccontextmanager
+    async def watching(self, **sources: Listed | None) -> AsyncIterator[Watcher]:
+        makes = {origin: lambda _, source=source: source for origin, source in sources.items()}
+        roles = (Role.PREFILL, Role.DECODE)
+        async with Watcher(makes, self.roster, roles, SETTINGS, retry_seconds=0.001) as watcher:
+            yield watcher
+        assert all(source is None or source.watches == 0 for source in sources.values())
+
+    async def has(self, *members: str) -> None:
+        await until(lambda: self.members() == list(members), f"the members to be {members}")
+
+
+@pytest.fixture
+def gateway(caplog: pytest.LogCaptureFixture) -> Gateway:
+    caplog.set_level(logging.INFO, "proxy.discovery")
+    return Gateway()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed")
+        listed.say(decoder(1), decoder(3))
+        await gateway.has("1 config+listed", "2 draining", "3 listed")
+        listed.say()
+        await gateway.has("1 config", "2 draining", "3 draining")
+    assert lines(caplog) == [
+        ("INFO", "discovery by listed has added decode d:2"),
+        ("INFO", "discovery by listed has added decode d:3"),
+        ("INFO", "discovery by listed has removed decode d:2"),
+        ("INFO", "discovery by listed has removed decode d:3"),
+    ]
+
+
+async def test_what_was_named_last_holds_while_a_source_fails(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed")
+        caplog.clear()
+        listed.fail(OSError("no such name"))
+        await until(lambda: caplog.records, "the failure to be told")
+        assert gateway.members() == ["1 config", "2 listed"]
+        listed.say(decoder(2))
+        await until(lambda: len(caplog.records) > 1, "it to be told that it is well again")
+    assert lines(caplog) == [
+        ("WARNING", "discovery by listed fails, and its instances stay as they are: no such name"),
+        ("INFO", "discovery by listed is well again"),
+    ]
+
+
+async def test_a_source_that_fails_again_and_again_is_one_line(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = 0
+
+    class Broken(Listed):
+        def watch(self):  # type: ignore[no-untyped-def]
+            nonlocal tries
+            tries += 1
+            raise RuntimeError
+
+    async with gateway.watching(listed=Broken()):
+        await until(lambda: tries > 3, "some tries")
+    assert lines(caplog) == [("WARNING", "discovery by listed fails, and its instances stay as they are: RuntimeError")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Backend(Role.PREFILL, "d", 1), "d:1 is already a decode instance"),
+        (Backend(Role.ENCODE, "e", 1), "e:1: this gateway has no encode instances"),
+    ],
+)
+async def test_a_list_that_cannot_be_changes_nothing(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, wrong: Backend, why: str
+) -> None:
+    listed = Listed(decoder(2), wrong)
+    async with gateway.watching(listed=listed):
+        await until(lambda: caplog.records, "the mistake to be told")
+        assert gateway.members() == ["1 config"]
+        listed.say(decoder(2))
+        await gateway.has("1 config", "2 listed")
+    assert lines(caplog)[0] == ("WARNING", f"discovery by listed fails, and its instances stay as they are: {why}")
+
+
+async def test_one_source_that_fails_does_not_hold_up_another(gateway: Gateway) -> None:
+    failing, other = Listed(), Listed(decoder(2))
+    failing.fail(OSError("no such name"))
+    async with gateway.watching(failing=failing, other=other):
+        await gateway.has("1 config", "2 other")
+
+
+async def test_the_next_worker_goes_on_from_what_was_named_last(gateway: Gateway) -> None:
+    async with gateway.watching(listed=Listed(decoder(2), decoder(3))):
+        await gateway.has("1 config", "2 listed", "3 listed")
+    async with gateway.watching(listed=Listed(decoder(3))):
+        await gateway.has("1 config", "2 draining", "3 listed")
+
+
+async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: Gateway) -> None:
+    listed, wanted = Listed(decoder(2)), True
+    sources = {"listed": lambda _: listed if wanted else None}
+    async with Watcher(sources, gateway.roster, tuple(Role), SETTINGS) as watcher:
+        await gateway.has("1 config", "2 listed")
+        watcher.configure(SETTINGS)
+        assert gateway.members() == ["1 config", "2 listed"]
+        wanted = False
+        watcher.configure(SETTINGS)
+        assert gateway.members() == ["1 config", "2 draining"]
+        await until(lambda: listed.watches == 0, "it to be left")
