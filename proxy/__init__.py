@@ -20,7 +20,8 @@ Call         one parsed client request; immutable, knows its cost
 Admission    the queue in front of the pools: calls wait there until there is room for them
 AttemptLoop  one unit's attempts: the only place that repeats or resumes
 Connector    one KV-transfer protocol: which payloads, in which order, both in one file
-Attempt      one try at a call: the decoder's open response and the leases behind it
+Attempt      one try at a call: the decoder's open response, and the KvHandoff behind it
+KvHandoff    the way of one attempt's KV cache from prefiller to decoder, and what follows from how it ends
 Segment      the reader of one decoder's stream: what each event means, and what the stream has told so far
 Answer       one unit's answer in the making: how it is taken from an attempt; has a Delivery
 Transcript   the client's answer so far, over all segments: its text and token ids

@@ -16,6 +16,7 @@ import orjson
 import pytest
 
 from proxy.connectors import CONNECTORS
+from proxy.settings import CONNECTOR_TRAITS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request
 from tests.conformance.rows import all_of_one
@@ -190,7 +191,11 @@ WHOLE_ANSWER_FAILS = [
 ]
 
 
-IN_TURN = ("plain", "vllm_pull", "vllm_store")
+SEQUENTIAL = [
+    name
+    for name, traits in CONNECTOR_TRAITS.items()
+    if name in CONNECTORS and (traits.has_prefill_first or not traits.takes_prefillers)
+]
 """The connectors that ask the decoder when the prefiller has answered. With the others both work at once, so it depends
 on who is faster how many requests each of them sees, and what has been prefilled when a decoder fails.
 """
@@ -238,7 +243,7 @@ def outcome(connector: str, failure: Case, mode: str, stream: bool) -> Outcome:
 def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     """Settings in which what hangs is given up soon."""
     names = failure.short.split()
-    if connector not in IN_TURN and (names or failure.action == "missing_kv_params"):
+    if connector not in SEQUENTIAL and (names or failure.action == "missing_kv_params"):
         names = ["prefill", "handoff", "first_token", "answer", "idle"]
     sections: dict[str, Any] = {"timeouts": {f"{name}_seconds": 0.08 for name in names}}
     return sections | ({"layerwise": {"callback_seconds": 0.08}} if names and connector == "ascend_layerwise" else {})
@@ -259,16 +264,16 @@ async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failu
     if (failure.which, failure.action) != (ALL, "down"):
         mend_engines(gateway)  # at once, so that what is released meets engines that are well
 
-    if connector in IN_TURN:
+    if connector in SEQUENTIAL:
         gateway.expects_pinned = expected.pinned
     else:
         gateway.may_stay_pinned = 2 if connector == "mooncake_bootstrap" else 0
         gateway.expects_inexact_ledger = True
-    if connector not in IN_TURN and failure.role == P and failure.action in TOO_LATE and answer.status == 200:
+    if connector not in SEQUENTIAL and failure.role == P and failure.action in TOO_LATE and answer.status == 200:
         expected = Answered(2, 2)
     await check(answer, expected, alone)
     seen = len(generations(*gateway.prefillers)), len(generations(*gateway.decoders))
-    if connector in IN_TURN:
+    if connector in SEQUENTIAL:
         assert seen == (expected.prefills, expected.decodes)
     else:
         attempts = max(expected.prefills, expected.decodes, 2 if failure.action == "down" else 1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.connectors import CONNECTORS
+from proxy.settings import CONNECTOR_TRAITS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until
 from tests.conformance.rows import all_of_one
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
 
 _NOTICED_WITHIN_SECONDS = 1.0
-
-
-IN_TURN = ("plain", "vllm_pull", "vllm_store")
-"""The connectors whose decoder is asked when the prefiller has answered."""
 
 
 def _is_asked(state: State) -> bool:
@@ -76,11 +73,12 @@ QUEUEING = Phase("queueing", "decode", "", _waits, engine={"metaserver_delay_sec
 
 
 def phases(connector: str) -> list[Phase]:
-    if connector == "plain":
+    traits = CONNECTOR_TRAITS[connector]
+    if not traits.takes_prefillers:
         return [phase for phase in PHASES if phase.role == "decode" and phase.name != "fetching-kv"]
-    if connector in IN_TURN:
+    if traits.has_prefill_first:
         return PHASES
-    return [*PHASES, MEETING, *([QUEUEING] if connector == "ascend_layerwise" else [])]
+    return [*PHASES, MEETING, *([QUEUEING] if traits.needs_callback_port else [])]
 
 
 def rows() -> Iterator[tuple[str, Phase, str, Api]]:
@@ -109,7 +107,7 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, sh
         await engine.wait_until(lambda state: state.disconnects == 1, _NOTICED_WITHIN_SECONDS)
 
     await until(lambda: not gateway.worker.drain.in_flight, "the end of the request")
-    if phase.role == "prefill" and connector in IN_TURN:
+    if phase.role == "prefill" and CONNECTOR_TRAITS[connector].has_prefill_first:
         assert not generations(*gateway.decoders)
     assert all(len(generations(*engines)) <= 1 for engines in (gateway.prefillers, gateway.decoders))
     if connector == "mooncake_bootstrap":
@@ -118,7 +116,7 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, sh
         gateway.expects_inexact_ledger = True
     ((term,),) = gateway.metrics("pdproxy_request_end_total")
     assert term[0] == "C"
-    if phase.role == "prefill" and connector in IN_TURN:
+    if phase.role == "prefill" and CONNECTOR_TRAITS[connector].has_prefill_first:
         assert term == "CF"
     elif stream and phase.tokens:
         assert term == "CD"

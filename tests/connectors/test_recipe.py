@@ -1,0 +1,131 @@
+"""A connector as CONTRIBUTING.md says to write one: one class and its traits, and everything else is done around it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from proxy.connectors import CONNECTORS
+from proxy.connectors.base import (
+    Attempt,
+    Connector,
+    check_status,
+    first_byte_seconds,
+    new_attempt_id,
+    parse_prefilled,
+    prefill_seconds,
+)
+from proxy.connectors.handoff import handing_over
+from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
+from proxy.connectors.prefill_body import prefill_body
+from proxy.errors import Failure, UpstreamError
+from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
+from proxy.terms import Stage
+from proxy.wire.openai import OPENAI_APIS, Api
+from tests.asking import answer_alone, request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.balancer.pick import PickRequest
+    from proxy.call import Call
+    from proxy.observe.timeline import Journey
+    from tests.conftest import Deploy
+
+
+class Example(Connector):
+    """The pull protocol once more: prefill, then decode with what the prefiller's answer names."""
+
+    @asynccontextmanager
+    async def open(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+        """See Connector.open."""
+        pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.settings.timeouts
+        headers = {**call.headers, "x-request-id": new_attempt_id()}
+        with handing_over(self._context, call, request, journey) as handoff:
+            prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
+            journey.prefiller, journey.decoder = prefiller.name, decoder.name
+            journey.enter(Stage.PREFILL)
+            try:
+                response, body = await upstream.fetch(
+                    prefiller,
+                    call.api.path,
+                    prefill_body(call, pools.prefill.engine_version(prefiller), {"do_remote_decode": True}),
+                    headers,
+                    answer_seconds=prefill_seconds(timeouts, call),
+                )
+                params = parse_prefilled(response, body).values.get("kv_transfer_params")
+            except UpstreamError as error:
+                self._context.releaser.suspect(prefiller, call.prompt_tokens, error)
+                raise
+            if not isinstance(params, dict):
+                raise response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
+            handoff.prefiller.free_compute()
+            handoff.kv = PrefilledKv(
+                prefiller, orjson.dumps(params), kv_transfer(params), call.prompt_tokens, call.headers
+            )
+            handoff.held()
+            journey.enter(Stage.HANDOFF)
+            with await upstream.open(
+                decoder,
+                call.api.path,
+                call.body({"kv_transfer_params": {**params, **call.kv_params}}),
+                headers,
+                answer_seconds=first_byte_seconds(timeouts, call),
+            ) as response:
+                await check_status(response)
+                yield Attempt(response, journey, prefiller=prefiller, kv_handed_over=True, handoff=handoff)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONNECTORS, "example", Example)
+    monkeypatch.setitem(CONNECTOR_TRAITS, "example", ConnectorTraits(has_prefill_first=True))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("api", OPENAI_APIS)
+async def test_an_answer_is_what_one_engine_alone_would_say(deploy: Deploy, api: Api, stream: bool) -> None:
+    gateway = await deploy(connector="example")
+    body = request(api, stream=stream)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert gateway.decoders[0].state.local_prefills == 0
+
+
+async def test_several_samples_are_several_attempts(deploy: Deploy) -> None:
+    gateway = await deploy(connector="example")
+    answer = await gateway.ask(request(Api.CHAT, n=3))
+    assert set(answer.texts) == {0, 1, 2}
+    assert len(generations(gateway.prefillers[0])) == 3
+
+
+async def test_an_answer_that_breaks_off_goes_on_elsewhere(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, connector="example")
+    body = request(Api.CHAT, stream=True, max_tokens=20)
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+
+
+async def test_a_client_that_leaves_leaves_an_orphan_that_is_released(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, connector="example")
+    decoder = gateway.decoders[0]
+    decoder.faults.add("hang_before_headers", times=1)
+    async with gateway.asking(request(Api.CHAT, stream=True)) as client:
+        await decoder.wait_until(lambda state: state.live == 1)
+        await client.leave()
+    await until(lambda: gateway.decoders[1].state.releases == 1, "the release")
+    assert gateway.metrics("pdproxy_kv_orphans_total") == {(): 1.0}
+
+
+async def test_a_pair_whose_hand_overs_fail_is_kept_apart(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, connector="example", health={"quarantine_after": 1})
+    gateway.decoders[0].faults.add("refuse_status", status=500, times=1)
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1.0}
