@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.backend import Role
-from proxy.balancer.pairs import Pairs
 from proxy.errors import Failure
 from proxy.terms import Stage
 from proxy.wire.document import Document, InvalidDocument
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
+    from proxy.answers import PrefillAnswer
     from proxy.backend import Backend
     from proxy.background import Background
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.pool import Pool
+    from proxy.balancer.pools import Pools
     from proxy.call import Call
     from proxy.connectors.releaser import Releaser
     from proxy.errors import UpstreamError
@@ -41,36 +40,6 @@ if TYPE_CHECKING:
 
 # Slower than this no decoder writes an answer, or somebody would have noticed.
 _SECONDS_PER_TOKEN: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """The backends of all roles."""
-
-    prefill: Pool
-    decode: Pool
-    pairs: Pairs = field(default_factory=Pairs)
-    """Which prefillers and decoders had better not be brought together."""
-    encode: Pool | None = None
-    """None: there are no encoders."""
-
-    def of(self, role: Role) -> Pool:
-        """The pool of one role."""
-        if self.encode is not None and role == self.encode.role:
-            return self.encode
-        return self.prefill if role == self.prefill.role else self.decode
-
-    def prefiller_for(self, decoder: Backend, request: PickRequest) -> Lease:
-        """A prefiller's lease, to be entered at once, for a request whose decoder is leased already.
-
-        Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
-        """
-        apart = self.pairs.partners_to_avoid(decoder)
-        if apart:
-            both = apart.union(request.avoid)
-            if any(prefiller not in both for prefiller in self.prefill.eligible()):
-                request = request.avoiding(both)
-        return self.prefill.lease(request)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +79,11 @@ class Attempt:
     prefill_answer: PrefillAnswer | None = None
     """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
 
+    @property
+    def prompt_details(self) -> dict[str, Any] | None:
+        """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
+        return self.journey.usage.prompt_details
+
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
         self.journey.usage.saw_completion(usage)
@@ -135,17 +109,6 @@ class Handoff(Protocol):
 
     def lost(self) -> None:
         """See Attempt.kv_lost. May be called again."""
-
-
-class PrefillAnswer(Protocol):
-    """A prefiller's answer, which may come later than the decoder's first words."""
-
-    @property
-    def so_far(self) -> bytes | None:
-        """The whole body; None until it has come."""
-
-    async def whole(self) -> bytes:
-        """Wait for it. Raises UpstreamError."""
 
 
 class Connector(ABC):

@@ -16,9 +16,9 @@ import orjson
 
 from proxy.background import Background
 from proxy.balancer.handovers import Verdict
-from proxy.connectors.base import new_attempt_id
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.wire.ids import new_id
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.ledger import Ledger, Pin
     from proxy.balancer.misfits import Misfits
-    from proxy.connectors.base import Pools
+    from proxy.balancer.pools import Pools
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -194,7 +194,7 @@ class Releaser:
                 decoder,
                 Api.COMPLETIONS.path,
                 orjson.dumps(body),
-                {**kv.headers, "x-request-id": new_attempt_id()},
+                {**kv.headers, "x-request-id": new_id()},
                 answer_seconds=_ANSWER_SECONDS,
             )
         except NoBackendAvailable:

@@ -17,11 +17,10 @@ from proxy.wire.openai import DONE_EVENT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from proxy.answers import AnsweredAttempt, EngineAnswer
     from proxy.call import Call
-    from proxy.connectors.base import Attempt
     from proxy.errors import GatewayError
     from proxy.settings import Cost
-    from proxy.upstream import Response
     from proxy.wire.document import Document
     from proxy.wire.openai import Api
 
@@ -49,7 +48,7 @@ class Whole(Protocol):
 class UnitRendering(Protocol):
     """What the client gets of one unit's streams."""
 
-    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """Another decoder begins to answer: what waited of the one before is not for the client. `goes_on`: it
         continues the answer. Otherwise the client has nothing of it yet, whatever was rendered.
         """
@@ -118,7 +117,7 @@ class Dialect(ABC):
         return Segment()
 
     @abstractmethod
-    def check_answer(self, response: Response, values: dict[str, Any]) -> None:
+    def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError for an engine's whole answer that is broken, incomplete or tells of a failure."""
 
     @abstractmethod
@@ -126,7 +125,7 @@ class Dialect(ABC):
         """The usage object in an engine's whole answer, as OpenAI's; whatever it really is."""
 
     @abstractmethod
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """The members of an engine's whole answer that the client gets otherwise, REMOVED for those it does not get.
         Raises UpstreamError when what they are made of does not come.
         """

@@ -19,8 +19,8 @@ from proxy.wire.openai import Api, data_event
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from proxy.answers import AnsweredAttempt
     from proxy.call import Call
-    from proxy.connectors.base import Attempt
     from proxy.dialects.base import UnitRendering
     from proxy.settings import Cost
 
@@ -135,7 +135,7 @@ class _MergedUnit:
         self._common = common
         self._index = index
 
-    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """Nothing waits."""
 
     def render(self, payload: dict[str, Any]) -> bytes:

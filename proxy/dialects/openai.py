@@ -16,11 +16,10 @@ from proxy.wire.prefix import Prompt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.connectors.base import Attempt
+    from proxy.answers import AnsweredAttempt, EngineAnswer
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
     from proxy.dialects.requests import Reading
     from proxy.settings import Cost
-    from proxy.upstream import Response
     from proxy.wire.document import Document
 
 
@@ -89,7 +88,7 @@ class OpenAi(Dialect):
         """See Dialect."""
         return fanout.is_single(call)
 
-    def check_answer(self, response: Response, values: dict[str, Any]) -> None:
+    def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Each choice must have ended, and not for recomputation."""
         choices = values.get("choices")
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
@@ -104,14 +103,14 @@ class OpenAi(Dialect):
         """As it stands there."""
         return values.get("usage")
 
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """KV parameters are not for clients, and of the prompt's cached tokens only the prefiller knows."""
         corrections: dict[str, Any] = {}
         if "kv_transfer_params" in values:
             corrections["kv_transfer_params"] = REMOVED
         usage = values.get("usage")
         if attempt.kv_handed_over and isinstance(usage, dict):
-            corrected = with_prompt_details(usage, attempt.journey.usage.prompt_details)
+            corrected = with_prompt_details(usage, attempt.prompt_details)
             if corrected is not usage:
                 corrections["usage"] = corrected
         return corrections

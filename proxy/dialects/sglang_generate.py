@@ -25,11 +25,10 @@ from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.connectors.base import Attempt, PrefillAnswer
+    from proxy.answers import AnsweredAttempt, EngineAnswer, PrefillAnswer
     from proxy.dialects.base import UnitRendering, Whole
     from proxy.dialects.requests import Reading
     from proxy.settings import Cost
-    from proxy.upstream import Response
     from proxy.wire.document import Document
     from proxy.wire.sse import Event
 
@@ -84,7 +83,7 @@ class SglangGenerate(Dialect):
         """See Dialect."""
         return _Segment()
 
-    def check_answer(self, response: Response, values: dict[str, Any]) -> None:
+    def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """It must have ended, and not with an error."""
         if told := error_of(values):
             raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
@@ -95,7 +94,7 @@ class SglangGenerate(Dialect):
         """What `meta_info` counts."""
         return sglang.usage_of(values)
 
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
         """What the prefiller's answer adds."""
         parts = _parts(call, attempt)
         if parts is None:
@@ -173,7 +172,7 @@ class _UnitRendering:
         self._parts: _PrefillerParts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
 
-    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
         self._parts = _parts(self._call, attempt)
         self._waiting.clear()
@@ -233,7 +232,7 @@ class _LonePrefiller:
         return self.so_far
 
 
-def _parts(call: Call, attempt: Attempt) -> _PrefillerParts | _LonePrefiller | None:
+def _parts(call: Call, attempt: AnsweredAttempt) -> _PrefillerParts | _LonePrefiller | None:
     """None when the decoder's answer has all that is asked for."""
     if not _needs_prefiller(call):
         return None

@@ -10,7 +10,7 @@ import orjson
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery, observed
-from proxy.flow.relay import Relay
+from proxy.flow.relay import Relay, TokenClock
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
     from proxy.flow.parts import FlowParts
     from proxy.flow.unit_guard import UnitGuard
-    from proxy.observe.metrics import Metrics
     from proxy.observe.record import Record
     from proxy.observe.timeline import Journey
     from proxy.wire.document import Document
@@ -166,24 +165,3 @@ class StreamedAnswer(_Relayed):
             self._stream.write(await rendering.rest())
         if self._shares_client:
             await self._stream.attend()  # the other units may take long
-
-
-class TokenClock:
-    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike."""
-
-    def __init__(self, record: Record, metrics: Metrics) -> None:
-        self._record = record
-        self._metrics = metrics
-        self._writes = 0
-        self._gap_from = 0.0
-
-    def tick(self) -> None:
-        """Part of the answer went to the client."""
-        self._writes += 1
-        phase = self._writes & 7
-        if phase == 1:
-            if self._writes == 1:
-                self._record.first_token()
-            self._gap_from = self._record.clock()
-        elif phase == 2:
-            self._metrics.inter_token_seconds.observe(self._record.clock() - self._gap_from)

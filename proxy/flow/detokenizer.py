@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from proxy.backend import Backend
-    from proxy.connectors.base import Pools
+    from proxy.balancer.pools import Pools
     from proxy.upstream import Upstream
 
 _PATH: Final = "/detokenize"

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Role
+    from proxy.balancer.pools import Pools
     from proxy.call import Call
-    from proxy.connectors.base import Connector, Pools
+    from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect
     from proxy.flow.answers import Answer
     from proxy.flow.client import ClientStream

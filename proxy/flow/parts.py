@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.capabilities import Capability
     from proxy.balancer.pool import Pool
-    from proxy.connectors.base import Connector, Pools
+    from proxy.balancer.pools import Pools
+    from proxy.connectors.base import Connector
     from proxy.flow.admission import Admission
     from proxy.flow.budget import RetryBudget
     from proxy.flow.detokenizer import Detokenizer

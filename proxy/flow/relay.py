@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
     from proxy.connectors.base import Attempt
     from proxy.errors import UpstreamError
-    from proxy.flow.answers import TokenClock
     from proxy.flow.client import ClientStream
     from proxy.flow.delivery import Delivery
     from proxy.flow.unit_guard import UnitGuard
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.record import Record
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
 
@@ -31,6 +32,27 @@ _END_MARK_SECONDS: Final = 1.0
 # What comes of reading JSON whose members are of other kinds than those of any engine. Asking each for its kind would
 # cost as much as reading it.
 _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+
+
+class TokenClock:
+    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike."""
+
+    def __init__(self, record: Record, metrics: Metrics) -> None:
+        self._record = record
+        self._metrics = metrics
+        self._writes = 0
+        self._gap_from = 0.0
+
+    def tick(self) -> None:
+        """Part of the answer went to the client."""
+        self._writes += 1
+        phase = self._writes & 7
+        if phase == 1:
+            if self._writes == 1:
+                self._record.first_token()
+            self._gap_from = self._record.clock()
+        elif phase == 2:
+            self._metrics.inter_token_seconds.observe(self._record.clock() - self._gap_from)
 
 
 class Relay:

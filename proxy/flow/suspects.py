@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend, Role
     from proxy.balancer.pool import Pool
+    from proxy.balancer.pools import Pools
     from proxy.balancer.suspect_memory import SuspectMemory
     from proxy.call import Call
-    from proxy.connectors.base import Pools
     from proxy.errors import UpstreamError
     from proxy.flow.suspicion import UnitHistory
     from proxy.observe.metrics import Metrics

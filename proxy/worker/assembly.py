@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from proxy.balancer.health import Health
     from proxy.balancer.ledger import Ledger
+    from proxy.balancer.pools import Pools
     from proxy.configuration import ConfigSnapshot
-    from proxy.connectors.base import Pools
     from proxy.connectors.releaser import Releaser
     from proxy.discovery.joining import Joiner
     from proxy.discovery.prober import Prober

@@ -15,8 +15,8 @@ from proxy.balancer.pairs import Pairs
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pools import Pools
 from proxy.configuration import text_of
-from proxy.connectors.base import Pools
 from proxy.discovery.prober import log_transition
 from proxy.inspector import log_misfit
 

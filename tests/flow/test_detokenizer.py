@@ -17,9 +17,9 @@ from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
+from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.connectors.base import Pools
 from proxy.flow.detokenizer import Detokenizer
 from proxy.settings import Timeouts
 from proxy.sim.engine import SimulatedEngine

@@ -1,0 +1,44 @@
+"""The pools of all roles, and the choice of a prefiller that goes with a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.balancer.pairs import Pairs
+
+if TYPE_CHECKING:
+    from proxy.backend import Backend, Role
+    from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The backends of all roles."""
+
+    prefill: Pool
+    decode: Pool
+    pairs: Pairs = field(default_factory=Pairs)
+    """Which prefillers and decoders had better not be brought together."""
+    encode: Pool | None = None
+    """None: there are no encoders."""
+
+    def of(self, role: Role) -> Pool:
+        """The pool of one role."""
+        if self.encode is not None and role == self.encode.role:
+            return self.encode
+        return self.prefill if role == self.prefill.role else self.decode
+
+    def prefiller_for(self, decoder: Backend, request: PickRequest) -> Lease:
+        """A prefiller's lease, to be entered at once, for a request whose decoder is leased already.
+
+        Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
+        """
+        apart = self.pairs.partners_to_avoid(decoder)
+        if apart:
+            both = apart.union(request.avoid)
+            if any(prefiller not in both for prefiller in self.prefill.eligible()):
+                request = request.avoiding(both)
+        return self.prefill.lease(request)
