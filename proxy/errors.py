@@ -6,13 +6,17 @@ that come from an engine say which backend failed and how, which is all that ret
 
 from __future__ import annotations
 
+import random
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.backend import Backend, Role
+
+# The OpenAI SDK keeps to the millisecond what it is told: those who are refused together must not return together.
+RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 
 
 class GatewayError(Exception):
@@ -88,6 +92,25 @@ class Overloaded(GatewayError):
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message, code=code)
+
+
+def overloaded(code: str, message: str) -> Overloaded:
+    """An Overloaded whose client is told to come back after a time that is drawn for it alone."""
+    error = Overloaded(message, code=code)
+    error.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
+    return error
+
+
+class SuspectRequest(GatewayError):
+    """The same request has broken engines a short while ago."""
+
+    status = 502
+    code = "suspect_request"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "two instances went down while serving this request; it is not sent to another one for a while"
+        )
 
 
 class ShuttingDown(GatewayError):

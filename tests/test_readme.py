@@ -134,7 +134,7 @@ def literal_codes() -> set[str]:
                     found.add(code)
                 case ast.AnnAssign(target=ast.Name(id="CODE" | "MALFORMED"), value=ast.Constant(value=str(code))):
                     found.add(code)
-                case ast.Call(func=ast.Name(id="_overloaded"), args=[ast.Constant(value=str(code)), *_]):
+                case ast.Call(func=ast.Name(id="overloaded"), args=[ast.Constant(value=str(code)), *_]):
                     found.add(code)
     return found
 

@@ -13,20 +13,20 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.errors import NoBackendAvailable, Overloaded
+from proxy.errors import RETRY_AFTER_SECONDS, NoBackendAvailable, Overloaded, overloaded
+from proxy.flow.buffers import BodyBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     from proxy.backend import Role
+    from proxy.flow.buffers import Hold
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
 # Other workers free room, too, and tell nobody.
 _LOOK_AGAIN_SECONDS: Final = 0.02
-# The OpenAI SDK keeps to the millisecond what it is told: those who are refused together must not return together.
-_RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 
 
 class Admission:
@@ -54,7 +54,7 @@ class Admission:
         self._services = count()
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
-        self._held_bytes = 0
+        self._buffers = BodyBuffers(limits.max_buffered_bytes)
         self.is_short_of_memory = False
         """Every request is refused as long as this is set: there is no memory for its body."""
         self.configure(limits)
@@ -63,7 +63,7 @@ class Admission:
         """Take other limits. A shorter wait holds for those who wait already; a shorter queue empties by itself."""
         self._max_waiting = limits.max_waiting
         self._wait_seconds = limits.wait_seconds
-        self._max_held_bytes = limits.max_buffered_bytes
+        self._buffers.max_bytes = limits.max_buffered_bytes
         self.notify()
 
     @property
@@ -79,14 +79,14 @@ class Admission:
     @property
     def held_bytes(self) -> int:
         """Request bodies in memory."""
-        return self._held_bytes
+        return self._buffers.held_bytes
 
     def check(self, key: str) -> None:
         """Raise Overloaded when a request of this key would find the queue full. Costs nothing worth mentioning, so
         that it can be asked before a body is read.
         """
         if self.is_short_of_memory:
-            raise _overloaded("memory", "the gateway is short of memory")
+            raise overloaded("memory", "the gateway is short of memory")
         if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
             return
         if self._dispensable(key) is None:
@@ -94,7 +94,7 @@ class Admission:
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
-        return Hold(self, body_bytes)
+        return self._buffers.hold(body_bytes)
 
     def admit(self, key: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
         """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long,
@@ -246,44 +246,6 @@ class Entry:
             del running[self.key]
 
 
-class Hold:
-    """One request body's part of the account. Get it from `Admission.hold`; `with`, as there is nothing to wait for."""
-
-    __slots__ = ("_admission", "_body_bytes", "_held_bytes")
-
-    def __init__(self, admission: Admission, body_bytes: int) -> None:
-        self._admission = admission
-        self._body_bytes = body_bytes
-        self._held_bytes = 0
-
-    def __enter__(self) -> Self:
-        self.resize(self._body_bytes)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._admission._held_bytes -= self._held_bytes
-        self._held_bytes = 0
-
-    def resize(self, body_bytes: int) -> None:
-        """So long is the body, for one that did not tell its length. Raises Overloaded, and then holds what it held.
-
-        A single body always fits, however long it is.
-        """
-        admission = self._admission
-        others = admission._held_bytes - self._held_bytes
-        if others and body_bytes > self._held_bytes and others + body_bytes > admission._max_held_bytes:
-            raise _overloaded("buffers_full", "the gateway has reached its limit of request bodies in memory")
-        admission._held_bytes = others + body_bytes
-        self._held_bytes = body_bytes
-
-    def add(self, body_bytes: int) -> None:
-        """So much more it takes. Raises Overloaded."""
-        if body_bytes:
-            self.resize(self._held_bytes + body_bytes)
-
-
 class _Line:
     """One key's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
 
@@ -297,18 +259,12 @@ class _Line:
 
 
 def _queue_full() -> Overloaded:
-    return _overloaded("queue_full", "too many requests are waiting for an instance")
+    return overloaded("queue_full", "too many requests are waiting for an instance")
 
 
 def _queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
     if absent is not None:
         nobody = NoBackendAvailable(absent)
-        nobody.retry_after_seconds = random.uniform(*_RETRY_AFTER_SECONDS)
+        nobody.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
         return nobody
-    return _overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
-
-
-def _overloaded(code: str, message: str) -> Overloaded:
-    error = Overloaded(message, code=code)
-    error.retry_after_seconds = random.uniform(*_RETRY_AFTER_SECONDS)
-    return error
+    return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")

@@ -6,10 +6,9 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.errors import Failure, NoBackendAvailable, SuspectRequest, UpstreamError
 from proxy.flow.resuming import Resuming
 from proxy.flow.retry import backoff_seconds, may_retry
-from proxy.flow.suspects import SuspectRequest
 from proxy.flow.unit_guard import UnitGuard
 from proxy.terms import Stage
 

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import Failure, GatewayError, NoBackendAvailable
+from proxy.errors import Failure, NoBackendAvailable, SuspectRequest
 from proxy.flow.suspicion import MOST_ENGINES, Casualty, Suspicion, is_charged, is_poison, rank_of
 
 if TYPE_CHECKING:
@@ -34,26 +34,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CODE: Final = "suspect_request"
 # An engine that dies closes its connections a little before its port, or the other way round.
 _CLOSING_SECONDS: Final = 0.05
-# So long a suspect waits for an engine where it is alone; and so many of them for each engine, one after the other.
+# How long a suspect waits for an engine where it is alone, and how many of them wait for each engine.
 _WAIT_SECONDS: Final = 5.0
 _IN_TURN: Final = 4
 # By then everybody has told of an engine's end.
 _TOLD_SECONDS: Final = 10.0
-
-
-class SuspectRequest(GatewayError):
-    """The same request has broken engines a short while ago."""
-
-    status = 502
-    code = CODE
-
-    def __init__(self) -> None:
-        super().__init__(
-            "two instances went down while serving this request; it is not sent to another one for a while"
-        )
 
 
 class Watch:
