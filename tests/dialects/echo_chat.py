@@ -22,8 +22,8 @@ from proxy.wire.document import Document
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from proxy.answers import AnsweredAttempt
     from proxy.call import Call
-    from proxy.connectors.base import Attempt
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
     from proxy.errors import GatewayError
     from proxy.settings import Cost
@@ -81,7 +81,7 @@ class _Events:
     def unit(self, unit: Unit) -> UnitRendering:
         return self
 
-    def begin(self, attempt: Attempt, *, goes_on: bool) -> None:
+    def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         self._has_begun &= goes_on
 
     def render(self, payload: dict[str, Any]) -> bytes:
