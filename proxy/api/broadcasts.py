@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
 import orjson
 from aiohttp import hdrs, web
 
 from proxy.api.administrators import author
 from proxy.listener.body import read_body
 from proxy.settings import Listen
+from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import aiohttp
     from aiohttp.typedefs import Handler
 
     from proxy.api.administrators import Administrators
@@ -54,11 +55,6 @@ class _Message:
     query: Sequence[tuple[str, str]]
     body: bytes
     content_type: str
-
-    @property
-    def timeout(self) -> aiohttp.ClientTimeout:
-        seconds = _TIMEOUT_SECONDS.get(self.path, _CACHE_TIMEOUT_SECONDS)
-        return aiohttp.ClientTimeout(total=seconds, connect=_CONNECT_SECONDS)
 
 
 class BroadcastApi:
@@ -103,19 +99,20 @@ class BroadcastApi:
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
-        request = self._session.post(
-            backend.url + message.path,
-            params=message.query,
-            data=message.body or None,
-            headers=headers,
-            timeout=message.timeout,
-            allow_redirects=False,
-        )
         try:
-            async with request as answer:
-                problem = "" if answer.status < 300 else f"status {answer.status}"
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            problem = type(error).__name__
+            status = await engine_json.post_status(
+                self._session,
+                backend.url,
+                message.path,
+                _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS),
+                headers,
+                query=message.query,
+                body=message.body,
+                connect_seconds=_CONNECT_SECONDS,
+            )
+            problem = "" if status < 300 else f"status {status}"
+        except engine_json.NoAnswer as error:
+            problem = str(error)
         if problem:
             logger.error("%s instance %s failed on %s: %s", backend.role, backend.name, message.path, problem)
         return not problem

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PATH: Final = "/v1/models"
 _NAMED: Final = _PATH + "/{model:.+}"  # names may have slashes
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=3.0)
+_TIMEOUT_SECONDS: Final = 3.0
 _WHAT: Final = "list its models"
 _FRESH_SECONDS: Final = 2.0
 
@@ -92,7 +92,7 @@ class ModelsApi:
         """One engine's models, or why there are none."""
         headers = self._engine_keys.headers(backend, credential)
         try:
-            answer = await ask(self._session, backend, _PATH, headers, _TIMEOUT, _WHAT)
+            answer = await ask(self._session, backend, _PATH, headers, _TIMEOUT_SECONDS, _WHAT)
             return [model for model in answer["data"] if isinstance(model["id"], str)]
         except UpstreamError as error:
             return error

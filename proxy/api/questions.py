@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
-import orjson
-
 from proxy.errors import Failure, GatewayError, UpstreamError
-from proxy.upstream import read_bounded
+from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    import aiohttp
     from aiohttp import web
 
     from proxy.api.key_auth import KeyAuth
@@ -51,27 +50,25 @@ async def ask(
     backend: Backend,
     path: str,
     headers: Mapping[str, str],
-    timeout: aiohttp.ClientTimeout,
+    timeout_seconds: float,
     what: str,
 ) -> Any:
     """GET a path of an engine. `what`: what it is asked to do, for the message. Raises UpstreamError."""
-    request = session.get(backend.url + path, headers=headers, timeout=timeout, allow_redirects=False)
     try:
-        async with request as answer:
-            body = await read_bounded(answer, _MAX_ANSWER_BYTES)
-    except TimeoutError:
-        raise UpstreamError(Failure.TIMEOUT, backend, f"{backend.role} instance did not {what} in time") from None
-    except (aiohttp.ClientError, ValueError):  # ValueError: a name that can be no host's
-        raise UpstreamError(Failure.CONNECT, backend, f"{backend.role} instance did not {what}") from None
+        answer = await engine_json.get(session, backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
+    except engine_json.NoAnswer as error:
+        is_late = error.failure is Failure.TIMEOUT
+        message = f"{backend.role} instance did not {what}" + (" in time" if is_late else "")
+        raise UpstreamError(Failure.TIMEOUT if is_late else Failure.CONNECT, backend, message) from None
     if answer.status >= 400:
         message = f"{backend.role} instance answered with status {answer.status}"
         kind = {"content-type": answer.headers.get("Content-Type", "application/json")}
-        raise UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=kind)
-    try:
-        if answer.status == 200:
-            return orjson.loads(body)
-    except ValueError:
-        pass
+        raise UpstreamError(
+            Failure.STATUS, backend, message, engine_status=answer.status, body=answer.body, headers=kind
+        )
+    if answer.status == 200:
+        with suppress(ValueError):
+            return answer.json
     raise bad_answer(backend, what)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics
 
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
+_TIMEOUT_SECONDS: Final = 10.0
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")
 """As engines of today call it, and as those before 0.5.4 did."""
 
@@ -145,7 +145,7 @@ class SglangApi:
     async def _ask(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
         """One engine's answer, which is a JSON object. Raises UpstreamError."""
         headers = self._engine_keys.headers(backend, credential)
-        answer = await ask(self._session, backend, path, headers, _TIMEOUT, what)
+        answer = await ask(self._session, backend, path, headers, _TIMEOUT_SECONDS, what)
         if not isinstance(answer, dict):
             raise bad_answer(backend, what)
         return answer

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import orjson
 
 from proxy.errors import Failure, UpstreamError
-from proxy.upstream import connect_problem, read_bounded, upstream_error
+from proxy.upstream import engine_json, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import aiohttp
 
     from proxy.backend import Backend
 
@@ -171,19 +172,22 @@ class Bootstraps:
     async def _ask(self, known: _Bootstrap) -> None:
         port = known.address.rpartition(":")[2]
         is_certain = True
+        no_server = f"what answers at port {port} is not a bootstrap server of vLLM"
         try:
-            engines = parse_engines(await self._get(known.address + "/query"))
+            engines = parse_engines(await self._query(known.address))
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
             if engines and not self._is_its_own(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
-        except TimeoutError:
-            problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
-            is_certain = False
-        except aiohttp.ClientConnectorError as error:
-            reason = connect_problem(error.os_error)
-            problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({reason})")
-        except (aiohttp.ClientError, ValueError):
-            problem = (Failure.BAD_ANSWER, f"what answers at port {port} is not a bootstrap server of vLLM")
+        except engine_json.NoAnswer as error:
+            if error.failure is Failure.TIMEOUT:
+                problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
+                is_certain = False
+            elif error.failure is Failure.CONNECT:
+                problem = (Failure.CONNECT, f"its bootstrap server at port {port} cannot be reached ({error.reason})")
+            else:
+                problem = (Failure.BAD_ANSWER, no_server)
+        except ValueError:
+            problem = (Failure.BAD_ANSWER, no_server)
         if problem is None:
             known.engines, known.problem = engines, None
             known.due = self._clock() + _FRESH_SECONDS
@@ -209,17 +213,15 @@ class Bootstraps:
 
     async def _is_there(self, prefiller: Backend) -> bool:
         """Whether the engine itself answers, whatever it says."""
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         try:
-            async with self._session.get(prefiller.url + _HEALTH_PATH, timeout=timeout, allow_redirects=False):
-                return True
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+            await engine_json.get_status(self._session, prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
+        except engine_json.NoAnswer:
             return False
+        return True
 
-    async def _get(self, url: str) -> bytes:
-        """A path of the bootstrap server, which needs no key. Raises aiohttp.ClientError, TimeoutError, ValueError."""
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
-        async with self._session.get(url, timeout=timeout, allow_redirects=False) as answer:
-            if answer.status != 200:
-                raise ValueError(f"status {answer.status}")
-            return await read_bounded(answer, _MAX_ANSWER_BYTES)
+    async def _query(self, address: str) -> bytes:
+        """What a bootstrap server tells, which needs no key. Raises NoAnswer, ValueError."""
+        answer = await engine_json.get(self._session, address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}")
+        return answer.body

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
-
-from proxy.upstream import read_bounded
+from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
 
 _PATH: Final = "/metrics"
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=5.0)
+_TIMEOUT_SECONDS: Final = 5.0
 _MAX_BYTES: Final = 4 * 1024 * 1024
 
 
 async def scrape(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend) -> bytes | None:
     """What an engine's counters say, unparsed; None when it tells nothing."""
-    url, headers = backend.url + _PATH, keys.headers(backend)
     try:
-        async with session.get(url, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as answer:
-            return await read_bounded(answer, _MAX_BYTES) if answer.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+        answer = await engine_json.get(session, backend.url, _PATH, _TIMEOUT_SECONDS, keys.headers(backend), _MAX_BYTES)
+    except engine_json.NoAnswer:
         return None
+    return answer.body if answer.status == 200 else None

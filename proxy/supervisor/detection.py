@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
-import orjson
 from pydantic import ValidationError
 
 from proxy.backend import Backend, Role
@@ -20,12 +19,13 @@ from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.recognition import Told, recognise
 from proxy.settings import Settings, SettingsError
-from proxy.upstream import connect_problem, read_bounded
+from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.settings import Loaded
+    from proxy.upstream.engine_json import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ _MODELS_PATH: Final = "/v1/models"
 _INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
 # vLLM looks for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 _INFO_TIMEOUT_SECONDS: Final = 30.0
-_MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 
 
 def find_connector(settings: Settings) -> str:
@@ -109,15 +108,14 @@ class _Asker:
     async def ask(self, engine: Backend) -> Told | str:
         """What an engine says, or why it says nothing."""
         try:
-            status, models = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
-        except TimeoutError:
-            return f"{_MODELS_PATH} did not answer within {self._timeout_seconds:g} s"
-        except aiohttp.ClientConnectorError as error:
-            return f"cannot connect ({connect_problem(error.os_error)})"
-        except (aiohttp.ClientError, ValueError) as error:
+            answer = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
+            if answer.status != 200:
+                return f"{_MODELS_PATH} answered with status {answer.status}"
+            models = answer.json
+        except engine_json.NoAnswer as error:
+            return str(error)
+        except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
-        if status != 200:
-            return f"{_MODELS_PATH} answered with status {status}"
         setup = parse_setup(await self._ask_info(engine))
         return Told(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
 
@@ -125,19 +123,13 @@ class _Asker:
         """None: it does not tell."""
         for path in _INFO_PATHS:
             try:
-                status, info = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
-            except (aiohttp.ClientError, TimeoutError, ValueError):
+                answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
+            except engine_json.NoAnswer:
                 return None
-            if status != 404:
-                return info if status == 200 else None
+            if answer.status != 404:
+                return answer.json_or_none if answer.status == 200 else None
         return None
 
-    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> tuple[int, Any]:
-        """Status and JSON, None when it is no success. Raises ValueError when it is no JSON."""
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
-        headers = self._keys.headers(engine)
-        async with self._session.get(
-            engine.url + path, headers=headers, timeout=timeout, allow_redirects=False
-        ) as answer:
-            body = await read_bounded(answer, _MAX_ANSWER_BYTES)
-            return answer.status, orjson.loads(body) if answer.status == 200 else None
+    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> Answer:
+        """Raises NoAnswer."""
+        return await engine_json.get(self._session, engine.url, path, timeout_seconds, self._keys.headers(engine))

@@ -18,7 +18,8 @@ from proxy.upstream.names import connect_problem
 from proxy.upstream.session import read_bounded
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
 _MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 
@@ -82,14 +83,43 @@ async def get_status(
         return answer.status
 
 
-@asynccontextmanager
-async def _answering(
+async def post_status(
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    timeout_seconds: float,
+    headers: Mapping[str, str],
+    query: Sequence[tuple[str, str]],
+    body: bytes,
+    connect_seconds: float,
+) -> int:
+    """POST something that may take long, of which only the status counts; to connect may not. Raises NoAnswer."""
+    timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=connect_seconds)
+    sending = session.post(
+        url + path, params=query, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+    )
+    async with _mapped(sending, path, timeout_seconds) as answer:
+        return answer.status
+
+
+def _answering(
     session: aiohttp.ClientSession, url: str, path: str, timeout_seconds: float, headers: Mapping[str, str] | None
-) -> AsyncIterator[aiohttp.ClientResponse]:
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+    asking = session.get(url + path, headers=headers, timeout=timeout, allow_redirects=False)
+    return _mapped(asking, path, timeout_seconds)
+
+
+@asynccontextmanager
+async def _mapped(
+    request: AbstractAsyncContextManager[aiohttp.ClientResponse], path: str, timeout_seconds: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to a request that begins here, also while it is read. Raises NoAnswer."""
     try:
-        async with session.get(url + path, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+        async with request as answer:
             yield answer
+    except aiohttp.ConnectionTimeoutError:
+        raise NoAnswer(Failure.CONNECT, "cannot connect (timed out)", "timed out") from None
     except TimeoutError:
         raise NoAnswer(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
     except aiohttp.ClientConnectorError as error:
