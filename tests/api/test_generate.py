@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from proxy.api.generation import GenerationApi
 from proxy.api.key_auth import KeyAuth
 from proxy.api_keys import ApiKeys, KeyUsage
-from proxy.dialects.sglang_generate import SglangGenerate
+from proxy.dialects import DIALECTS
 from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
@@ -66,7 +66,8 @@ async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     worker = gateway.worker
     keys = KeyAuth(ApiKeys(KeyUsage()))
     observers = Observers((RequestMetrics(worker.metrics, ("generate",)), AccessLog()))
-    api = GenerationApi([SglangGenerate()], worker.gateway, keys, worker.drain, worker.settings, observers)
+    dialects = [dialect for dialect in DIALECTS if worker.gateway.speaks(dialect)]
+    api = GenerationApi(dialects, worker.gateway, keys, worker.drain, worker.settings, observers)
     app = web.Application()
     replies.install(app, worker.metrics)
     app.add_routes(api.routes())
