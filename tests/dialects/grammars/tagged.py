@@ -1,0 +1,68 @@
+"""A grammar that is not in the table: of a family of models that writes like Kimi's, in tags of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.dialects.grammars import kimi
+from proxy.dialects.grammars.base import Grammar, Parser
+from proxy.sim.model import tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TAGS: Final = {
+    tokenizer.THINK: "<reason>",
+    tokenizer.THINK_END: "</reason>",
+    tokenizer.SECTION_BEGIN: "<calls>",
+    tokenizer.SECTION_END: "</calls>",
+    tokenizer.CALL_BEGIN: "<call>",
+    tokenizer.ARGUMENT_BEGIN: "<arguments>",
+    tokenizer.CALL_END: "</call>",
+}
+_SPELLED: Final = {tag: tokenizer.MARKERS[token] for token, tag in TAGS.items()}
+_HALF_TAGS: Final = frozenset(tag[:end] for tag in _SPELLED for end in range(1, len(tag)))
+
+
+class Tagged(Grammar):
+    """Its chat template begins turns as Kimi's does."""
+
+    reasoning_end_ids = (tokenizer.THINK_END, tokenizer.SECTION_BEGIN)
+    tools_begin_ids = (tokenizer.SECTION_BEGIN,)
+
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """By the assistant's header."""
+        return tokenizer.ASSISTANT in prompt_tail
+
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """By the nearest tag."""
+        opened, closed = prompt_tail.rfind("<reason>"), prompt_tail.rfind("</reason>")
+        return None if opened == closed else opened > closed
+
+    def parser(self, **reading: bool) -> Parser:
+        """Reads what Kimi's parser would read in other words."""
+        return _TaggedParser(kimi.Kimi().parser(**reading))
+
+
+class _TaggedParser(Parser):
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._half_tag = ""
+
+    @property
+    def unsaid(self) -> str:
+        return self._parser.unsaid + self._half_tag
+
+    @property
+    def in_tools(self) -> bool:
+        return self._parser.in_tools
+
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        text = self._half_tag + text
+        begin = text.rfind("<")
+        is_half = begin >= 0 and text[begin:] in _HALF_TAGS and not finished
+        self._half_tag = text[begin:] if is_half else ""
+        text = text.removesuffix(self._half_tag)
+        for tag, marker in _SPELLED.items():
+            text = text.replace(tag, marker)
+        return self._parser.feed(text, finished=finished)
