@@ -36,6 +36,9 @@ def test_decoders_get_prompts_from_where_the_connector_says(cluster: Cluster, sh
 
 @pytest.mark.only("nixl", "mooncake", "sglang")
 def test_decoders_have_computed_hardly_any_prompt(cluster: Cluster, show: Show) -> None:
+    """Of all tests so far that used this gateway, and of a prompt of its own."""
+    ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} once more " + "over the lazy dog " * 20)
+    wait_until(lambda: cluster.sources().transferred > 0, "the decoders have counted a prompt")
     sources = cluster.sources()
     assert sources.transferred > 100 * sources.computed
     show(str(sources))
