@@ -19,7 +19,7 @@ from proxy.errors import Failure
 from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
 from proxy.observe.outcome import Outcome
-from proxy.observe.record import Record
+from proxy.observe.record import RequestRecord
 from proxy.settings import load
 from proxy.terms import Action, Stage
 from proxy.wire.openai import Api
@@ -152,8 +152,8 @@ def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
 
 
 def test_every_field_of_the_access_line_is_explained() -> None:
-    record = Record(Api.CHAT, "id", lost_engines=1)
-    record.journey().seconds[Stage.ENCODE] = 1.0
+    record = RequestRecord(Api.CHAT, "id", lost_engines=1)
+    record.timeline().seconds[Stage.ENCODE] = 1.0
     assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from proxy.flow.gateway import Gateway
     from proxy.listener.drain import Drain
     from proxy.observe.observers import Observers
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
 
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
@@ -82,7 +82,7 @@ class GenerationApi:
         finally:
             self._observers.end(record)
 
-    async def _answer(self, dialect: Dialect, request: web.Request, record: Record) -> web.StreamResponse:
+    async def _answer(self, dialect: Dialect, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         key = self._keys.identify(request)
         record.key = key.name
         admission = self._gateway.admission
@@ -111,7 +111,9 @@ class GenerationApi:
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 
-    async def _stream(self, dialect: Dialect, call: Call, request: web.Request, record: Record) -> web.StreamResponse:
+    async def _stream(
+        self, dialect: Dialect, call: Call, request: web.Request, record: RequestRecord
+    ) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
             with self._drain:

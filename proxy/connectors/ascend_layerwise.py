@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.handoff import KvHandoff
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.wire.document import Document
 
 logger = logging.getLogger(__name__)
@@ -68,21 +68,21 @@ class AscendLayerwise(Disaggregated):
         return (web.post(_PATH, self.callbacks.take),)
 
     @asynccontextmanager
-    async def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Disaggregated."""
         settings = self._context.settings
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
-            handing_over(self._context, call, request, journey) as handoff,
+            handing_over(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as rank,
             self.callbacks.expected(_engine_id(call, attempt_id)) as callback,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
-            journey.prefiller, journey.decoder = prefiller.name, decoder.name
-            journey.prefill_id = journey.decode_id = attempt_id
-            journey.enter(Stage.HANDOFF)
-            async with running(self._prefill(call, headers, callback, handoff, journey)) as leg:
+            timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
+            timeline.prefill_id = timeline.decode_id = attempt_id
+            timeline.enter(Stage.HANDOFF)
+            async with running(self._prefill(call, headers, callback, handoff, timeline)) as leg:
                 # Of a streamed answer the status may come at once, and nothing more before all this has happened.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
@@ -101,7 +101,7 @@ class AscendLayerwise(Disaggregated):
                     await check_status(response)
                     yield Attempt(
                         response,
-                        journey,
+                        timeline,
                         prefiller=prefiller,
                         kv_handed_over=True,
                         handoff=handoff,
@@ -114,24 +114,24 @@ class AscendLayerwise(Disaggregated):
         headers: dict[str, str],
         callback: asyncio.Future[Document],
         handoff: KvHandoff,
-        journey: Journey,
+        timeline: Timeline,
     ) -> None:
         """The prefill leg, from the decoder's callback on. Raises UpstreamError if the decoder may wait in vain."""
         try:
             params = await self._called_back(callback, handoff.decoder.backend)
-            journey.enter(Stage.PREFILL)
+            timeline.enter(Stage.PREFILL)
             answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
             if handoff.is_settled:  # the decoder is at work, and needs nobody for it
                 return
             raise
-        journey.usage.saw_prompt(answer.values.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         # By then it has sent everything, and it keeps nothing.
         handoff.prefiller.free_compute()
         handoff.prefiller.free_kv()
         handoff.held()
         if not handoff.is_settled:
-            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+            timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
     async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
         callback_seconds = self._context.settings.layerwise.callback_seconds

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.connectors.releaser import Releaser
     from proxy.errors import UpstreamError
     from proxy.observe.metrics import Metrics
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response, Upstream
     from proxy.wire.openai import Api
@@ -67,7 +67,7 @@ class Attempt:
     """One try at a call: the decoder's open 200 answer, and the leases behind it."""
 
     response: Response
-    journey: Journey
+    timeline: Timeline
     prefiller: Backend | None
     """None: the connector has no prefill leg."""
     kv_handed_over: bool
@@ -82,23 +82,23 @@ class Attempt:
     @property
     def prompt_details(self) -> dict[str, Any] | None:
         """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
-        return self.journey.usage.prompt_details
+        return self.timeline.usage.prompt_details
 
     def saw_usage(self, usage: Any) -> None:
         """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
-        self.journey.usage.saw_completion(usage)
+        self.timeline.usage.saw_completion(usage)
         if not self.kv_handed_over:
-            self.journey.usage.saw_prompt(usage)
+            self.timeline.usage.saw_prompt(usage)
 
     def kv_arrived(self) -> None:
         """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
         self.handoff.arrived()
-        self.journey.enter(Stage.STREAM)
+        self.timeline.enter(Stage.STREAM)
 
     def kv_lost(self) -> None:
         """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
         self.handoff.lost()
-        self.journey.enter(Stage.STREAM)
+        self.timeline.enter(Stage.STREAM)
 
 
 class Handoff(Protocol):
@@ -140,11 +140,11 @@ class Connector(ABC):
         return ()
 
     @abstractmethod
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Lease backends, by `request`, and run the legs up to the decoder's status line.
 
         It prefers the prefiller that has part of the prompt in its prefix cache, if that is known.
-        The journey's attempt begins when there are backends: one that finds none leaves the account of the last one.
+        The timeline's attempt begins when there are backends: one that finds none leaves the account of the last one.
         Leaving the context closes the engine connections and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.
         """

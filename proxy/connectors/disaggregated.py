@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Attempt, ConnectorContext
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 
 class Disaggregated(Connector):
@@ -35,10 +35,10 @@ class Disaggregated(Connector):
         """A hand-over is of one sequence."""
         return not is_search(call)
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, request, journey) or self.open_both(call, request, journey)
+        return self._one_engine.open(call, request, timeline) or self.open_both(call, request, timeline)
 
     @abstractmethod
-    def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs of a call that can be handed over. See Connector.open."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.call import Call
     from proxy.connectors.base import Attempt, ConnectorContext
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.settings import Settings
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
@@ -74,15 +74,15 @@ class Encoding(Connector):
         """Those of the other connector."""
         return self._connector.routes()
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Encode if there is something to encode, then open. See Connector.open.
 
         An attempt that is repeated encodes again, as what it needs may have left the cache meanwhile.
         """
         items = media(call)
         if not items:
-            return self._connector.open(call, request, journey)
-        return self._open_encoded(call, items, request, journey)
+            return self._connector.open(call, request, timeline)
+        return self._open_encoded(call, items, request, timeline)
 
     @asynccontextmanager
     async def _open_encoded(
@@ -90,9 +90,9 @@ class Encoding(Connector):
         call: Call,
         items: Sequence[Mapping[str, Any]],
         request: PickRequest,
-        journey: Journey,
+        timeline: Timeline,
     ) -> AsyncIterator[Attempt]:
-        journey.begin_encoding()
+        timeline.begin_encoding()
         # As admission waits for the others, but only what has media does.
         while self._encoders.is_restarting():  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
@@ -102,8 +102,8 @@ class Encoding(Connector):
                 with suppress(NoBackendAvailable):  # the lease will tell, unless somebody is back by then
                     room.enter_context(self._pools.of(role).reserve(request))
             await self._encode(call, items, request.avoid)
-            journey.end_encoding()
-        async with self._connector.open(call, request, journey) as attempt:
+            timeline.end_encoding()
+        async with self._connector.open(call, request, timeline) as attempt:
             yield attempt
 
     async def _encode(self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]) -> None:

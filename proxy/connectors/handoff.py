@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.kv_transfer import PrefilledKv
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def handing_over(
     context: ConnectorContext,
     call: Call,
     request: PickRequest,
-    journey: Journey,
+    timeline: Timeline,
     least_tokens: int = LEAST_TOKENS,
 ) -> Iterator[KvHandoff]:
     """Lease a decoder and a prefiller, and begin an attempt with them: around both legs.
@@ -71,9 +71,9 @@ def handing_over(
     with (
         pools.decode.lease(request) as decoder,
         pools.prefiller_for(decoder.backend, request) as prefiller,
-        KvHandoff(context, call, request, journey, prefiller, decoder, least_tokens) as handoff,
+        KvHandoff(context, call, request, timeline, prefiller, decoder, least_tokens) as handoff,
     ):
-        journey.begin_attempt()
+        timeline.begin_attempt()
         yield handoff
 
 
@@ -100,7 +100,7 @@ class KvHandoff:
 
     __slots__ = (
         *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived"),
-        *("_context", "_call", "_journey", "_least_tokens", "_kept"),
+        *("_context", "_call", "_timeline", "_least_tokens", "_kept"),
     )
 
     def __init__(
@@ -108,7 +108,7 @@ class KvHandoff:
         context: ConnectorContext,
         call: Call,
         request: PickRequest,
-        journey: Journey,
+        timeline: Timeline,
         prefiller: Lease,
         decoder: Lease,
         least_tokens: int,
@@ -126,7 +126,7 @@ class KvHandoff:
         """What else follows for the protocol."""
         self._context = context
         self._call = call
-        self._journey = journey
+        self._timeline = timeline
         self._least_tokens = least_tokens
         self._kept: PrefilledKv | None = None
 
@@ -158,10 +158,10 @@ class KvHandoff:
         if self.on_arrived is not None:
             self.on_arrived()
         if self.source is KvSource.DECODER:
-            self._journey.kv = "local"
+            self._timeline.kv = "local"
         else:
-            tokens = self._journey.usage.prompt_tokens or self._call.prompt_tokens
-            self._journey.kv = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
+            tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
+            self._timeline.kv = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
 
     def lost(self) -> None:
         """The decoder gave up before its first output. May be called again."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
 
 
@@ -64,31 +64,31 @@ class MooncakeBootstrap(Disaggregated):
         )
 
     @asynccontextmanager
-    async def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Disaggregated."""
         timeouts = self._context.settings.timeouts
         with (
-            handing_over(self._context, call, request, journey) as handoff,
+            handing_over(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as prefill_rank,
             self._ranks.claim() as decode_rank,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
-            journey.prefiller, journey.decoder = prefiller.name, decoder.name
-            journey.enter(Stage.PREFILL)
+            timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
+            timeline.enter(Stage.PREFILL)
             meeting = await self._arrange(prefiller, prefill_rank)
-            journey.prefill_id = journey.decode_id = meeting.attempt_id
+            timeline.prefill_id = timeline.decode_id = meeting.attempt_id
             handoff.kv = _kept_kv(call, prefiller, meeting)
             handoff.on_arrived = lambda: self._bootstraps.met(prefiller)
             # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
             with self._bootstraps.doubting(prefiller):
-                async with running(self._prefill(call, meeting, prefill_rank, handoff, journey)) as leg:
+                async with running(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
                     opening = self._decode(call, decoder, meeting, decode_rank, answer_seconds)
                     with await leg.race(opening, lambda: handoff.is_settled) as response:
                         await check_status(response)
                         yield Attempt(
                             response,
-                            journey,
+                            timeline,
                             prefiller=prefiller,
                             kv_handed_over=True,
                             handoff=handoff,
@@ -118,7 +118,7 @@ class MooncakeBootstrap(Disaggregated):
         )
 
     async def _prefill(
-        self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, journey: Journey
+        self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
     ) -> None:
         """The prefill leg. Raises UpstreamError if the decoder may wait in vain."""
         prefiller = handoff.prefiller.backend
@@ -136,12 +136,12 @@ class MooncakeBootstrap(Disaggregated):
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        journey.usage.saw_prompt(answer.values.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         rank.free()
         handoff.prefiller.free_compute()
         handoff.held()
         if not handoff.is_settled:
-            journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+            timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import Attempt, ConnectorContext
     from proxy.connectors.ranks import Ranks
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 # Without these members there is nothing to look at, as in nearly all requests.
 _RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
@@ -38,12 +38,12 @@ class OneEngine:
         """Raise BadRequest for what can neither be handed over nor be served by one engine."""
         self._role(call)
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt] | None:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt] | None:
         """The attempt, as in Connector.open; None for a call that can be handed over."""
         role = self._role(call)
         if role is None:
             return None
-        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, request, journey)
+        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, request, timeline)
 
     def _role(self, call: Call) -> Role | None:
         """Who serves a call alone; None: it can be handed over. Raises BadRequest."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import Attempt, ConnectorContext
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 
 class Plain(Connector):
@@ -34,6 +34,6 @@ class Plain(Connector):
         """An engine takes it whole."""
         return False
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """One leg. See Connector.open."""
-        return self._leg.open(call, request, journey)
+        return self._leg.open(call, request, timeline)

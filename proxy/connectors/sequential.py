@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
     from proxy.wire.document import Document
 
@@ -83,33 +83,33 @@ class Sequential(Disaggregated):
         self._metrics = context.metrics
         self._releaser = context.releaser
 
-    def open_both(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, but a decoder alone for a short prompt. See Connector.open."""
         if call.prompt_tokens < self._context.settings.kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
-            return self._one_engine.decoder.open(call, request, journey)
-        return self._open_both(call, request, journey)
+            return self._one_engine.decoder.open(call, request, timeline)
+        return self._open_both(call, request, timeline)
 
     @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         with (
-            handing_over(self._context, call, request, journey, self.least_tokens) as handoff,
+            handing_over(self._context, call, request, timeline, self.least_tokens) as handoff,
             self._ranks.claim() as rank,
         ):
-            journey.enter(Stage.PREFILL)
-            prefilled = await self.prefill(call, handoff, journey)
+            timeline.enter(Stage.PREFILL)
+            prefilled = await self.prefill(call, handoff, timeline)
             handoff.prefiller.free_compute()
             handoff.kv = prefilled.kv
             if prefilled.kv is None:
                 handoff.source = self.source_without_kv
             handoff.held()
-            with await self._decode(call, prefilled, handoff, rank, journey) as response:
+            with await self._decode(call, prefilled, handoff, rank, timeline) as response:
                 await check_status(response)
                 if call.stream:
-                    journey.enter(Stage.FIRST_TOKEN)
+                    timeline.enter(Stage.FIRST_TOKEN)
                 yield Attempt(
                     response,
-                    journey,
+                    timeline,
                     prefiller=handoff.prefiller.backend,
                     kv_handed_over=handoff.source is not KvSource.DECODER,
                     handoff=handoff,
@@ -118,15 +118,15 @@ class Sequential(Disaggregated):
     # What a protocol says
 
     @abstractmethod
-    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
+    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
         """Run the prefill leg, by `ask_prefiller`. Raises UpstreamError."""
 
     # How
 
-    async def ask_prefiller(self, call: Call, prefiller: Backend, journey: Journey) -> Prefilled:
+    async def ask_prefiller(self, call: Call, prefiller: Backend, timeline: Timeline) -> Prefilled:
         """One prefill leg. Raises UpstreamError."""
         attempt_id = new_attempt_id()
-        journey.prefiller, journey.prefill_id = prefiller.name, attempt_id
+        timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
@@ -140,7 +140,7 @@ class Sequential(Disaggregated):
                 answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
             )
         answer = parse_prefilled(response, body)
-        journey.usage.saw_prompt(answer.values.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
         return Prefilled(attempt_id, response, params, kv)
@@ -151,16 +151,16 @@ class Sequential(Disaggregated):
         prefilled: Prefilled,
         handoff: KvHandoff,
         rank: RankClaim,
-        journey: Journey,
+        timeline: Timeline,
     ) -> Response:
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
         params = _decode_params(prefilled.params, call.kv_params)
         body = call.body({} if params is None else {"kv_transfer_params": orjson.Fragment(params)})
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
-        journey.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
+        timeline.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
             decoder = handoff.decoder.backend
-            journey.decoder, journey.decode_id = decoder.name, prefilled.attempt_id
+            timeline.decoder, timeline.decode_id = decoder.name, prefilled.attempt_id
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
             steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
             try:

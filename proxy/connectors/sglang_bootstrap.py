@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from proxy.connectors.concurrent import PrefillLeg
     from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
 
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
@@ -76,23 +76,23 @@ class SglangBootstrap(Connector):
         """The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py)."""
         return True
 
-    def open(self, call: Call, request: PickRequest, journey: Journey) -> AbstractAsyncContextManager[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or the prefiller's alone. See Connector.open."""
         if _is_about_prompt(call):
-            return self._prefiller.open(call, request, journey)
-        return self._open_both(call, request, journey)
+            return self._prefiller.open(call, request, timeline)
+        return self._open_both(call, request, timeline)
 
     @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def _open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         with (
-            handing_over(self._context, call, request, journey) as handoff,
+            handing_over(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as claim,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
-            journey.prefiller, journey.decoder = prefiller.name, decoder.name
-            journey.enter(Stage.PREFILL)
-            legs = _Legs(call, handoff, claim, journey, self._context.settings.sglang.dp_size)
-            journey.prefill_id = journey.decode_id = legs.id
+            timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
+            timeline.enter(Stage.PREFILL)
+            legs = _Legs(call, handoff, claim, timeline, self._context.settings.sglang.dp_size)
+            timeline.prefill_id = timeline.decode_id = legs.id
             handoff.held()  # the engines meet at once, and when that fails either of them may say so
             try:
                 async with running(self._prefill(legs)) as prefill_leg:
@@ -103,7 +103,7 @@ class SglangBootstrap(Connector):
                         # (`_commit_transfer_to_req`), so what it tells is not corrected.
                         yield Attempt(
                             response,
-                            journey,
+                            timeline,
                             prefiller=prefiller,
                             kv_handed_over=False,
                             handoff=handoff,
@@ -153,7 +153,7 @@ class SglangBootstrap(Connector):
 class _Legs:
     """The two legs of one attempt: what is sent, and who works on it."""
 
-    def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, journey: Journey, dp_size: int) -> None:
+    def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, timeline: Timeline, dp_size: int) -> None:
         self.call = call
         self.prefiller = handoff.prefiller.backend
         self.decoder = handoff.decoder.backend
@@ -167,7 +167,7 @@ class _Legs:
         """The prefiller's; None until it has come."""
         self._handoff = handoff
         self._claim = claim
-        self._journey = journey
+        self._timeline = timeline
         self._decoder_answers = False
 
     def prefilled(self, answer: bytes) -> None:
@@ -176,13 +176,13 @@ class _Legs:
         self.at_work.discard(self.prefiller)
         self._handoff.prefiller.free_compute()
         self._claim.free()
-        if self._journey.stage is Stage.PREFILL:
+        if self._timeline.stage is Stage.PREFILL:
             self._enter_next()
 
     def decoder_answers(self) -> None:
         """The decoder's status line has come. Some engines send it when they have nothing to tell yet."""
         self._decoder_answers = True
-        if self._journey.stage is Stage.HANDOFF:
+        if self._timeline.stage is Stage.HANDOFF:
             self._enter_next()
 
     def failed(self, error: UpstreamError) -> None:
@@ -192,9 +192,9 @@ class _Legs:
 
     def _enter_next(self) -> None:
         if not self.call.stream:
-            self._journey.enter(Stage.STREAM)
+            self._timeline.enter(Stage.STREAM)
         else:
-            self._journey.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
+            self._timeline.enter(Stage.FIRST_TOKEN if self._decoder_answers else Stage.HANDOFF)
 
 
 class _PrefillAnswer:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.ranks import Ranks
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 
 class SingleLeg:
@@ -46,7 +46,7 @@ class SingleLeg:
         self._members = members
 
     @asynccontextmanager
-    async def open(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """The attempt, as in Connector.open."""
         is_prefiller = self._role is Role.PREFILL
         timeouts, balance = self._context.settings.timeouts, self._context.settings.balance
@@ -55,15 +55,15 @@ class SingleLeg:
         if self._members is not None:
             changes.update(self._members(attempt_id))
         with self._pool.lease(request) as lease, self._ranks.claim() as rank:
-            journey.begin_attempt()
-            journey.kv = self._kv
+            timeline.begin_attempt()
+            timeline.kv = self._kv
             if is_prefiller:
-                journey.enter(Stage.PREFILL)
-                journey.prefiller, journey.prefill_id = lease.backend.name, attempt_id
+                timeline.enter(Stage.PREFILL)
+                timeline.prefiller, timeline.prefill_id = lease.backend.name, attempt_id
                 answer_seconds = prefill_seconds(timeouts, call)
             else:
-                journey.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
-                journey.decoder, journey.decode_id = lease.backend.name, attempt_id
+                timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
+                timeline.decoder, timeline.decode_id = lease.backend.name, attempt_id
                 answer_seconds = first_byte_seconds(timeouts, call)
             dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
             with await self._upstream.open(
@@ -77,7 +77,7 @@ class SingleLeg:
                 await check_status(response)
                 yield Attempt(
                     response,
-                    journey,
+                    timeline,
                     prefiller=None,
                     kv_handed_over=False,
                     handoff=LocalKv(lease),

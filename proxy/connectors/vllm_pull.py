@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.sequential import Prefilled
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 
 class VllmPull(Sequential):
@@ -25,13 +25,13 @@ class VllmPull(Sequential):
 
     source_without_kv = KvSource.DECODER
 
-    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
+    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
         """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
         lease, fitness = handoff.prefiller, self._context.fitness
         may_ask_again = self._context.settings.kv.on_missing == "retry_prefill"
         while True:
             try:
-                prefilled = await self.ask_prefiller(call, lease.backend, journey)
+                prefilled = await self.ask_prefiller(call, lease.backend, timeline)
             except UpstreamError as error:
                 self._releaser.suspect(lease.backend, call.prompt_tokens, error)
                 raise

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.sequential import Prefilled
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 
 class VllmStore(Sequential):
@@ -26,6 +26,6 @@ class VllmStore(Sequential):
     least_tokens = LEAST_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
-    async def prefill(self, call: Call, handoff: KvHandoff, journey: Journey) -> Prefilled:
+    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
         """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""
-        return await self.ask_prefiller(call, handoff.prefiller.backend, journey)
+        return await self.ask_prefiller(call, handoff.prefiller.backend, timeline)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from proxy.flow.client import ClientStream
     from proxy.flow.parts import FlowParts
     from proxy.flow.unit_guard import UnitGuard
-    from proxy.observe.record import Record
-    from proxy.observe.timeline import Journey
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
     from proxy.wire.document import Document
 
 
@@ -42,13 +42,13 @@ class Answer(ABC):
         Raises UpstreamError, ClientStalled.
         """
 
-    def close(self, journey: Journey) -> None:
+    def close(self, timeline: Timeline) -> None:
         """End an answer that no engine ends."""
-        self._end(journey)
-        journey.usage.saw_completion(self.delivery.usage)
+        self._end(timeline)
+        timeline.usage.saw_completion(self.delivery.usage)
 
-    def _end(self, journey: Journey) -> None:
-        ending = self.delivery.closing(journey.usage.prompt_details)
+    def _end(self, timeline: Timeline) -> None:
+        ending = self.delivery.closing(timeline.usage.prompt_details)
         if self._client is not None:
             self._client.write(ending)
 
@@ -106,7 +106,7 @@ class _Relayed(Answer):
             attempt.saw_usage(segment.usage)
             return
         if delivery.is_stopped or delivery.usage is None:
-            self._end(attempt.journey)
+            self._end(attempt.timeline)
         attempt.saw_usage(delivery.usage)
 
 
@@ -138,7 +138,7 @@ class StreamedAnswer(_Relayed):
         call: Call,
         dialect: Dialect,
         client: ClientStream,
-        record: Record,
+        record: RequestRecord,
         parts: FlowParts,
         *,
         is_observed: bool,

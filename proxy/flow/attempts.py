@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.flow.answers import Answer
     from proxy.flow.parts import FlowParts
     from proxy.flow.suspicion import Suspicion
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
 
 # Between two looks for a backend that could go on with an answer.
 _LOOK_AGAIN_SECONDS: Final = 0.25
@@ -31,7 +31,7 @@ class AttemptLoop:
     An attempt that failed before its decoder said anything is *repeated*; an answer that had begun is *resumed*.
     """
 
-    def __init__(self, parts: FlowParts, answer: Answer, record: Record, suspicion: Suspicion) -> None:
+    def __init__(self, parts: FlowParts, answer: Answer, record: RequestRecord, suspicion: Suspicion) -> None:
         """`suspicion`: that of the client request which this is a unit of."""
         self._parts = parts
         self._settings = parts.settings
@@ -39,11 +39,11 @@ class AttemptLoop:
         self._answer = answer
         self._delivery = answer.delivery
         self._record = record
-        self._is_first = not record.journeys
-        self._journey = record.journey()
+        self._is_first = not record.timelines
+        self._timeline = record.timeline()
         self._permit = parts.budget.request()
         self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
-        self._resuming = Resuming(parts, answer, self._journey)
+        self._resuming = Resuming(parts, answer, self._timeline)
         # Of the next attempt.
         self._call = answer.call
         self._avoid: set[Backend] = set()
@@ -69,7 +69,7 @@ class AttemptLoop:
             try:
                 # A request that was let in is let in whole: its further units wait as long as it takes.
                 async with admit(record.key, patient=not self._is_first, on_wait=self._enter_queue):
-                    self._journey.leave()
+                    self._timeline.leave()
                     if self._unreached is not None and self._is_still_gone(self._unreached):
                         raise self._unreached  # it was let in because nobody waits for that role any longer
                     # No await before the first lease: the room that was seen is still there.
@@ -98,7 +98,7 @@ class AttemptLoop:
         return pool.is_gone() and not pool.is_restarting()
 
     def _enter_queue(self) -> None:
-        self._journey.enter(Stage.QUEUE)
+        self._timeline.enter(Stage.QUEUE)
 
     async def _attempt(self) -> bool:
         """One attempt: whether the answer is complete, or else what to do next is decided."""
@@ -108,7 +108,7 @@ class AttemptLoop:
             avoid = await self._confine() if guard.bears_on_choice else self._avoid
             try:
                 request = self._call.pick_request(avoid, self._prefer)
-                async with self._parts.connector.open(self._call, request, self._journey) as attempt:
+                async with self._parts.connector.open(self._call, request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True
@@ -121,7 +121,7 @@ class AttemptLoop:
             except UpstreamError as error:
                 return await self._failed(error)
         finally:
-            self._journey.leave()
+            self._timeline.leave()
             guard.end_attempt()
 
     async def _confine(self) -> Collection[Backend]:
@@ -140,7 +140,7 @@ class AttemptLoop:
         self._has_asked_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)
-        if await self._guard.broke_down(error, self._journey, self._record):
+        if await self._guard.broke_down(error, self._timeline, self._record):
             if self._delivery.is_touched or self._delivery.goes_on:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.as_stopped(SuspectRequest.status, SuspectRequest.code)
@@ -158,14 +158,14 @@ class AttemptLoop:
         self._failures.clear()
         self._avoid = {error.backend}
         if resumption.call is None:
-            self._answer.close(self._journey)
+            self._answer.close(self._timeline)
             return True
         self._call = resumption.call
         if not await self._permit.acquire(self._settings.resume.deadline_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise resuming.given_up(error, "the retry budget had no place for it in time")
         if resuming.count > 1:
-            self._journey.leave()
+            self._timeline.leave()
             await asyncio.sleep(backoff_seconds(self._settings.retry, resuming.count - 1))
         return False
 
@@ -191,7 +191,7 @@ class AttemptLoop:
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
         if not self._delivery.goes_on:
             self._delivery.begin_anew()
-        self._journey.leave()
+        self._timeline.leave()
         await asyncio.sleep(backoff_seconds(retry, attempts))
 
     async def _look_again(self, nobody: NoBackendAvailable) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.metrics import Metrics
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
 
 
@@ -71,7 +71,7 @@ class Gateway:
         """Whether engines can serve it."""
         return dialect.api in self._connector.apis
 
-    async def complete(self, dialect: Dialect, call: Call, record: Record) -> bytes:
+    async def complete(self, dialect: Dialect, call: Call, record: RequestRecord) -> bytes:
         """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
         units = self._units(dialect, call)
         answers = [self._whole(dialect, unit.call) for unit in units]
@@ -79,7 +79,7 @@ class Gateway:
             await self._run(answers, record, suspicion)
         return dialect.whole(call, units, answers)
 
-    async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: Record) -> None:
+    async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: RequestRecord) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
         units = self._units(dialect, call)
         rendering = dialect.rendering(call, units)
@@ -135,7 +135,7 @@ class Gateway:
             and can_be_observed(call)
         )
 
-    async def _run(self, answers: Sequence[Answer], record: Record, suspicion: Suspicion) -> None:
+    async def _run(self, answers: Sequence[Answer], record: RequestRecord, suspicion: Suspicion) -> None:
         """Make the answers side by side, a bounded number at a time; the first failure ends them all."""
         if len(answers) == 1:
             await AttemptLoop(self._parts, answers[0], record, suspicion).run()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.flow.delivery import Delivery
     from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.metrics import Metrics
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
 
@@ -37,7 +37,7 @@ _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 class TokenClock:
     """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike."""
 
-    def __init__(self, record: Record, metrics: Metrics) -> None:
+    def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
         self._record = record
         self._metrics = metrics
         self._writes = 0
@@ -174,7 +174,7 @@ class Relay:
         if meaning is Meaning.OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
             delivery.opening(segment, event)
         elif meaning is Meaning.USAGE:
-            details = attempt.journey.usage.prompt_details
+            details = attempt.timeline.usage.prompt_details
             part = delivery.told_usage(segment, event, details, handed_over=attempt.kv_handed_over)
         elif meaning is Meaning.DONE:
             if not segment.is_complete:

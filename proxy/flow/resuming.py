@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.flow.answers import Answer
     from proxy.flow.parts import FlowParts
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Resuming:
     """The resumes of one unit's answer."""
 
-    def __init__(self, parts: FlowParts, answer: Answer, journey: Journey) -> None:
+    def __init__(self, parts: FlowParts, answer: Answer, timeline: Timeline) -> None:
         self.action: Action | None = None
         """How the answer is being resumed; None before the first incident."""
         self.count = 0
@@ -38,7 +38,7 @@ class Resuming:
         self._metrics = parts.metrics
         self._answer = answer
         self._delivery = answer.delivery
-        self._journey = journey
+        self._timeline = timeline
         self._moves = 0
         """Of the resumes those that an evacuation made."""
         self._until = 0.0
@@ -114,14 +114,14 @@ class Resuming:
             delivery.begin_anew()
         else:
             delivery.go_on(resumption)
-        self._journey.usage.is_resumed = resumption.kept > 0
+        self._timeline.usage.is_resumed = resumption.kept > 0
         return resumption
 
     def _situation(self) -> Situation:
         delivery, is_everywhere = self._delivery, self._parts.is_in_every_engine
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (
-            self._journey.usage.counts_reasoning
+            self._timeline.usage.counts_reasoning
             or (delivery.segment.usage or {}).get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and is_everywhere(REASONING_USAGE))
         )
@@ -150,7 +150,7 @@ class Resuming:
         prefilled = 0 if call is None else call.prompt_tokens
         self._metrics.resumes_total.labels(cause, action.value).inc()
         self._metrics.resumed_tokens_total.inc(prefilled)
-        self._journey.resumes += 1
+        self._timeline.resumes += 1
         logger.info(
             "an answer is continued after its decoder was lost",
             extra={

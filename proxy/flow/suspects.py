@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.flow.suspicion import UnitHistory
     from proxy.observe.metrics import Metrics
-    from proxy.observe.record import Record
-    from proxy.observe.timeline import Journey
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,12 @@ class Suspects:
     # What becomes of it
 
     async def broke_down(
-        self, suspicion: Suspicion, history: UnitHistory, error: UpstreamError, journey: Journey, record: Record
+        self,
+        suspicion: Suspicion,
+        history: UnitHistory,
+        error: UpstreamError,
+        timeline: Timeline,
+        record: RequestRecord,
     ) -> bool:
         """An attempt of a unit broke down: whether the request is poison, and must not be sent to another engine.
 
@@ -215,7 +220,7 @@ class Suspects:
         seconds = history.seconds_of_output(now)
         involved = [error.backend]
         if history.began_at is None:
-            involved += self._others(journey, error.backend)
+            involved += self._others(timeline, error.backend)
         casualties = {
             backend: Casualty(suspicion, rank_of(suspicion, history, backend, now), seconds) for backend in involved
         }
@@ -250,7 +255,12 @@ class Suspects:
         return await self._is_gone(backend, _CLOSING_SECONDS if broke_off else 0.0)
 
     def _charge(
-        self, history: UnitHistory, backend: Backend, casualty: Casualty, casualties: Sequence[Casualty], record: Record
+        self,
+        history: UnitHistory,
+        backend: Backend,
+        casualty: Casualty,
+        casualties: Sequence[Casualty],
+        record: RequestRecord,
     ) -> None:
         """An engine is down on which a unit was."""
         suspicion = casualty.suspicion
@@ -278,9 +288,9 @@ class Suspects:
         casualties.append(casualty)
         return casualties
 
-    def _others(self, journey: Journey, failed: Backend) -> list[Backend]:
+    def _others(self, timeline: Timeline, failed: Backend) -> list[Backend]:
         """The other engine of an attempt without output: it may have gone down, and taken this one with it."""
-        names = {journey.prefiller, journey.decoder}
+        names = {timeline.prefiller, timeline.decoder}
         return [
             backend
             for role in self._roles

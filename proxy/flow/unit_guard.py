@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from proxy.flow.budget import RetryPermit
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
-    from proxy.observe.record import Record
-    from proxy.observe.timeline import Journey
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
 
 
 class UnitGuard:
@@ -52,11 +52,11 @@ class UnitGuard:
             if history.reserved or self.blame.is_open:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
-    async def broke_down(self, error: UpstreamError, journey: Journey, record: Record) -> bool:
+    async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """An attempt failed: whether the request is poison, and must not be sent to another engine."""
         self.blame.failed(error)
         return error.is_breakdown and await self._suspects.broke_down(
-            self._suspicion, self._history, error, journey, record
+            self._suspicion, self._history, error, timeline, record
         )
 
     def leave(self, role: Role) -> set[Backend]:

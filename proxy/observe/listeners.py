@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from proxy.observe.metrics import Metrics
     from proxy.observe.outcome import Outcome
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
 
 
 class RequestMetrics(RequestListener):
@@ -32,11 +32,11 @@ class RequestMetrics(RequestListener):
         self._inflight = cache(metrics.inflight_requests.labels)
         self._broken = metrics.streams_broken_total
 
-    def request_began(self, record: Record) -> None:
+    def request_began(self, record: RequestRecord) -> None:
         """See RequestListener."""
         self._inflight(record.api).inc()
 
-    def request_ended(self, record: Record, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         """See RequestListener."""
         api = record.api
         self._inflight(api).dec()
@@ -49,8 +49,8 @@ class RequestMetrics(RequestListener):
         self._tokens("prompt").inc(prompt)
         self._tokens("cached").inc(cached)
         self._tokens("completion").inc(completion)
-        for journey in record.journeys:
-            for stage, seconds in journey.seconds.items():
+        for timeline in record.timelines:
+            for stage, seconds in timeline.seconds.items():
                 self._stages(stage.label).observe(seconds)
         if outcome.broken is not None:
             self._broken.labels(*outcome.broken).inc()
@@ -59,6 +59,6 @@ class RequestMetrics(RequestListener):
 class AccessLog(RequestListener):
     """Writes a line for each request."""
 
-    def request_ended(self, record: Record, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         """See RequestListener."""
         access_line(record.fields(outcome))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.observe.outcome import outcome_of
-from proxy.observe.record import Record
+from proxy.observe.record import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.observe.outcome import Outcome
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from proxy.terms import Stage
 
 
@@ -20,13 +20,13 @@ class RequestListener:
     nothing where it is not.
     """
 
-    def request_began(self, record: Record) -> None:
+    def request_began(self, record: RequestRecord) -> None:
         """A request has come; nothing of it was read but its path."""
 
-    def stage_ended(self, journey: Journey, stage: Stage, began: float, ended: float) -> None:
+    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
         """A unit of a request has been in a stage from one second of its clock to another."""
 
-    def request_ended(self, record: Record, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         """A request is over, however it ended."""
 
 
@@ -46,14 +46,14 @@ class Observers:
         self._at_stages += _if_overridden(listener, "stage_ended")
         self._at_end += _if_overridden(listener, "request_ended")
 
-    def begin(self, label: str, request_id: str) -> Record:
+    def begin(self, label: str, request_id: str) -> RequestRecord:
         """A request has come to a route whose dialect has this label."""
-        record = Record(label, request_id, stage_listeners=self._at_stages)
+        record = RequestRecord(label, request_id, stage_listeners=self._at_stages)
         for listener in self._at_begin:
             listener.request_began(record)
         return record
 
-    def end(self, record: Record) -> None:
+    def end(self, record: RequestRecord) -> None:
         """The request is over."""
         outcome = outcome_of(record)
         for listener in self._at_end:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.errors import ClientStalled, Failure, ShuttingDown, UpstreamError
 
 if TYPE_CHECKING:
-    from proxy.observe.record import Record
+    from proxy.observe.record import RequestRecord
 
 _TOLD_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
 
@@ -29,14 +29,14 @@ class Outcome:
     """Which side broke an answer off whose status had been sent, and why; None: it is whole, or nothing was sent."""
 
 
-def outcome_of(record: Record) -> Outcome:
+def outcome_of(record: RequestRecord) -> Outcome:
     """The outcome of a request that ends now."""
     term, status = _term_and_status(record)
     broken = _broken(record.error) if record.committed and record.error is not None else None
     return Outcome(term, status, record.clock() - record.started, broken)
 
 
-def _term_and_status(record: Record) -> tuple[str, int]:
+def _term_and_status(record: RequestRecord) -> tuple[str, int]:
     error = record.error
     if error is None:
         return "--", 200

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.observe.timeline import Journey
+from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ _STAGE_FIELDS: Final = tuple((f"t_{stage.label}", stage) for stage in Stage)
 
 
 @dataclass(slots=True)
-class Record:
-    """One client request, with a Journey for each unit it was split into."""
+class RequestRecord:
+    """One client request, with a Timeline for each unit it was split into."""
 
     api: str
     """The dialect's label."""
@@ -32,7 +32,7 @@ class Record:
     clock: Callable[[], float] = time.monotonic
     started: float = 0.0
     first_token_seconds: float | None = None
-    journeys: list[Journey] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
     error: BaseException | None = None
     """What ended the request before its answer was complete."""
     lost_engines: int = 0
@@ -43,11 +43,11 @@ class Record:
     def __post_init__(self) -> None:
         self.started = self.clock()
 
-    def journey(self) -> Journey:
+    def timeline(self) -> Timeline:
         """The record of one more unit."""
-        journey = Journey(self.clock, listeners=self.stage_listeners)
-        self.journeys.append(journey)
-        return journey
+        timeline = Timeline(self.clock, listeners=self.stage_listeners)
+        self.timelines.append(timeline)
+        return timeline
 
     def first_token(self) -> None:
         """The client was sent the first part of the answer; later calls change nothing."""
@@ -58,14 +58,14 @@ class Record:
     def stage(self) -> Stage | None:
         """The earliest stage any unit has not left: where a request that ends now was stuck."""
         order = list(Stage)
-        stages = [journey.stage for journey in self.journeys if journey.stage is not None]
+        stages = [timeline.stage for timeline in self.timelines if timeline.stage is not None]
         return min(stages, key=order.index, default=None)
 
     def tokens(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens as far as engines reported them."""
         prompt = cached = completion = 0
-        for journey in self.journeys:
-            usage = journey.usage
+        for timeline in self.timelines:
+            usage = timeline.usage
             prompt += usage.prompt_tokens or 0
             cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
@@ -73,12 +73,12 @@ class Record:
 
     def fields(self, outcome: Outcome) -> dict[str, object]:
         """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""
-        journeys = self.journeys or [Journey(self.clock)]
-        first, *others = journeys
+        timelines = self.timelines or [Timeline(self.clock)]
+        first, *others = timelines
         seconds = first.seconds
         if others:
-            spent = {stage for journey in journeys for stage in journey.seconds}
-            seconds = {stage: max(journey.seconds.get(stage, 0.0) for journey in journeys) for stage in spent}
+            spent = {stage for timeline in timelines for stage in timeline.seconds}
+            seconds = {stage: max(timeline.seconds.get(stage, 0.0) for timeline in timelines) for stage in spent}
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
@@ -92,9 +92,9 @@ class Record:
             "p_id": first.prefill_id,
             "d_id": first.decode_id,
             "kv": first.kv,
-            "units": len(self.journeys),
-            "attempts": sum(journey.attempts for journey in self.journeys),
-            "resumes": sum(journey.resumes for journey in self.journeys),
+            "units": len(self.timelines),
+            "attempts": sum(timeline.attempts for timeline in self.timelines),
+            "resumes": sum(timeline.resumes for timeline in self.timelines),
             **{
                 name: round(seconds.get(stage, 0.0), 4)
                 for name, stage in _STAGE_FIELDS

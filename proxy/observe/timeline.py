@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class StageListener(Protocol):
     """Hears of stages as they end."""
 
-    def stage_ended(self, journey: Journey, stage: Stage, began: float, ended: float) -> None:
+    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
         """A unit has been in a stage from one second of its clock to another."""
 
 
 @dataclass(slots=True)
-class Journey:
+class Timeline:
     """One unit's way through its stages: seconds spent in each by the attempt under way."""
 
     clock: Callable[[], float] = time.monotonic

@@ -14,7 +14,7 @@ import pytest
 
 from proxy.backend import Load
 from proxy.connectors.ascend_layerwise import AscendLayerwise
-from proxy.observe.timeline import Journey
+from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.connectors.pushing import TEXT, PushDecoder, PushPrefiller, SideChannel, callback, engine_id
@@ -151,7 +151,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> 
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
-    async with pushing.connector.open(call, call.pick_request(), Journey()) as attempt:
+    async with pushing.connector.open(call, call.pick_request(), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
     theirs = callback(engine_id(decoder.received[0]))
@@ -210,7 +210,7 @@ async def test_a_decoder_gets_its_own_time_after_all_that_comes_before(start: St
         timeouts={"prefill_seconds": 20.0, "prefill_seconds_per_1k_tokens": 0.0, "first_token_seconds": 40.0},
     )
     call = replace(a_call(pushing), stream=True)
-    async with pushing.connector.open(call, call.pick_request(), Journey()) as attempt:
+    async with pushing.connector.open(call, call.pick_request(), Timeline()) as attempt:
         assert attempt.first_token_seconds == 70.0
         await attempt.response.read()
 

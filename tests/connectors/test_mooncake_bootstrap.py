@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.observe.timeline import Journey
+from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import data, event_stream, http, json_answer
@@ -162,7 +162,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     call = replace(
         parse(Api.COMPLETIONS, COMPLETION, both.gateway.worker.settings.cost), kv_params={"prompt_token_ids": ids}
     )
-    async with both.gateway.worker.gateway._parts.connector.open(call, call.pick_request(), Journey()) as attempt:
+    async with both.gateway.worker.gateway._parts.connector.open(call, call.pick_request(), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
         assert attempt.first_token_seconds is not None  # the prefill is part of it

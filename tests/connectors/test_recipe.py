@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.observe.timeline import Journey
+    from proxy.observe.timeline import Timeline
     from tests.conftest import Deploy
 
 
@@ -41,14 +41,14 @@ class Example(Connector):
     """The pull protocol once more: prefill, then decode with what the prefiller's answer names."""
 
     @asynccontextmanager
-    async def open(self, call: Call, request: PickRequest, journey: Journey) -> AsyncIterator[Attempt]:
+    async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Connector.open."""
         pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.settings.timeouts
         headers = {**call.headers, "x-request-id": new_attempt_id()}
-        with handing_over(self._context, call, request, journey) as handoff:
+        with handing_over(self._context, call, request, timeline) as handoff:
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
-            journey.prefiller, journey.decoder = prefiller.name, decoder.name
-            journey.enter(Stage.PREFILL)
+            timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
+            timeline.enter(Stage.PREFILL)
             try:
                 response, body = await upstream.fetch(
                     prefiller,
@@ -68,7 +68,7 @@ class Example(Connector):
                 prefiller, orjson.dumps(params), kv_transfer(params), call.prompt_tokens, call.headers
             )
             handoff.held()
-            journey.enter(Stage.HANDOFF)
+            timeline.enter(Stage.HANDOFF)
             with await upstream.open(
                 decoder,
                 call.api.path,
@@ -77,7 +77,7 @@ class Example(Connector):
                 answer_seconds=first_byte_seconds(timeouts, call),
             ) as response:
                 await check_status(response)
-                yield Attempt(response, journey, prefiller=prefiller, kv_handed_over=True, handoff=handoff)
+                yield Attempt(response, timeline, prefiller=prefiller, kv_handed_over=True, handoff=handoff)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.backend import Role
-from proxy.observe.timeline import Journey
+from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, json_answer
@@ -240,7 +240,7 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """An attempt by the gateway's connector, without what stands above it; its answer is read and has arrived."""
-    async with gateway.worker.gateway._parts.connector.open(call, call.pick_request((), prefer), Journey()) as attempt:
+    async with gateway.worker.gateway._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
         yield attempt

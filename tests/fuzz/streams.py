@@ -10,7 +10,7 @@ from proxy.connectors.base import Attempt
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
-from proxy.observe.timeline import Journey
+from proxy.observe.timeline import Timeline
 from proxy.settings import Cost
 from proxy.upstream.response import Response
 from proxy.wire.openai import Api
@@ -97,7 +97,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), 200, {})
-    attempt = Attempt(response, Journey(), None, kv_handed_over=True, handoff=_NoHandoff())
+    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=_NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
     for piece in filter(None, pieces):

@@ -11,8 +11,8 @@ from tests.asking import request
 
 if TYPE_CHECKING:
     from proxy.observe.outcome import Outcome
-    from proxy.observe.record import Record
-    from proxy.observe.timeline import Journey
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
     from tests.conftest import Deploy
 
 
@@ -23,10 +23,10 @@ class Spans(RequestListener):
         self.spans: list[tuple[Stage, float]] = []
         self.ended: list[str] = []
 
-    def stage_ended(self, journey: Journey, stage: Stage, began: float, ended: float) -> None:
+    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
         self.spans.append((stage, ended - began))
 
-    def request_ended(self, record: Record, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         self.ended.append(outcome.term)
 
 
@@ -36,7 +36,7 @@ class Counter(RequestListener):
     def __init__(self) -> None:
         self.begun = 0
 
-    def request_began(self, record: Record) -> None:
+    def request_began(self, record: RequestRecord) -> None:
         self.begun += 1
 
 
@@ -45,9 +45,9 @@ def test_a_listener_hears_only_what_it_listens_to() -> None:
     observers = Observers((spans, counter))
     record = observers.begin("chat", "r1")
     assert record.stage_listeners == (spans,)
-    journey = record.journey()
-    journey.enter(Stage.PREFILL)
-    journey.leave()
+    timeline = record.timeline()
+    timeline.enter(Stage.PREFILL)
+    timeline.leave()
     observers.end(record)
     assert counter.begun == 1
     assert [stage for stage, _ in spans.spans] == [Stage.PREFILL]

@@ -9,8 +9,8 @@ import pytest
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
 from proxy.observe.outcome import Outcome
-from proxy.observe.record import Record
-from proxy.observe.timeline import Journey
+from proxy.observe.record import RequestRecord
+from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def record(clock: Clock) -> Record:
-    return Record("chat", "r1", stream=True, clock=clock)
+def record(clock: Clock) -> RequestRecord:
+    return RequestRecord("chat", "r1", stream=True, clock=clock)
 
 
-def walk(journey: Journey, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
+def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
     for stage, seconds in steps:
         if stage is None:
-            journey.leave()
+            timeline.leave()
         else:
-            journey.enter(stage)
+            timeline.enter(stage)
         clock.now += seconds
 
 
-def test_a_journey_knows_how_long_each_stage_took(record: Record, clock: Clock) -> None:
-    journey = record.journey()
+def test_a_timeline_knows_how_long_each_stage_took(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
     walk(
-        journey,
+        timeline,
         clock,
         (Stage.PREFILL, 2.0),
         (Stage.HANDOFF, 0.5),
@@ -42,86 +42,86 @@ def test_a_journey_knows_how_long_each_stage_took(record: Record, clock: Clock) 
         (Stage.STREAM, 8.0),
         (None, 100.0),
     )
-    assert journey.seconds == {
+    assert timeline.seconds == {
         Stage.PREFILL: 2.0,
         Stage.HANDOFF: 0.5,
         Stage.FIRST_TOKEN: 0.25,
         Stage.STREAM: 8.0,
     }
-    assert journey.stage is Stage.STREAM
+    assert timeline.stage is Stage.STREAM
 
 
-def test_a_stage_that_is_entered_again_goes_on_counting(record: Record, clock: Clock) -> None:
-    journey = record.journey()
-    walk(journey, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
-    assert journey.seconds == {Stage.PREFILL: 3.0}
+def test_a_stage_that_is_entered_again_goes_on_counting(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
+    walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
+    assert timeline.seconds == {Stage.PREFILL: 3.0}
 
 
-def test_a_new_attempt_starts_from_nothing(record: Record, clock: Clock) -> None:
-    journey = record.journey()
-    journey.begin_attempt()
-    journey.prefiller, journey.decoder = "p:1", "d:1"
-    walk(journey, clock, (Stage.PREFILL, 5.0), (Stage.HANDOFF, 1.0))
-    journey.begin_attempt()
-    assert (journey.stage, journey.prefiller, journey.decoder, journey.attempts) == (None, "-", "-", 2)
-    walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
-    assert journey.seconds == {Stage.PREFILL: 1.0}
+def test_a_new_attempt_starts_from_nothing(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
+    timeline.begin_attempt()
+    timeline.prefiller, timeline.decoder = "p:1", "d:1"
+    walk(timeline, clock, (Stage.PREFILL, 5.0), (Stage.HANDOFF, 1.0))
+    timeline.begin_attempt()
+    assert (timeline.stage, timeline.prefiller, timeline.decoder, timeline.attempts) == (None, "-", "-", 2)
+    walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+    assert timeline.seconds == {Stage.PREFILL: 1.0}
 
 
-def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: Record, clock: Clock) -> None:
-    journey = record.journey()
-    journey.begin_attempt()
-    walk(journey, clock, (Stage.PREFILL, 5.0), (Stage.STREAM, 1.0), (None, 0.0))
-    journey.usage.is_resumed = True
-    journey.begin_attempt()
-    assert (journey.stage, journey.decoder, journey.attempts) == (None, "-", 2)
-    walk(journey, clock, (Stage.PREFILL, 1.0), (Stage.STREAM, 2.0), (None, 0.0))
-    assert journey.seconds == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
+def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
+    timeline.begin_attempt()
+    walk(timeline, clock, (Stage.PREFILL, 5.0), (Stage.STREAM, 1.0), (None, 0.0))
+    timeline.usage.is_resumed = True
+    timeline.begin_attempt()
+    assert (timeline.stage, timeline.decoder, timeline.attempts) == (None, "-", 2)
+    walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.STREAM, 2.0), (None, 0.0))
+    assert timeline.seconds == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
 
 
-def test_the_wait_for_room_outlives_the_attempts(record: Record, clock: Clock) -> None:
-    journey = record.journey()
-    walk(journey, clock, (Stage.QUEUE, 4.0))
-    journey.leave()
-    journey.begin_attempt()
-    walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
-    journey.begin_attempt()
-    assert journey.seconds == {Stage.QUEUE: 4.0}
+def test_the_wait_for_room_outlives_the_attempts(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
+    walk(timeline, clock, (Stage.QUEUE, 4.0))
+    timeline.leave()
+    timeline.begin_attempt()
+    walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+    timeline.begin_attempt()
+    assert timeline.seconds == {Stage.QUEUE: 4.0}
 
 
-def test_an_attempt_that_begins_with_media_is_one_attempt(record: Record, clock: Clock) -> None:
-    journey = record.journey()
+def test_an_attempt_that_begins_with_media_is_one_attempt(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
     for attempts in (1, 2):
-        journey.begin_encoding()
+        timeline.begin_encoding()
         clock.now += 2.0
-        journey.end_encoding()
-        journey.begin_attempt()
-        walk(journey, clock, (Stage.PREFILL, 1.0), (None, 0.0))
-        assert (journey.attempts, journey.seconds) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
+        timeline.end_encoding()
+        timeline.begin_attempt()
+        walk(timeline, clock, (Stage.PREFILL, 1.0), (None, 0.0))
+        assert (timeline.attempts, timeline.seconds) == (attempts, {Stage.ENCODE: 2.0, Stage.PREFILL: 1.0})
     assert record.fields(Outcome("--", 200, 6.0))["t_encode"] == 2.0
 
 
-def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Record) -> None:
-    journey = record.journey()
-    journey.begin_encoding()
-    journey.end_encoding()
+def test_an_attempt_that_ends_between_media_and_backends_is_over(record: RequestRecord) -> None:
+    timeline = record.timeline()
+    timeline.begin_encoding()
+    timeline.end_encoding()
     assert record.stage is Stage.ENCODE
-    journey.begin_encoding()
-    assert journey.attempts == 2
+    timeline.begin_encoding()
+    assert timeline.attempts == 2
 
 
 def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
-    journey = Journey()
-    journey.usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
-    journey.usage.is_resumed = True
-    journey.usage.saw_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
-    journey.usage.saw_completion({"completion_tokens": 9})
-    assert (journey.usage.prompt_tokens, journey.usage.cached_tokens, journey.usage.completion_tokens) == (10, 4, 9)
+    timeline = Timeline()
+    timeline.usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
+    timeline.usage.is_resumed = True
+    timeline.usage.saw_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
+    timeline.usage.saw_completion({"completion_tokens": 9})
+    assert (timeline.usage.prompt_tokens, timeline.usage.cached_tokens, timeline.usage.completion_tokens) == (10, 4, 9)
 
 
-def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Record) -> None:
-    record.journey().resumes = 2
-    record.journey().resumes = 1
+def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: RequestRecord) -> None:
+    record.timeline().resumes = 2
+    record.timeline().resumes = 1
     assert record.fields(Outcome("--", 200, 1.0))["resumes"] == 3
 
 
@@ -137,22 +137,22 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
     ],
 )
 def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
-    journey = Journey()
-    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
+    timeline = Timeline()
+    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
         take(usage)
-    assert (journey.usage.prompt_tokens, journey.usage.completion_tokens) == expected
+    assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == expected
 
 
 def test_a_usage_without_numbers_forgets_nothing() -> None:
-    journey = Journey()
-    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
+    timeline = Timeline()
+    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
+    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
         take({"completion_tokens": None})
-    assert (journey.usage.prompt_tokens, journey.usage.completion_tokens) == (10, 3)
+    assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == (10, 3)
 
 
-def test_only_the_first_token_counts(record: Record, clock: Clock) -> None:
+def test_only_the_first_token_counts(record: RequestRecord, clock: Clock) -> None:
     clock.now += 1.5
     record.first_token()
     clock.now += 1.0
@@ -160,16 +160,16 @@ def test_only_the_first_token_counts(record: Record, clock: Clock) -> None:
     assert record.first_token_seconds == 1.5
 
 
-def test_a_request_is_where_its_slowest_unit_is(record: Record, clock: Clock) -> None:
+def test_a_request_is_where_its_slowest_unit_is(record: RequestRecord, clock: Clock) -> None:
     assert record.stage is None
-    walk(record.journey(), clock, (Stage.STREAM, 0.0))
-    walk(record.journey(), clock, (Stage.HANDOFF, 0.0))
-    record.journey()
+    walk(record.timeline(), clock, (Stage.STREAM, 0.0))
+    walk(record.timeline(), clock, (Stage.HANDOFF, 0.0))
+    record.timeline()
     assert record.stage is Stage.HANDOFF
 
 
-def test_tokens_are_summed_over_the_units(record: Record) -> None:
-    first, second = record.journey(), record.journey()
+def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
+    first, second = record.timeline(), record.timeline()
     for take in (first.usage.saw_prompt, first.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
     for take in (second.usage.saw_prompt, second.usage.saw_completion):
@@ -178,15 +178,15 @@ def test_tokens_are_summed_over_the_units(record: Record) -> None:
     assert record.tokens() == (30, 16, 7)
 
 
-def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clock) -> None:
-    journey = record.journey()
-    journey.begin_attempt()
-    journey.prefiller, journey.decoder, journey.kv = "p:1", "d:1", "transferred"
-    journey.prefill_id = journey.decode_id = "a1"
-    walk(journey, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
+def test_the_access_line_of_a_request_that_was_served(record: RequestRecord, clock: Clock) -> None:
+    timeline = record.timeline()
+    timeline.begin_attempt()
+    timeline.prefiller, timeline.decoder, timeline.kv = "p:1", "d:1", "transferred"
+    timeline.prefill_id = timeline.decode_id = "a1"
+    walk(timeline, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
-    walk(journey, clock, (Stage.STREAM, 8.0), (None, 0.0))
-    for take in (journey.usage.saw_prompt, journey.usage.saw_completion):
+    walk(timeline, clock, (Stage.STREAM, 8.0), (None, 0.0))
+    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
     assert record.fields(Outcome("--", 200, 10.750049)) == {
         "id": "r1",
@@ -217,24 +217,26 @@ def test_the_access_line_of_a_request_that_was_served(record: Record, clock: Clo
     }
 
 
-def test_the_access_line_of_several_units_has_the_longest_stages_and_all_attempts(record: Record, clock: Clock) -> None:
+def test_the_access_line_of_several_units_has_the_longest_stages_and_all_attempts(
+    record: RequestRecord, clock: Clock
+) -> None:
     for decoder, seconds in (("d:1", 1.0), ("d:2", 3.0)):
-        journey = record.journey()
-        journey.begin_attempt()
-        journey.begin_attempt()
-        journey.decoder = decoder
-        walk(journey, clock, (Stage.STREAM, seconds), (None, 0.0))
+        timeline = record.timeline()
+        timeline.begin_attempt()
+        timeline.begin_attempt()
+        timeline.decoder = decoder
+        walk(timeline, clock, (Stage.STREAM, seconds), (None, 0.0))
     line = record.fields(Outcome("--", 200, 4.0))
     assert (line["d"], line["units"], line["attempts"], line["t_stream"]) == ("d:1", 2, 4, 3.0)
 
 
-def test_the_access_line_of_a_request_that_never_got_anywhere(record: Record) -> None:
+def test_the_access_line_of_a_request_that_never_got_anywhere(record: RequestRecord) -> None:
     record.error = NoBackendAvailable(Role.DECODE)
     line = record.fields(Outcome("PR", 503, 0.001))
     assert (line["p"], line["d"], line["units"], line["attempts"], line["ttft"]) == ("-", "-", 0, 0, None)
     assert line["error"] == "no healthy decode instance is available"
 
 
-def test_an_error_without_a_message_for_clients_is_not_told(record: Record) -> None:
+def test_an_error_without_a_message_for_clients_is_not_told(record: RequestRecord) -> None:
     record.error = RuntimeError("my-secret-prompt")
     assert record.fields(Outcome("PR", 500, 0.0))["error"] is None
