@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from bisect import bisect
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lab.mutation.places import Place
+
+
+_ALONE_SECONDS: Final = 10.0
+"""The time of the processor that tests may take of one place alone."""
 
 
 class Judge:
@@ -46,22 +52,38 @@ class Judge:
         gc.freeze()
         reach = Reach(self._keep, root)
         missed = [place for place in places.read(self._keep / "places") if not self._judged(place, reach)]
+        rest = {test for place in missed for test in self._tests(place, reach)[1]}
+        missed = self._left(missed, reach.ordered(rest), "short")
         functions = {function_of(test) for place in missed for test in reach.tests(place)}
         rows = [test for test in self._items if test not in reach.seconds and function_of(test) in functions]
-        print(f"{len(missed)} are missed: all at once, by {len(rows)} rows of the full suite", flush=True)
-        for place, test in self._caught(missed, rows):
-            _note(self._keep / "full", place, test)
+        self._left(missed, rows, "full")
         return True
 
+    def _tests(self, place: Place, reach: Reach) -> tuple[list[str], list[str]]:
+        """The short suite's tests that reach it, first those for which there is time for one place alone."""
+        tests = [test for test in reach.tests(place) if test in self._items]
+        seconds = list(accumulate(reach.seconds[test] for test in tests))
+        alone = bisect(seconds, _ALONE_SECONDS)
+        return tests[:alone], tests[alone:]
+
     def _judged(self, place: Place, reach: Reach) -> str:
-        """The test of the short suite that catches it; empty when none does."""
+        """The test that catches it, in the time that there is for it alone; empty when none does."""
         if (known := verdicts(self._keep / "short").get(str(place))) is not None:
             return known
-        tests = [test for test in reach.tests(place) if test in self._items]
+        tests, rest = self._tests(place, reach)
         caught = self._first_failure([place], tests)
         _note(self._keep / "short", place, caught)
-        print(f"{'caught' if caught else 'missed'} {len(tests):5} {place}  {caught[-80:]}", flush=True)
+        print(f"{'caught' if caught else 'missed'} {len(tests):4} {len(rest):4} {place}  {caught[-80:]}", flush=True)
         return caught
+
+    def _left(self, missed: Sequence[Place], tests: Sequence[str], suite: str) -> list[Place]:
+        """What these tests miss, too. They are tried on all at once, because hardly any of them is caught here."""
+        print(f"{len(missed)} are missed; all at once by {len(tests)} more tests of the {suite} suite", flush=True)
+        caught = dict(self._caught(missed, tests))
+        for place, test in caught.items():
+            _note(self._keep / suite, place, test)
+            print(f"caught {place}  {test[-80:]}", flush=True)
+        return [place for place in missed if place not in caught]
 
     def _caught(self, missed: Sequence[Place], rows: Sequence[str]) -> Iterator[tuple[Place, str]]:
         """Those that one of these tests catches: all at once, then halves of what is noticed."""
