@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
@@ -27,6 +28,7 @@ from tests.asking import ask, request
 from tests.canned import data
 from tests.flow.test_delivery import DONE, ENGINE, THINKING, TOOLS, WITH_USAGE, call_of, take
 from tests.flow.test_seam import STOP_STRINGS, STOP_TEXTS, engine_chunks, naive_engine
+from tests.selection.covering import values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -793,9 +795,8 @@ class Engines(NamedTuple):
     recomputing: SimulatedEngine
 
 
-@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
-@pytest.mark.parametrize("body", ANSWERS.values(), ids=list(ANSWERS))
-async def test_an_answer_is_the_same_wherever_its_decoder_was_lost(body: dict[str, Any], profile: str) -> None:
+@pytest.mark.covering("profile what", product(("v0.33", "v0.18"), ANSWERS), values)
+async def test_an_answer_is_the_same_wherever_its_decoder_was_lost(profile: str, what: str) -> None:
     """At every token, now in this way and now in that."""
 
     def cases(engines: Engines, length: int) -> list[Case]:
@@ -810,14 +811,11 @@ async def test_an_answer_is_the_same_wherever_its_decoder_was_lost(body: dict[st
             made.append((name, [engine, engines.well]))
         return made
 
-    await look_at(body, profile, cases)
+    await look_at(ANSWERS[what], profile, cases)
 
 
-@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
-@pytest.mark.parametrize("body", ANSWERS.values(), ids=list(ANSWERS))
-async def test_an_answer_is_the_same_when_one_decoder_after_the_other_is_lost(
-    body: dict[str, Any], profile: str
-) -> None:
+@pytest.mark.covering("profile what", product(("v0.33", "v0.18"), ANSWERS), values)
+async def test_an_answer_is_the_same_when_one_decoder_after_the_other_is_lost(profile: str, what: str) -> None:
     """After every few tokens, now in this way and now in that."""
 
     def cases(engines: Engines, length: int) -> list[Case]:
@@ -831,4 +829,4 @@ async def test_an_answer_is_the_same_when_one_decoder_after_the_other_is_lost(
                 made.append((f"{step}x{name}", [*how, well]))
         return made
 
-    await look_at(body, profile, cases)
+    await look_at(ANSWERS[what], profile, cases)
