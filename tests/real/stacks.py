@@ -233,7 +233,14 @@ def _example_store(place: Place) -> Options:
 def _mooncake_store(place: Place) -> Options:
     extra = {"lookup_rpc_port": place.second_port}  # is part of a socket's name, which engines would share otherwise
     return Options(
-        _transfer_config(kv_connector="MooncakeStoreConnector", kv_role="kv_both", kv_connector_extra_config=extra),
+        _transfer_config(
+            kv_connector="MooncakeStoreConnector",
+            kv_role="kv_both",
+            # The store is memory of the engines. A killed one takes blocks along that the master still offers, and by
+            # default vLLM fails each request that should load them.
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        ),
         # Blocks are found by hashes, which must be the same in every process.
         {"MOONCAKE_CONFIG_PATH": str(place.store_config), "PYTHONHASHSEED": "0"},
     )

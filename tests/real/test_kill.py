@@ -11,7 +11,7 @@ import time
 from itertools import pairwise
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 from openai import APIError, OpenAI
@@ -56,14 +56,13 @@ def kill_decoders(cluster: Cluster, kills: int) -> str:
             body["stop"] = late_piece(alone.choices[0].text, 0.8)
             alone = streamed(cluster.single, body)
             assert alone.choices[0].finish_reason == "stop"
-        kill = Kill(cluster, random.randint(1, LAST_KILL))
         resumed = resume_counts(cluster)["resumes"]
-        answer = streamed(cluster.gateway, body, kill.on_chunk)
-        assert answer == alone, f"{difference(answer, alone)}: {body} after {kill.chunks} chunks"
-        assert resume_counts(cluster)["resumes"] > resumed, "the kill came too late"
-        seams.append(kill.seam_seconds())
-        print(f"  {number + 1}: {kill.victim.name} after {kill.chunks} chunks, {seams[-1]:.2f} s", flush=True)
-        restart(cluster, kill.victim)
+        with Kill(cluster, random.randint(1, LAST_KILL)) as kill:
+            answer = streamed(cluster.gateway, body, kill.on_chunk)
+            assert answer == alone, f"{difference(answer, alone)}: {body} after {kill.chunks} chunks"
+            assert resume_counts(cluster)["resumes"] > resumed, "the kill came too late"
+            seams.append(kill.seam_seconds())
+            print(f"  {number + 1}: {kill.victim.name} after {kill.chunks} chunks, {seams[-1]:.2f} s", flush=True)
         if number % 2:
             # Equally loaded decoders take turns, and a resumed answer has used both: one more request changes the turn.
             streamed(cluster.gateway, {"prompt": "Next", "max_tokens": 1})
@@ -79,10 +78,8 @@ def kill_decoders(cluster: Cluster, kills: int) -> str:
 def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show: Show) -> None:
     """SGLang cannot continue an answer from its token ids, so the client gets an error."""
     body = random_body(Random(SEED), 1)
-    kill = Kill(cluster, 50)
-    with pytest.raises(APIError) as error:
+    with Kill(cluster, 50) as kill, pytest.raises(APIError) as error:
         streamed(cluster.gateway, body, kill.on_chunk)
-    restart(cluster, kill.victim)
     assert streamed(cluster.gateway, body) == streamed(cluster.single, body)
     show(f"after {kill.received} of {TOKENS} chunks: {error.value}")
 
@@ -94,14 +91,13 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
     bodies = [{**body, "temperature": 0, "extra_body": {"ignore_eos": True}} for body in bodies]
     alone = [streamed(cluster.single, body) for body in bodies]
     first, *others = bodies
-    kill = Kill(cluster, 50, cluster.prefillers[0])
-    assert streamed(cluster.gateway, first, kill.on_chunk) == alone[0]
-    if len(cluster.prefillers) > 1:
-        assert [streamed(cluster.gateway, body) for body in others] == alone[1:]
-        seen = "served by the other"
-    else:
-        seen = ", ".join(sorted({error_code_of(cluster.gateway, body) for body in others}))
-    restart(cluster, kill.victim)
+    with Kill(cluster, 50, cluster.prefillers[0]) as kill:
+        assert streamed(cluster.gateway, first, kill.on_chunk) == alone[0]
+        if len(cluster.prefillers) > 1:
+            assert [streamed(cluster.gateway, body) for body in others] == alone[1:]
+            seen = "served by the other"
+        else:
+            seen = ", ".join(sorted({error_code_of(cluster.gateway, body) for body in others}))
     assert [streamed(cluster.gateway, body) for body in bodies] == alone
     show(f"{len(others)} requests meanwhile: {seen}")
 
@@ -118,14 +114,11 @@ def error_code_of(program: Program, body: dict[str, Any]) -> str:
     return f"{error.value.code}"
 
 
-def restart(cluster: Cluster, program: Program) -> None:
-    program.start()
-    program.wait_until_ready("/health")
-    wait_until(cluster.all_are_up, "the gateway uses the engine again")
-
-
 class Kill:
-    """Kills an engine after so many chunks of an answer: the decoder that writes it, unless a `victim` is given."""
+    """Kills an engine after so many chunks of an answer: the decoder that writes it, unless a `victim` is given.
+
+    Leaving the block starts the engine again, and waits until the gateway uses it.
+    """
 
     def __init__(self, cluster: Cluster, chunks: int, victim: Program | None = None) -> None:
         self.chunks = chunks
@@ -134,6 +127,15 @@ class Kill:
         self._arrivals: list[float] = []
         """The time at which each chunk arrived."""
         self._killed_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._killed_at:
+            self.victim.start()
+            self.victim.wait_until_ready("/health")
+            wait_until(self._cluster.all_are_up, "the gateway uses the engine again")
 
     @property
     def victim(self) -> Program:
