@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.real.answers import request
-from tests.real.stacks import KV_BYTES_PER_TOKEN, SGLANG
+from tests.real.families import SGLANG
+from tests.real.stacks import KV_BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,9 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.real.families import VLLM, Options
 from tests.real.orders import Orders
 from tests.real.programs import Program, free_ports, stop
-from tests.real.stacks import VLLM, Options, Place
+from tests.real.stacks import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

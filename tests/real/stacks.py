@@ -1,7 +1,7 @@
 """The stacks that the gateway is tested with: one for each way in which KV cache travels between real engines.
 
-A family is an engine software, vLLM or SGLang, with the names of its options and metrics. A stack is a family, the
-connector that its engines are started with, and the gateway's connector for it.
+A stack is a family of engines (families.py), the connector that its engines are started with, and the gateway's
+connector for it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from tests.real.programs import HOST, MODEL
+from tests.real.families import BLOCK_SIZE, SGLANG, VLLM, Options
+from tests.real.programs import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tests.real.families import Family
+
 Kind = Literal["single", "prefill", "decode"]
 """A single engine, which prefills and decodes by itself, or one that was started as prefiller or decoder."""
 
-BLOCK_SIZE: Final = 32
 KV_BYTES_PER_TOKEN: Final = 2 * 2 * 2 * 32 * 4
 """Of the tiny model: 2 layers, keys and values, 2 heads, 32 dimensions, 4 bytes per number."""
 
@@ -41,107 +43,6 @@ class Place:
     def store_config(self) -> Path:
         """The configuration file of Mooncake's store."""
         return self.directory / "mooncake.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What an engine is started with, in addition to its model."""
-
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """Values by name; a switch has an empty value."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One engine software."""
-
-    venv_variable: str
-    """The environment variable that names the virtual environment with this software."""
-    command: tuple[str, ...]
-    """Arguments of Python, up to the directory of the model."""
-    options: Options
-    request_gauges: tuple[str, ...]
-    """Metrics: requests that are running or queued, in whatever stage."""
-    kv_gauges: tuple[str, ...]
-    """Metrics: KV cache in use."""
-    generation_tokens: str
-    """Metric: generated tokens."""
-    prompt_tokens: str
-    """Metric: prompt tokens."""
-
-
-VLLM: Final = Family(
-    venv_variable="PDPROXY_REAL_VENV",
-    command=("-m", "vllm.entrypoints.cli.main", "serve"),
-    options=Options(
-        {
-            "--served-model-name": MODEL,
-            "--host": HOST,
-            "--dtype": "float32",
-            "--max-model-len": "4096",
-            "--max-num-seqs": "16",
-            "--kv-cache-memory-bytes": str(64 << 20),
-            "--block-size": str(BLOCK_SIZE),
-            "--enforce-eager": "",
-            "--enable-prompt-tokens-details": "",
-        },
-        # No traffic with other machines, and no threads bound to cores, because there are more engines than cores.
-        {
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_HOST_IP": HOST,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        },
-    ),
-    request_gauges=("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    kv_gauges=("vllm:kv_cache_usage_perc",),
-    generation_tokens="vllm:generation_tokens_total",
-    prompt_tokens="vllm:prompt_tokens_total",
-)
-
-SGLANG: Final = Family(
-    venv_variable="PDPROXY_REAL_SGLANG_VENV",
-    command=("-m", "sglang.launch_server", "--model-path"),
-    options=Options(
-        {
-            "--served-model-name": MODEL,
-            "--host": HOST,
-            "--device": "cpu",
-            "--dtype": "float32",
-            "--attention-backend": "torch_native",
-            "--sampling-backend": "pytorch",
-            "--grammar-backend": "none",
-            "--disable-overlap-schedule": "",
-            "--max-total-tokens": "16384",
-            "--max-running-requests": "16",
-            "--mem-fraction-static": "0.1",
-            # Without a prefix cache, KV cache in use is in use by a request.
-            "--disable-radix-cache": "",
-            # Otherwise an idle engine takes a whole core.
-            "--sleep-on-idle": "",
-            "--enable-metrics": "",
-        },
-        {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_HOST_IP": HOST,
-            "SGLANG_LOCAL_IP_NIC": "lo",
-            "MC_FORCE_TCP": "1",
-            "MOONCAKE_PROTOCOL": "tcp",
-        },
-    ),
-    request_gauges=(
-        "sglang:num_running_reqs",
-        "sglang:num_queue_reqs",
-        "sglang:num_prefill_bootstrap_queue_reqs",
-        "sglang:num_prefill_inflight_queue_reqs",
-        "sglang:num_decode_prealloc_queue_reqs",
-        "sglang:num_decode_transfer_queue_reqs",
-    ),
-    kv_gauges=("sglang:num_used_tokens",),
-    generation_tokens="sglang:generation_tokens_total",
-    prompt_tokens="sglang:prompt_tokens_total",
-)
 
 
 def _whole(prompt_tokens: int) -> int:

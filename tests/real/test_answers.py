@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.real.answers import CHAT, COMPLETIONS, Answer, ask, request
-from tests.real.stacks import VLLM
+from tests.real.families import VLLM
 
 if TYPE_CHECKING:
     from tests.real.cluster import Cluster
