@@ -96,6 +96,18 @@ def test_what_was_known_of_an_engine_that_starts_anew_does_not_count() -> None:
     assert decoder.read() == {1: Verdict.COMPUTED}
 
 
+def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
+    """Its part of one pair's hand-overs is gone, while others go on."""
+    decoder = Decoder()
+    for _ in range(2):
+        decoder.serve(0, fetches=True)
+        decoder.serve(1, fetches=False)
+        decoder.read()
+    decoder.serve(0, fetches=True)
+    decoder.sent[1] = Handovers(1, 100)
+    assert decoder.read() is None
+
+
 def test_nor_does_what_another_prefiller_had_left_in_its_lane() -> None:
     decoder = Decoder()
     for _ in range(2):

@@ -40,7 +40,8 @@ def test_a_decoder_that_is_handed_parameters(after: PromptTokens, sent: Handover
         (grown(computed=4000), Handovers(4, 4096), Verdict.COMPUTED),
         (grown(computed=2100, cached=2000), Handovers(4, 4096), Verdict.COMPUTED),
         (grown(computed=100, cached=4000), Handovers(4, 4096), Verdict.UNKNOWN),  # it had the rest itself
-        (grown(computed=90_000), Handovers(4, 4096), Verdict.UNKNOWN),  # others have it compute, too
+        (grown(computed=4 * 4096), Handovers(4, 4096), Verdict.COMPUTED),  # estimated too low
+        (grown(computed=4 * 4096 + 1), Handovers(4, 4096), Verdict.UNKNOWN),  # others have it compute, too
         (grown(computed=4000), Handovers(2, 4096), None),
     ],
 )

@@ -47,6 +47,7 @@ def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: Prom
         b"<html>vllm: no</html>",
         b"vllm:num_requests_running{} 1\n",
         OLDER.replace(b"external_prefix_cache_hits_total", b"external_prefix_cache_queries_total"),
+        OLDER.replace(b"vllm:prompt_tokens_total", b"vllm:prompt_tokens_of_others_total"),
         b'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} NaN\n',
         b'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} many\n',
         b"# vllm:prompt_tokens_by_source_total of old\n",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from proxy.errors import BadRequest
 from proxy.wire.sglang import (
     PrefilledParts,
+    embeddings,
     is_batch,
     items_of,
     output_limit,
@@ -155,3 +156,18 @@ def test_usage_is_told_in_the_words_of_openai() -> None:
         "prompt_tokens_details": {"cached_tokens": 3},
     }
     assert usage_of({"text": "x"}) is usage_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"input_embeds": [[0.1, 0.2], [0.3, 0.4]]}, 2),
+        ({"input_embeds": [[[0.1], [0.2]], [[0.3]]]}, 3),
+        ({"input_embeds": "none"}, None),
+        ({}, None),
+        ({"text": "x", "input_embeds": [[0.1]]}, None),
+        ({"input_ids": [1], "input_embeds": [[0.1]]}, None),
+    ],
+)
+def test_embeddings_count_where_they_are_the_prompt(fields: dict[str, Any], count: int | None) -> None:
+    assert embeddings(fields) == count

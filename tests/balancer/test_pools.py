@@ -1,0 +1,19 @@
+"""The pools of all roles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.backend import Role
+from proxy.balancer.pools import Pools
+
+if TYPE_CHECKING:
+    from tests.balancer.conftest import Balancer
+
+
+def test_every_role_has_its_own_pool_with_and_without_encoders(balancer: Balancer) -> None:
+    prefillers, decoders, encoders = balancer.prefillers, balancer.decoders, balancer.pool(Role.ENCODE)
+    for pools in (Pools(prefillers, decoders), Pools(prefillers, decoders, encode=encoders)):
+        assert pools.of(Role.PREFILL) is prefillers
+        assert pools.of(Role.DECODE) is decoders
+    assert Pools(prefillers, decoders, encode=encoders).of(Role.ENCODE) is encoders
