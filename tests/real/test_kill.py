@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 from openai import APIError, OpenAI
 
-from tests.real.answers import TIMEOUT_SECONDS, Answer, assemble, assert_seamless, difference, late_piece
+from tests.real.answers import (
+    COMPLETIONS,
+    TIMEOUT_SECONDS,
+    Answer,
+    ask,
+    assemble,
+    assert_seamless,
+    difference,
+    late_piece,
+)
 from tests.real.cluster import total, wait_until
 from tests.real.programs import HOST, MODEL
 
@@ -100,6 +109,25 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
             seen = ", ".join(sorted({error_code_of(cluster.gateway, body) for body in others}))
     assert [streamed(cluster.gateway, body) for body in bodies] == alone
     show(f"{len(others)} requests meanwhile: {seen}")
+
+
+@pytest.mark.only("mooncake-store")
+def test_blocks_that_a_store_lost_with_an_engine_are_computed_again(cluster: Cluster, show: Show) -> None:
+    """Without the gateway: for 10 s Mooncake's master offers blocks that were in the memory of a killed prefiller.
+
+    For so long vLLM 0.32 tries to load them, and then it computes them.
+    """
+    prompts = [f"{cluster.gateway.port} {i} is lost " + "over the lazy dog " * 20 for i in range(8)]
+    prefiller, decoder = cluster.prefillers[0], cluster.decoders[0]
+    alone = [ask(cluster.single.port, COMPLETIONS, prompt=prompt) for prompt in prompts]
+    before = cluster.sources()
+    for prompt in prompts:
+        ask(prefiller.port, COMPLETIONS, prompt=prompt)
+    with Kill(cluster, 1, prefiller) as kill:
+        kill.on_chunk()
+        assert [ask(decoder.port, COMPLETIONS, prompt=prompt) for prompt in prompts] == alone
+        wait_until(lambda: (cluster.sources() - before).total > 0, "the decoder has counted the prompts")
+        show(str(cluster.sources() - before))
 
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
