@@ -366,9 +366,12 @@ async def _settled(find: Callable[[], list[str]]) -> list[str]:
 def _all_are_up(deployment: Deployment) -> bool:
     """Whether every engine passed the health check with which a gateway begins, and told its version if it has one."""
     pools = deployment.worker.pools
+    health = deployment.worker.health
+    everybody = [pool for pool in (pools.prefill, pools.decode, pools.encode) if pool is not None]
+    confirmed = sum(health.is_confirmed(backend) for pool in everybody for backend in pool.backends())
     versions = [pool.engine_version(backend) for pool in (pools.prefill, pools.decode) for backend in pool.backends()]
     told = sum(version is not None for version in versions)
     tell = sum(
         isinstance(engine, SimulatedEngine) and not engine.options.profile.is_sglang for engine in deployment.engines
     )
-    return told >= tell and len(deployment.metrics("pdproxy_instance_up")) == len(deployment.engines)
+    return told >= tell and confirmed == len(deployment.engines)

@@ -39,6 +39,14 @@ def test_an_instance_may_not_fit_in_several_ways(misfits: Misfits) -> None:
     assert [misfit.kind for misfit in misfits.of(D)] == [MisfitKind.ROLE]
 
 
+def test_who_only_looks_sees_what_another_worker_has_found(misfits: Misfits) -> None:
+    def elsewhere() -> None:
+        assert misfits.add(D, KIND, "found by a fork")
+
+    in_child(elsewhere)
+    assert [misfit.hint for misfit in misfits.of(D)] == ["found by a fork"]
+
+
 def test_what_one_worker_finds_is_no_news_to_another(misfits: Misfits) -> None:
     def elsewhere() -> None:
         assert misfits.add(D, KIND, "found by a fork")
