@@ -33,10 +33,10 @@ PARTS: Final = tuple(
     for part, pattern in (
         ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientStream\.write) \("),
         ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
-        ("the client's side: aiohttp", r"aiohttp/|proxy/api/(front|connection|heads|objections|body)"),
+        ("the client's side: aiohttp", r"aiohttp/|proxy/listener"),
         ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|proxy/observe"),
-        ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|budget)"),
-        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/fanout"),
+        ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|buffers|budget)"),
+        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/(requests|fanout)"),
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
             "the answer: events, transcript, client",
