@@ -119,7 +119,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
+    add(
+        "--unreachable-ports",
+        type=_ports,
+        default=default.unreachable_ports,
+        metavar="PORT[,PORT…]",
+        help="prefillers to which this decoder has no route, for pulling KV",
+    )
     return parser
+
+
+def _ports(text: str) -> frozenset[int]:
+    return frozenset(map(_port, text.split(",")))
 
 
 def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
