@@ -201,10 +201,10 @@ class UpstreamError(GatewayError):
             self.retry_after_seconds = 1.0
         return self
 
-    def as_stopped(self, status: int, code: str) -> UpstreamError:
+    def as_stopped(self) -> UpstreamError:
         """This error as the client is told of it when its request must not be sent to another engine."""
         self.body = self.retry_after_seconds = None
-        self.status, self.code = status, code
+        self.status, self.code = SuspectRequest.status, SuspectRequest.code
         self.message = f"{self.message}; another one had gone down while serving this request, which is stopped"
         return self
 

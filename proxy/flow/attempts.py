@@ -6,7 +6,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import Failure, NoBackendAvailable, SuspectRequest, UpstreamError
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.flow.resuming import Resuming
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.flow.unit_guard import UnitGuard
@@ -143,7 +143,7 @@ class AttemptLoop:
         if await self._guard.broke_down(error, self._timeline, self._record):
             if self._delivery.is_touched or self._delivery.goes_on:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
-            raise error.as_stopped(SuspectRequest.status, SuspectRequest.code)
+            raise error.as_stopped()
         if not self._delivery.is_touched:
             self._prefer = None  # the KV may never have arrived, and who knows on whose account
         if self._resuming.is_incident(error):
