@@ -1,6 +1,8 @@
-"""How long legs may take."""
+"""How long legs may take, and what counts as a prefill."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -8,7 +10,13 @@ import pytest
 from proxy.connectors.base import first_byte_seconds, prefill_seconds
 from proxy.settings import Cost, Timeouts
 from proxy.wire.openai import Api
+from tests.asking import request
+from tests.canned import CannedEngine, json_answer
+from tests.deployment import generations
 from tests.parsing import parse
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 10.002), (1000, 12.0), (128_000, 266.0)])
@@ -33,3 +41,17 @@ def test_an_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(
 ) -> None:
     call = parse(Api.CHAT, orjson.dumps({"messages": [], **fields}), Cost())
     assert first_byte_seconds(Timeouts(first_token_seconds=300, answer_seconds=3600), call) == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(400, 400), (599, 599), (399, 500), (600, 500), ("400", 500), (None, 500), (40.0, 500)]
+)
+@pytest.mark.parametrize("is_inside", [True, False])
+async def test_an_error_that_a_prefiller_tells_in_its_answer_has_the_code_it_tells_if_it_is_one(
+    deploy: Deploy, code: object, status: int, is_inside: bool
+) -> None:
+    error = {"message": "no", "code": code}
+    answer = json_answer({"error": error} if is_inside else {"object": "error", **error})
+    gateway = await deploy([CannedEngine("prefill", [answer])], retry={"max_attempts": 1})
+    assert (await gateway.ask(request(Api.CHAT))).status == status
+    assert not generations(*gateway.decoders)

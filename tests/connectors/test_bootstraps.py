@@ -196,6 +196,34 @@ async def test_engines_are_asked_for_again_after_a_failure_of_theirs(
         assert len(server.asked) == 1 + doubted
 
 
+DECODER = Backend(Role.DECODE, "127.0.0.1", 7300, slot=5)
+NEIGHBOUR = Backend(Role.PREFILL, "127.0.0.1", 7200, slot=4)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_met", "blamed"),
+    [
+        (("engine-0", "engine-1"), False, PREFILLER),
+        (("engine-1", "engine-2"), False, PREFILLER),
+        (("engine-0", "engine-1"), True, DECODER),
+        (("engine-2",), False, DECODER),
+    ],
+)
+async def test_a_decoder_that_was_sent_to_anothers_engines_is_not_to_blame(
+    clock: Clock, told: tuple[str, ...], is_met: bool, blamed: Backend
+) -> None:
+    """However their bootstrap server is called: it may have several addresses."""
+    async with BootstrapServer() as own, BootstrapServer(answer=engines_told(*told)) as other, asking(clock) as servers:
+        await servers.engines(PREFILLER, own.address)
+        await servers.engines(NEIGHBOUR, other.address)
+        if is_met:
+            servers.met(PREFILLER)
+        with pytest.raises(UpstreamError) as failed, servers.doubting(PREFILLER):
+            raise UpstreamError(Failure.RESET, DECODER, "it failed")
+        assert failed.value.backend == blamed
+        assert (failed.value.failure is Failure.BOOTSTRAP) is (blamed is PREFILLER)
+
+
 # Those that do not answer as they should
 
 

@@ -290,6 +290,16 @@ async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Enco
     ]
 
 
+async def test_an_item_is_sent_again_where_a_connection_was_closed_just_then(encoders: Encoders) -> None:
+    """What was encoded twice leaves nothing behind, so that costs no attempt and nobody is blamed."""
+    gateway = await encoders.deploy(engines=encoders.engines[:1])
+    encoders.engines[0].faults.add("close_reused")
+    for _ in range(3):
+        assert (await gateway.ask(body_with(IMAGE))).is_done
+    results = gateway.metrics("pdproxy_instance_requests_total")
+    assert {result for _, result, role in results if role == "encode"} == {"ok"}
+
+
 async def test_a_repeated_attempt_encodes_again_and_is_counted(
     encoders: Encoders, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -333,6 +333,20 @@ def test_the_last_words_of_a_decoder_count_but_not_its_finish() -> None:
     assert (delivery.transcript.content, delivery.transcript.ids.tolist()) == ("ab", [7, 8])
 
 
+def test_the_first_words_of_a_decoder_may_be_its_last() -> None:
+    """Then the client has a part of the answer, and the prompt's ids if it asked for ids."""
+    told = chunk([8], text="b")
+    told["choices"][0]["prompt_token_ids"] = [1, 2]
+    last = orjson.loads(orjson.dumps(told))
+    last["choices"][0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
+    delivery = Delivery(call_of({**COMPLETION, "return_token_ids": True}), is_observed=True)
+    output, ended = take(delivery, data(last))
+    assert ended is Meaning.RECOMPUTED
+    assert orjson.loads(output.removeprefix(b"data: ")) == told
+    assert delivery.has_output
+    assert delivery.is_touched
+
+
 def test_last_words_that_say_nothing_are_not_told() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     output, _ = take(delivery, data(ROLE) + data(chunk([7], content="a")) + words([8]))

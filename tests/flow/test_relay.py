@@ -12,6 +12,9 @@ import orjson
 import pytest
 from yarl import URL
 
+from proxy.flow.relay import TokenClock
+from proxy.observe.metrics import Metrics
+from proxy.observe.record import RequestRecord
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer, answer_alone, read, request, until
@@ -20,6 +23,7 @@ from tests.canned import CannedEngine, data, event_stream, json_answer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.clock import Clock
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -47,6 +51,21 @@ async def handed_over(deploy: Deploy, stream: bytes) -> Deployment:
 
 DONE = b"data: [DONE]\n\n"
 ENDING = data(chunk("d", "stop")) + DONE
+
+# The clock
+
+
+def test_the_first_token_is_timed_and_of_the_gaps_behind_it_one_in_eight(clock: Clock) -> None:
+    metrics, record = Metrics(), RequestRecord("completions", "r", clock=clock)
+    tokens = TokenClock(record, metrics)
+    for seconds in (8, 1, *[4] * 7, 2, *[4] * 6):
+        clock.now += seconds
+        tokens.tick()
+    assert record.first_token_seconds == 8
+    told = metrics.render("")[0].decode()
+    assert "pdproxy_inter_token_seconds_count 2.0" in told
+    assert "pdproxy_inter_token_seconds_sum 3.0" in told
+
 
 # The network
 
@@ -267,6 +286,22 @@ async def test_a_recomputation_is_told_as_what_it_is(deploy: Deploy) -> None:
     assert "the engine does not tell token ids" in answer.error["message"]
     assert b'"recomputed"' not in answer.body
     assert b"tool_calls" not in answer.body
+
+
+async def test_an_unseen_answer_begins_anew_where_it_makes_no_sense_any_more(deploy: Deploy) -> None:
+    """However long it is: what was understood of it before may be wrong, too."""
+    told = [chunk("a", prompt_token_ids=None) for _ in range(100)]
+    for number, one in enumerate(told):
+        one["choices"][0] |= {"token_ids": [number], "prompt_token_ids": [1, 2]}
+    nonsense = data({"id": "cmpl-1", "choices": [{"index": 0, "text": 7}]})
+    answers = iter([event_stream([*map(data, told), nonsense]), event_stream([ENDING])])
+    engines = [CannedEngine("both", lambda _: next(answers)) for _ in range(2)]
+    gateway = await deploy(decoders=engines, connector="plain")
+    answer = await gateway.ask(request(Api.COMPLETIONS, max_tokens=1000))
+    assert (answer.status, answer.text) == (200, "d")
+    (first,), (second,) = (engine.received for engine in engines)
+    assert first.body == second.body
+    assert gateway.metrics("pdproxy_resumes_total") == {("restart", "bad_answer"): 1.0}
 
 
 async def test_a_stop_string_that_last_words_complete_is_an_end(deploy: Deploy) -> None:
