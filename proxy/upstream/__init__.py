@@ -1,20 +1,23 @@
 """HTTP out: raw HTTP/1.1 connections to the engines, where these are, and the only place that knows transport errors.
 
-Bytes are parsed by httptools inside `data_received` and handed to a Sink in the same call stack, so a streamed token
-costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure leaves
-this package as an UpstreamError that says whether the engine can have seen the request. What is not hot goes through
-aiohttp's client, to the same addresses.
+Bytes are parsed by httptools inside `data_received` and handed to an Exchange in the same call stack, so a streamed
+token costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure
+leaves this package as an UpstreamError that says whether the engine can have seen the request. What is not hot goes
+through aiohttp's client, to the same addresses.
 """
 
 from proxy.upstream.addresses import AddressRules, is_odd_literal
+from proxy.upstream.connection import Connection, Exchange, Sink, upstream_error
 from proxy.upstream.names import AddressProblem, Names, connect_problem
-from proxy.upstream.response import Response, Sink, upstream_error
+from proxy.upstream.response import Response
 from proxy.upstream.session import new_session, read_bounded
 from proxy.upstream.upstream import Upstream
 
 __all__ = [
     "AddressProblem",
     "AddressRules",
+    "Connection",
+    "Exchange",
     "Names",
     "Response",
     "Sink",

@@ -1,18 +1,21 @@
-"""One connection to one backend: an asyncio protocol around httptools' parser."""
+"""One connection to one backend: an asyncio protocol around httptools' parser, and what it tells of an answer.
+
+Whoever begins an Exchange hears of its answer in the call stack of the socket's read: no future, no task. Response is
+the one that tasks await.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
 
 from proxy.errors import Failure, UpstreamError
-from proxy.upstream.response import Response, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.backend import Backend
 
@@ -30,6 +33,31 @@ SOCKET_OPTIONS: Final = [
     )
     if hasattr(socket, name)
 ]
+
+
+class Sink(Protocol):
+    """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
+
+    def received(self, data: bytes) -> bool:
+        """The body bytes of one read from the socket, in order, never empty.
+
+        Whether any of the answer was in them, for streams: a sign of life is none of it, nor is what is not whole yet.
+        """
+
+    def ended(self, error: UpstreamError | None) -> None:
+        """No more bytes. None: the body is complete. Called once."""
+
+
+class Exchange(Sink, Protocol):
+    """One request on a connection, told what becomes of it: `answered` at most once, `received` for each read that has
+    some of the body, and `ended` once, unless the connection was released before.
+
+    All may call back into the connection. `ended` may come from within `Connection.abort`, and without `answered`: then
+    there is an error. When it tells None, the connection can be released at once, and carry the next exchange.
+    """
+
+    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+        """The status, from 200 on, and headers have arrived: lower-case names; the last one of equal names."""
 
 
 class Connection(asyncio.Protocol):
@@ -57,14 +85,19 @@ class Connection(asyncio.Protocol):
         """The exchange's answer has arrived whole, and the connection can carry another."""
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._head: asyncio.Future[Response] | None = None
-        self._response: Response | None = None
+        self._exchange: Exchange | None = None
+        """Whom to tell; None before the first exchange, and when one has ended or was released."""
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._body: list[bytes] = []
         self._message_complete = False
         self._keep_alive = False
-        self._answered = False
+        self._status = 0
+        """Of the answer; 0 until its head is there."""
+        self._has_head = False
+        """The exchange was told status and headers."""
+        self._has_bytes = False
+        """Anything at all has arrived."""
         self._quiet_since = 0.0
         self._limit_seconds = 0.0
         self._active = False
@@ -93,17 +126,27 @@ class Connection(asyncio.Protocol):
         """Has any of a streamed answer arrived since silence was last checked?"""
         return self._active
 
-    def send(self, head: bytes, body: bytes, *, answer_seconds: float, now: float) -> asyncio.Future[Response]:
-        """Begin an exchange; the future is done when the answer's headers have arrived."""
+    def begin(self, exchange: Exchange, request: Sequence[bytes], *, answer_seconds: float, now: float) -> None:
+        """Send a request, head and body in any pieces, and tell the exchange of its answer.
+
+        `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
+        """
         assert self._transport is not None
         self.exchanges += 1
-        self.complete = self._message_complete = self._answered = self._active = self._is_stream = False
-        self._response = None
-        self._head_bytes = 0
-        self._head = self.loop.create_future()
+        self.complete = self._message_complete = self._has_head = self._has_bytes = False
+        self._active = self._is_stream = False
+        self._status = self._head_bytes = 0
+        self._exchange = exchange
         self._quiet_since, self._limit_seconds = now, answer_seconds
-        self._transport.writelines((head, body))
-        return self._head
+        self._transport.writelines(request)
+
+    def release(self) -> None:
+        """The exchange is told nothing more; dropped unless its answer has arrived whole."""
+        self._exchange = None
+        if self.is_reusable:
+            self.pause(False)
+        else:
+            self.abort()
 
     def limit_silence(self, seconds: float) -> None:
         self._limit_seconds = seconds
@@ -119,7 +162,7 @@ class Connection(asyncio.Protocol):
         if self._active or self._paused:
             self._active, self._quiet_since = False, now
         elif now - self._quiet_since > self._limit_seconds:
-            stage = "an answer" if self._response is None else "more of the answer"
+            stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
 
     def pause(self, paused: bool) -> None:
@@ -137,7 +180,7 @@ class Connection(asyncio.Protocol):
             self.closed = True
             self._transport.abort()
         if error is not None:
-            self._fail(error)
+            self._end(error)
 
     # asyncio.Protocol
 
@@ -148,49 +191,51 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
-        if self._head is None or self.complete:
+        exchange = self._exchange
+        if exchange is None:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
             return
-        self._answered = True
+        self._has_bytes = is_http = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._keep_alive = False
-            if not self._message_complete:  # what follows a complete answer cannot spoil it
-                self.abort(self._error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
-                return
-        response = self._response
-        if response is None:
+            is_http = self._message_complete  # what follows a complete answer cannot spoil it
+        if not self._has_head and self._status:
+            self._has_head = True
+            exchange.answered(self._status, self._headers)
+        if not is_http:
+            self.abort(self._error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
+            return
+        if not self._has_head:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self.abort(self._error(Failure.BAD_ANSWER, "the engine's response headers are too large"))
             return
-        if self._body:
+        if self._body and self._exchange is exchange:
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
-            if response.deliver(body):
+            if exchange.received(body):
                 self._active = True
-        if self._message_complete:
+        if self._message_complete and self._exchange is exchange:  # it may have left
             assert self._transport is not None
             # An answer that came before the request was written out leaves the rest of the request in the pipe.
             if self._keep_alive and not self._transport.get_write_buffer_size():
                 self.complete = True
             else:
                 self.abort()
-            response.end(None)
+            self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if self._head is not None and not self.complete:
-            if self._answered:
-                self._fail(self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer"))
+        if self._exchange is not None:
+            if self._has_bytes:
+                error = self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
             else:
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")
                 error.is_stale = self.exchanges > 1
-                self._fail(error)
-        # Each knows this connection: they would be cycles of garbage.
-        self._head = self._response = None
-        del self._parser
+            self._end(error)
+        del self._parser  # it knows this connection: they would be a cycle of garbage
 
     # httptools callbacks
 
@@ -200,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._response is None:  # what follows the body is no news to anybody, and has no bound
+        if not self._status:  # what follows the body is no news to anybody, and has no bound
             self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
@@ -208,22 +253,36 @@ class Connection(asyncio.Protocol):
         if not 100 <= status < 600 or self._parser.get_http_version()[0] != "1":
             raise ValueError("not an answer of HTTP/1")  # feed_data raises HttpParserError for it
         if status >= 200:
-            self._response = Response(self, status, self._headers)
-            if self._head is not None and not self._head.done():
-                self._head.set_result(self._response)
+            self._status = status
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
 
     def on_message_complete(self) -> None:
-        self._message_complete = self._response is not None  # a 1xx answer is followed by the real one
+        self._message_complete = bool(self._status)  # a 1xx answer is followed by the real one
         self._keep_alive = self._parser.should_keep_alive()  # known only here: the parser resets itself next
 
-    def _fail(self, error: UpstreamError) -> None:
-        if self._response is not None:
-            self._response.end(error)
-        elif self._head is not None and not self._head.done():
-            self._head.set_exception(error)
+    def _end(self, error: UpstreamError | None) -> None:
+        exchange, self._exchange = self._exchange, None  # an exchange knows its connection: one cycle of garbage less
+        if exchange is not None:
+            exchange.ended(error)
 
     def _error(self, failure: Failure, message: str) -> UpstreamError:
         return upstream_error(failure, self.backend, message)
+
+
+def upstream_error(
+    failure: Failure,
+    backend: Backend,
+    message: str,
+    *,
+    engine_status: int | None = None,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> UpstreamError:
+    """An error whose text clients may see: it names the role, while the address stays in the log.
+
+    The keywords are UpstreamError's: what the engine itself answered.
+    """
+    text = f"{backend.role.value} instance: {message}"
+    return UpstreamError(failure, backend, text, engine_status=engine_status, body=body, headers=headers)

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from proxy.errors import Failure, UpstreamError
+from proxy.upstream.connection import upstream_error
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping
     from types import TracebackType
 
-    from proxy.backend import Backend
-    from proxy.upstream.connection import Connection
+    from proxy.upstream.connection import Connection, Sink
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
-
-
-class Sink(Protocol):
-    """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
-
-    def received(self, data: bytes) -> bool:
-        """The body bytes of one read from the socket, in order, never empty.
-
-        Whether any of the answer was in them, for streams: a sign of life is none of it, nor is what is not whole yet.
-        """
-
-    def ended(self, error: UpstreamError | None) -> None:
-        """No more bytes. None: the body is complete. Called once."""
 
 
 class Response:
     """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches.
 
     `with` it: leaving gives the connection back, or drops it when the answer is not complete. There is nothing to wait
-    for.
+    for. It is the Exchange of those who await: `Upstream.open` begins it, and gives it out when it has arrived.
     """
 
-    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_sink", "backend", "headers", "status")
+    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_sink", "arrival", "backend", "headers", "status")
 
-    def __init__(self, connection: Connection, status: int, headers: dict[str, str]) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.backend = connection.backend
-        self.status = status
-        self.headers = headers
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
         """Lower-case names; the last one of equal names."""
+        self.arrival: asyncio.Future[None] = connection.loop.create_future()
+        """Done when status and headers have arrived; with an UpstreamError when they will not."""
         self._connection = connection
         self._sink: Sink | None = None
         self._arrived: list[bytes] = []
@@ -107,19 +96,27 @@ class Response:
         """The error for an engine's own refusal, which reaches the client in its own words."""
         return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
 
-    def deliver(self, data: bytes) -> bool:
-        """Pass on part of the body; see Sink.received."""
+    # Exchange
+
+    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status, self.headers = status, headers
+        if not self.arrival.done():
+            self.arrival.set_result(None)
+
+    def received(self, data: bytes) -> bool:
         if self._sink is not None:
             return self._sink.received(data)
         self._arrived.append(data)
         return False
 
-    def end(self, error: UpstreamError | None) -> None:
-        if not self._ended:
-            self._ended, self._error = True, error
-            sink, self._sink = self._sink, None  # a sink knows its response: one cycle of garbage less
-            if sink is not None:
-                sink.ended(error)
+    def ended(self, error: UpstreamError | None) -> None:
+        self._ended, self._error = True, error
+        if not self.arrival.done():
+            assert error is not None
+            self.arrival.set_exception(error)
+        sink, self._sink = self._sink, None  # a sink knows its response: one cycle of garbage less
+        if sink is not None:
+            sink.ended(error)
 
 
 class _Reader:
@@ -147,20 +144,3 @@ class _Reader:
             self.whole.set_result(b"".join(self._parts))
         else:
             self.whole.set_exception(error)
-
-
-def upstream_error(
-    failure: Failure,
-    backend: Backend,
-    message: str,
-    *,
-    engine_status: int | None = None,
-    body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> UpstreamError:
-    """An error whose text clients may see: it names the role, while the address stays in the log.
-
-    The keywords are UpstreamError's: what the engine itself answered.
-    """
-    text = f"{backend.role.value} instance: {message}"
-    return UpstreamError(failure, backend, text, engine_status=engine_status, body=body, headers=headers)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.progress import Progress
 from proxy.errors import Failure, UpstreamError
-from proxy.upstream.connection import Connection
+from proxy.upstream.connection import Connection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
-from proxy.upstream.response import upstream_error
+from proxy.upstream.response import Response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
-    from proxy.upstream.response import Response
 
 # Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE), and
 # one whose event loop is late does so without a look at what has arrived meanwhile. The distance is such that a reused
@@ -114,22 +113,24 @@ class Upstream:
         have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
         Raises UpstreamError.
         """
-        head = self._head(backend, path, len(body), headers)
-        connection = self._take_idle(backend) or await self._connect(backend)
+        request = self.head(backend, path, len(body), headers), body
+        connection = self.take_idle(backend) or await self.connect(backend)
         while True:
-            self._busy.add(connection)
+            response = Response(connection)
             try:
-                return await connection.send(head, body, answer_seconds=answer_seconds, now=self._clock())
+                connection.begin(response, request, answer_seconds=answer_seconds, now=self._clock())
+                await response.arrival
+                return response
             except BaseException as error:
-                self._put_back(connection)
+                self.give_back(connection)
                 if not isinstance(error, UpstreamError) or not error.is_stale:  # as no fresh connection is
                     raise
-                self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
+                self.distrust(backend)
                 if not resend_if_stale:
                     raise
                 stale = error
             try:
-                connection = await self._connect(backend)
+                connection = await self.connect(backend)
             except UpstreamError:
                 raise stale from None  # not CONNECT: it was asked, and may be gone because of that
 
@@ -149,30 +150,57 @@ class Upstream:
         ) as response:
             return response, await response.read()
 
-    async def _connect(self, backend: Backend) -> Connection:
+    # For those who begin an Exchange themselves. A connection that was taken counts as busy until it is given back.
+
+    async def connect(self, backend: Backend) -> Connection:
+        """A fresh connection, to be given back. Raises UpstreamError."""
         try:
             seconds = self._timeouts.connect_seconds
             async with asyncio.timeout(seconds):
                 addresses = await self._addresses(backend.host)
                 connect = partial(self._connect_to, backend)
-                return await self._dialer.dial(backend.host, backend.port, addresses, connect, seconds)
+                connection = await self._dialer.dial(backend.host, backend.port, addresses, connect, seconds)
+                self._busy.add(connection)
+                return connection
         except OSError as error:  # TimeoutError is one
             problem = connect_problem(error)
         except ValueError:  # a name that can be no host's
             problem = "not a host name"
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
-    async def _connect_to(self, backend: Backend, address: str) -> Connection:
-        loop = asyncio.get_running_loop()
-        make = partial(Connection, backend, loop, self._put_back, None if address == backend.host else address)
-        return (await loop.create_connection(make, address, backend.port))[1]
+    def take_idle(self, backend: Backend) -> Connection | None:
+        """A connection that has carried an exchange before, to be given back; None where there is none to rely on."""
+        idle = self._idle.get(backend)
+        if not idle:
+            return None
+        now = self._clock()
+        oldest = now - _KEEP_ALIVE_SECONDS
+        # What closes one connection, such as a host that is late or something in between, may well close others; and
+        # whoever is tried instead, or once more, is to have a fair chance.
+        if self._distrusted and self._distrusted.get(backend.role, now) > now:
+            oldest = now
+        while idle:
+            connection = idle.pop()
+            if connection.is_reusable and connection.idle_since > oldest and not self._has_moved(connection):
+                self._busy.add(connection)
+                return connection
+            connection.abort()
+        return None
 
-    async def _addresses(self, host: str) -> Sequence[str]:
-        if self._names is None:
-            return (host,)
-        return self._names.known(host) or await self._names.find(host)
+    def give_back(self, connection: Connection) -> None:
+        """Take back a connection: its exchange is over, or nobody waits for the rest of it, and it is told no more."""
+        self._busy.discard(connection)
+        connection.release()
+        if connection.is_reusable:
+            connection.idle_since = self._clock()
+            self._idle.setdefault(connection.backend, []).append(connection)
 
-    def _head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
+    def distrust(self, backend: Backend) -> None:
+        """A connection to it was stale (UpstreamError.is_stale): for a moment no idle one of its role is used."""
+        self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
+
+    def head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
+        """The head of a request; see `open`."""
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {body_bytes}\r\nAccept-Encoding: identity\r\n"
@@ -184,20 +212,15 @@ class Upstream:
             head += f"{name}: {value}\r\n"
         return f"{head}\r\n".encode("utf-8", "surrogateescape")  # how aiohttp decoded a client's header
 
-    def _take_idle(self, backend: Backend) -> Connection | None:
-        idle = self._idle.get(backend, [])
-        now = self._clock()
-        oldest = now - _KEEP_ALIVE_SECONDS
-        # What closes one connection, such as a host that is late or something in between, may well close others; and
-        # whoever is tried instead, or once more, is to have a fair chance.
-        if self._distrusted and self._distrusted.get(backend.role, now) > now:
-            oldest = now
-        while idle:
-            connection = idle.pop()
-            if connection.is_reusable and connection.idle_since > oldest and not self._has_moved(connection):
-                return connection
-            connection.abort()
-        return None
+    async def _connect_to(self, backend: Backend, address: str) -> Connection:
+        loop = asyncio.get_running_loop()
+        make = partial(Connection, backend, loop, self.give_back, None if address == backend.host else address)
+        return (await loop.create_connection(make, address, backend.port))[1]
+
+    async def _addresses(self, host: str) -> Sequence[str]:
+        if self._names is None:
+            return (host,)
+        return self._names.known(host) or await self._names.find(host)
 
     def _has_moved(self, connection: Connection) -> bool:
         """Is the backend somewhere else by now?"""
@@ -205,15 +228,6 @@ class Upstream:
         return (
             address is not None and self._names is not None and self._names.has_left(connection.backend.host, address)
         )
-
-    def _put_back(self, connection: Connection) -> None:
-        self._busy.discard(connection)
-        if connection.is_reusable:
-            connection.pause(False)
-            connection.idle_since = self._clock()
-            self._idle.setdefault(connection.backend, []).append(connection)
-        else:
-            connection.abort()
 
     def in_exchange(self, backend: Backend) -> int:
         """Exchanges under way with a backend."""

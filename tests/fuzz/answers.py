@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import atexit
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import h11
 
 from proxy.backend import Backend, Role
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection
+from proxy.upstream.response import Response
 from tests.fuzz.cutting import cut, singly, spelled, words
-
-if TYPE_CHECKING:
-    from proxy.upstream.response import Response
 
 LOOP = asyncio.new_event_loop()
 atexit.register(LOOP.close)
@@ -131,23 +129,22 @@ def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
     """Send a request on a new connection, receive these pieces, and lose the connection."""
     line, body = Line(), Body()
     connection = connected(line)
-    head = connection.send(b"", b"", answer_seconds=1.0, now=0.0)
-    response: Response | None = None
+    response = Response(connection)
+    connection.begin(response, (b"", b""), answer_seconds=1.0, now=0.0)
+    attached = False
     for piece in filter(None, pieces):
         if line.is_lost:
             break
         connection.data_received(piece)
-        if response is None and head.done() and not head.exception():
-            response = head.result()
-            if not attaches_late:
-                response.attach(body)
+        if not attached and not attaches_late and response.status:
+            response.attach(body)
+            attached = True
     connection.connection_lost(None)
-    assert head.done()
-    if response is None:
-        error = head.exception()
+    assert response.arrival.done()
+    if error := response.arrival.exception():
         assert isinstance(error, UpstreamError)
         return Outcome(error.failure)
-    if attaches_late:
+    if not attached:
         response.attach(body)
     (end,) = body.ends
     failure = None if end is None else end.failure

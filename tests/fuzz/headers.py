@@ -18,7 +18,7 @@ from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import UpstreamError
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Response, Upstream
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
 from tests.fuzz.cutting import spelled, words
 
@@ -79,7 +79,7 @@ def _check_towards_engine(headers: Mapping[str, str]) -> None:
     request_id = headers.get("X-Request-Id", "")
     if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
-    head = _upstream._head(ENGINE, "/v1/completions", 0, passed_on)
+    head = _upstream.head(ENGINE, "/v1/completions", 0, passed_on)
     expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})
     assert sorted(name for name, _ in _read_by_llhttp(head)) == expected
     fields = _read_by_h11(head)
@@ -97,13 +97,13 @@ def _check_towards_client(headers: CIMultiDict[str]) -> None:
 async def _check_refusal(raw: bytes) -> None:
     """What an engine refuses with, in our own connection's reading."""
     connection = connected(Line())
-    head = connection.send(b"", b"", answer_seconds=1.0, now=0.0)
+    response = Response(connection)
+    connection.begin(response, (b"", b""), answer_seconds=1.0, now=0.0)
     connection.data_received(raw)
     connection.connection_lost(None)
-    if head.exception() is not None:
-        assert isinstance(head.exception(), UpstreamError)
+    if (failed := response.arrival.exception()) is not None:
+        assert isinstance(failed, UpstreamError)
         return
-    response = head.result()
     error = response.refuse("refused", 400, b"{}", response.headers)
     _check_towards_client(error_response(error).headers)
 

@@ -96,7 +96,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     call = parse(api, orjson.dumps(body), Cost())
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
-    response = Response(connected(Line()), 200, {})
+    response = Response(connected(Line()))
     attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=_NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))

@@ -1,0 +1,126 @@
+"""What is told to those who begin an exchange themselves, without a future to await."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.errors import Failure
+from tests.upstream.raw import LONG, STREAM_HEAD, Link, chunk, engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from proxy.errors import UpstreamError
+    from proxy.upstream import Connection, Upstream
+
+
+class Recorder:
+    """An Exchange that writes down what it is told. `then` is called with each call's name."""
+
+    def __init__(self, then: Callable[[str], None] = lambda call: None) -> None:
+        self.told: list[tuple[object, ...]] = []
+        self.over = asyncio.Event()
+        self._then = then
+
+    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+        self.told.append(("answered", status, dict(headers)))
+        self._then("answered")
+
+    def received(self, data: bytes) -> bool:
+        self.told.append(("received", data))
+        self._then("received")
+        return True
+
+    def ended(self, error: UpstreamError | None) -> None:
+        self.told.append(("ended", error and error.failure))
+        self.over.set()
+        self._then("ended")
+
+
+def begin(upstream: Upstream, connection: Connection, exchange: Recorder) -> None:
+    head = upstream.head(connection.backend, "/v1/completions", 4, {"x-request-id": "r"})
+    connection.begin(exchange, (head, b"{", b' "', b"}"), answer_seconds=LONG, now=upstream._clock())
+
+
+async def test_an_exchange_is_told_of_its_answer_as_it_arrives(upstream: Upstream) -> None:
+    read = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await link.answer(STREAM_HEAD + chunk(b"one"))
+        await read.wait()
+        link.send(chunk(b"two") + b"0\r\n\r\n")
+
+    async with engine(script) as backend:
+        connection = await upstream.connect(backend)
+        exchange = Recorder(lambda call: read.set() if call == "received" else None)
+        begin(upstream, connection, exchange)
+        await exchange.over.wait()
+        assert exchange.told == [
+            ("answered", 200, {"content-type": "text/event-stream", "transfer-encoding": "chunked"}),
+            ("received", b"one"),
+            ("received", b"two"),
+            ("ended", None),
+        ]
+        assert upstream.busy_connections == 1
+        upstream.give_back(connection)
+        assert upstream.take_idle(backend) is connection
+        upstream.give_back(connection)
+
+
+async def test_the_next_exchange_may_begin_where_one_ends(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        for _ in range(2):
+            await link.answer()
+
+    async with engine(script) as backend:
+        connection = await upstream.connect(backend)
+        second = Recorder()
+
+        def go_on(call: str) -> None:
+            if call == "ended":
+                upstream.give_back(connection)
+                assert upstream.take_idle(backend) is connection
+                begin(upstream, connection, second)
+
+        first = Recorder(go_on)
+        begin(upstream, connection, first)
+        await second.over.wait()
+        assert (
+            [told[0] for told in first.told] == [told[0] for told in second.told] == ["answered", "received", "ended"]
+        )
+        upstream.give_back(connection)
+
+
+async def test_an_exchange_without_an_answer_only_ends(upstream: Upstream) -> None:
+    async def script(link: Link) -> None:
+        await link.request()
+
+    async with engine(script) as backend:
+        connection = await upstream.connect(backend)
+        exchange = Recorder()
+        begin(upstream, connection, exchange)
+        await exchange.over.wait()
+        assert exchange.told == [("ended", Failure.RESET)]
+        upstream.give_back(connection)
+
+
+@pytest.mark.parametrize("last", ["answered", "received"])
+async def test_whoever_has_left_is_told_nothing_more(upstream: Upstream, last: str) -> None:
+    gone = asyncio.Event()
+
+    async def script(link: Link) -> None:
+        await link.answer()
+        await link.left()
+        gone.set()
+
+    async with engine(script) as backend:
+        connection = await upstream.connect(backend)
+        exchange = Recorder(lambda call: upstream.give_back(connection) if call == last else None)
+        begin(upstream, connection, exchange)
+        await gone.wait()
+        await asyncio.sleep(0)  # a turn for the loss of the connection to be told
+        assert connection.closed
+        assert exchange.told[-1][0] == last
