@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.connectors.base import (
-    Attempt,
-    check_status,
-    first_byte_seconds,
-    new_attempt_id,
-    parse_prefilled,
-    prefill_seconds,
-)
+from proxy.connectors.attempt import Attempt
+from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated

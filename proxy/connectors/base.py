@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.errors import Failure
-from proxy.terms import Stage
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-    from proxy.answers import PrefillAnswer
-    from proxy.backend import Backend
     from proxy.background import Background
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
     from proxy.call import Call
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Legs
     from proxy.connectors.releaser import Releaser
     from proxy.errors import UpstreamError
     from proxy.observe.metrics import Metrics
@@ -60,55 +59,6 @@ class ConnectorContext:
     """For what no request waits for."""
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One try at a call: the decoder's open 200 answer, and the leases behind it."""
-
-    response: Response
-    timeline: Timeline
-    prefiller: Backend | None
-    """None: the connector has no prefill leg."""
-    kv_handed_over: bool
-    """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
-    handoff: Handoff
-    first_token_seconds: float | None = None
-    """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
-    still under way."""
-    prefill_answer: PrefillAnswer | None = None
-    """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
-
-    @property
-    def prompt_details(self) -> dict[str, Any] | None:
-        """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
-        return self.timeline.usage.prompt_details
-
-    def saw_usage(self, usage: Any) -> None:
-        """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
-        self.timeline.usage.saw_completion(usage)
-        if not self.kv_handed_over:
-            self.timeline.usage.saw_prompt(usage)
-
-    def kv_arrived(self) -> None:
-        """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
-        self.handoff.arrived()
-        self.timeline.enter(Stage.STREAM)
-
-    def kv_lost(self) -> None:
-        """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
-        self.handoff.lost()
-        self.timeline.enter(Stage.STREAM)
-
-
-class Handoff(Protocol):
-    """Hears how the hand-over of an attempt's KV cache ends."""
-
-    def arrived(self) -> None:
-        """See Attempt.kv_arrived. May be called again."""
-
-    def lost(self) -> None:
-        """See Attempt.kv_lost. May be called again."""
 
 
 class Connector(ABC):
@@ -149,6 +99,12 @@ class Connector(ABC):
         Raises NoBackendAvailable and UpstreamError.
         """
 
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """The same attempt as `open` makes, for whoever drives it; see connectors.legs. None: its legs do not come one
+        after the other.
+        """
+        return None
+
 
 def new_attempt_id() -> str:
     """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id,
@@ -176,7 +132,7 @@ def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
 
 async def check_status(response: Response) -> None:
     """Raise UpstreamError, with the engine's own status and body, unless the answer is a success."""
-    if not 200 <= response.status < 300:
+    if not response.is_success:
         raise refusal(response, await response.read())
 
 

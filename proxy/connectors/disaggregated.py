@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, ConnectorContext
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.legs import Legs
     from proxy.observe.timeline import Timeline
 
 
@@ -38,6 +40,14 @@ class Disaggregated(Connector):
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
         return self._one_engine.open(call, request, timeline) or self.open_both(call, request, timeline)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """See Connector.legs."""
+        return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
+
+    def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """The legs of a call that can be handed over; None: they do not come one after the other."""
+        return None
 
     @abstractmethod
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:

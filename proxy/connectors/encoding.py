@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pool import Pool
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, ConnectorContext
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.legs import Legs
     from proxy.observe.timeline import Timeline
     from proxy.settings import Settings
 
@@ -83,6 +85,10 @@ class Encoding(Connector):
         if not items:
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """Those of the other connector, where there is nothing to encode. See Connector.legs."""
+        return None if media(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
     async def _open_encoded(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
+from proxy.connectors.legs import opened
 from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import BadRequest
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, ConnectorContext
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import Ranks
     from proxy.observe.timeline import Timeline
 
@@ -40,10 +43,15 @@ class OneEngine:
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt] | None:
         """The attempt, as in Connector.open; None for a call that can be handed over."""
+        legs = self.legs(call, request, timeline)
+        return None if legs is None else opened(legs, self._context.upstream)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """The attempt, as in Connector.legs; None for a call that can be handed over."""
         role = self._role(call)
         if role is None:
             return None
-        return (self._prefiller if role is Role.PREFILL else self.decoder).open(call, request, timeline)
+        return (self._prefiller if role is Role.PREFILL else self.decoder).legs(call, request, timeline)
 
     def _role(self, call: Call) -> Role | None:
         """Who serves a call alone; None: it can be handed over. Raises BadRequest."""

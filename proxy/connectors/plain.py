@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import Attempt, ConnectorContext
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.legs import Legs
     from proxy.observe.timeline import Timeline
 
 
@@ -37,3 +39,7 @@ class Plain(Connector):
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """One leg. See Connector.open."""
         return self._leg.open(call, request, timeline)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """One leg. See Connector.legs."""
+        return self._leg.legs(call, request, timeline)

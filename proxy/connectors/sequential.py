@@ -8,32 +8,27 @@ short that a hand-over costs more than a prefill goes to a decoder alone, where 
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import orjson
 
 from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
-from proxy.connectors.base import (
-    Attempt,
-    check_status,
-    first_byte_seconds,
-    new_attempt_id,
-    parse_prefilled,
-    prefill_seconds,
-)
+from proxy.connectors.attempt import Attempt
+from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.handoff import KvSource, handing_over
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
+from proxy.connectors.legs import Leg, opened
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Generator, Mapping
     from contextlib import AbstractAsyncContextManager
+    from typing import Any
 
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
@@ -41,10 +36,15 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.handoff import KvHandoff
+    from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
     from proxy.wire.document import Document
+
+    Result = TypeVar("Result")
+    Steps = Generator[Leg | Response | Attempt, Any, Result]
+    """A part of an attempt's legs, and what comes of it."""
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
 _ASK_FOR_KV: Final = {
@@ -84,27 +84,31 @@ class Sequential(Disaggregated):
         self._releaser = context.releaser
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, but a decoder alone for a short prompt. See Connector.open."""
+        """See Disaggregated."""
+        return opened(self.legs_of_both(call, request, timeline), self._upstream)
+
+    def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """Both legs, but a decoder alone for a short prompt. See Disaggregated."""
         if call.prompt_tokens < self._context.settings.kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
-            return self._one_engine.decoder.open(call, request, timeline)
-        return self._open_both(call, request, timeline)
+            return self._one_engine.decoder.legs(call, request, timeline)
+        return self._both(call, request, timeline)
 
-    @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+    def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with (
             handing_over(self._context, call, request, timeline, self.least_tokens) as handoff,
             self._ranks.claim() as rank,
         ):
             timeline.enter(Stage.PREFILL)
-            prefilled = await self.prefill(call, handoff, timeline)
+            prefilled = yield from self.prefill(call, handoff, timeline)
             handoff.prefiller.free_compute()
             handoff.kv = prefilled.kv
             if prefilled.kv is None:
                 handoff.source = self.source_without_kv
             handoff.held()
-            with await self._decode(call, prefilled, handoff, rank, timeline) as response:
-                await check_status(response)
+            with (yield from self._decode(call, prefilled, handoff, rank, timeline)) as response:
+                if not response.is_success:
+                    raise refusal(response, (yield response))
                 if call.stream:
                     timeline.enter(Stage.FIRST_TOKEN)
                 yield Attempt(
@@ -118,17 +122,17 @@ class Sequential(Disaggregated):
     # What a protocol says
 
     @abstractmethod
-    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
+    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
         """Run the prefill leg, by `ask_prefiller`. Raises UpstreamError."""
 
     # How
 
-    async def ask_prefiller(self, call: Call, prefiller: Backend, timeline: Timeline) -> Prefilled:
+    def ask_prefiller(self, call: Call, prefiller: Backend, timeline: Timeline) -> Steps[Prefilled]:
         """One prefill leg. Raises UpstreamError."""
         attempt_id = new_attempt_id()
         timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
         with self._ranks.claim() as rank:
-            response, body = await self._upstream.fetch(
+            leg = Leg(
                 prefiller,
                 call.api.path,
                 prefill_body(call, self._pools.prefill.engine_version(prefiller), _ASK_FOR_KV),
@@ -137,22 +141,24 @@ class Sequential(Disaggregated):
                     "x-request-id": attempt_id,
                     **rank.header(prefiller, self._context.settings.balance.prefill_dp_ranks),
                 },
-                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
+                prefill_seconds(self._context.settings.timeouts, call),
             )
+            with (yield leg) as response:
+                body = yield response
         answer = parse_prefilled(response, body)
         timeline.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
         return Prefilled(attempt_id, response, params, kv)
 
-    async def _decode(
+    def _decode(
         self,
         call: Call,
         prefilled: Prefilled,
         handoff: KvHandoff,
         rank: RankClaim,
         timeline: Timeline,
-    ) -> Response:
+    ) -> Steps[Response]:
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
         params = _decode_params(prefilled.params, call.kv_params)
         body = call.body({} if params is None else {"kv_transfer_params": orjson.Fragment(params)})
@@ -164,13 +170,14 @@ class Sequential(Disaggregated):
             # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
             steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
             try:
-                return await self._upstream.open(
+                response: Response = yield Leg(
                     decoder,
                     call.api.path,
                     body,
                     {**call.headers, "x-request-id": prefilled.attempt_id, **steering},
-                    answer_seconds=self._handoff_seconds(prefilled.kv, call),
+                    self._handoff_seconds(prefilled.kv, call),
                 )
+                return response
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self.move(handoff.decoder, handoff.failed, error):
                     self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()

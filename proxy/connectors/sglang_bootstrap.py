@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.connectors.aborts import Aborts
-from proxy.connectors.base import (
-    Attempt,
-    Connector,
-    check_status,
-    first_byte_seconds,
-    new_attempt_id,
-    prefill_seconds,
-    refusal,
-)
+from proxy.connectors.attempt import Attempt
+from proxy.connectors.base import Connector, check_status, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.concurrent import running
 from proxy.connectors.handoff import handing_over
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from proxy.backend import Role
-from proxy.connectors.base import Attempt, check_status, first_byte_seconds, new_attempt_id, prefill_seconds
+from proxy.connectors.attempt import Attempt
+from proxy.connectors.base import first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import LocalKv
+from proxy.connectors.legs import Leg, opened
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import Ranks
     from proxy.observe.timeline import Timeline
 
@@ -45,9 +48,12 @@ class SingleLeg:
         self._ranks = ranks
         self._members = members
 
-    @asynccontextmanager
-    async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """The attempt, as in Connector.open."""
+        return opened(self.legs(call, request, timeline), self._upstream)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """The attempt, as in Connector.legs."""
         is_prefiller = self._role is Role.PREFILL
         timeouts, balance = self._context.settings.timeouts, self._context.settings.balance
         attempt_id = new_attempt_id()
@@ -66,15 +72,17 @@ class SingleLeg:
                 timeline.decoder, timeline.decode_id = lease.backend.name, attempt_id
                 answer_seconds = first_byte_seconds(timeouts, call)
             dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
-            with await self._upstream.open(
+            leg = Leg(
                 lease.backend,
                 call.api.path,
                 call.body(changes),
                 {**call.headers, "x-request-id": attempt_id, **rank.header(lease.backend, dp_ranks)},
-                answer_seconds=answer_seconds,
+                answer_seconds,
                 resend_if_stale=True,
-            ) as response:
-                await check_status(response)
+            )
+            with (yield leg) as response:
+                if not response.is_success:
+                    raise refusal(response, (yield response))
                 yield Attempt(
                     response,
                     timeline,

@@ -16,7 +16,7 @@ from proxy.errors import Failure, UpstreamError
 if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
-    from proxy.connectors.sequential import Prefilled
+    from proxy.connectors.sequential import Prefilled, Steps
     from proxy.observe.timeline import Timeline
 
 
@@ -25,13 +25,13 @@ class VllmPull(Sequential):
 
     source_without_kv = KvSource.DECODER
 
-    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
+    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
         """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
         lease, fitness = handoff.prefiller, self._context.fitness
         may_ask_again = self._context.settings.kv.on_missing == "retry_prefill"
         while True:
             try:
-                prefilled = await self.ask_prefiller(call, lease.backend, timeline)
+                prefilled = yield from self.ask_prefiller(call, lease.backend, timeline)
             except UpstreamError as error:
                 self._releaser.suspect(lease.backend, call.prompt_tokens, error)
                 raise

@@ -16,7 +16,7 @@ from proxy.connectors.sequential import Sequential
 if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
-    from proxy.connectors.sequential import Prefilled
+    from proxy.connectors.sequential import Prefilled, Steps
     from proxy.observe.timeline import Timeline
 
 
@@ -26,6 +26,6 @@ class VllmStore(Sequential):
     least_tokens = LEAST_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
-    async def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Prefilled:
+    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
         """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""
-        return await self.ask_prefiller(call, handoff.prefiller.backend, timeline)
+        return (yield from self.ask_prefiller(call, handoff.prefiller.backend, timeline))

@@ -15,7 +15,7 @@ from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
     from proxy.call import Call
-    from proxy.connectors.base import Attempt
+    from proxy.connectors.attempt import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
     from proxy.flow.client import ClientStream
     from proxy.flow.parts import FlowParts

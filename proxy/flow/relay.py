@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from typing import Any
 
-    from proxy.connectors.base import Attempt
+    from proxy.connectors.attempt import Attempt
     from proxy.errors import UpstreamError
     from proxy.flow.client import ClientStream
     from proxy.flow.delivery import Delivery

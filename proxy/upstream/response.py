@@ -48,6 +48,11 @@ class Response:
         self._connection.on_exchanged(self._connection)
 
     @property
+    def is_success(self) -> bool:
+        """Whether its status says so."""
+        return 200 <= self.status < 300
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """On which the body arrives."""
         return self._connection.loop

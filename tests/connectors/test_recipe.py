@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from proxy.connectors import CONNECTORS
+from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import (
-    Attempt,
     Connector,
     check_status,
     first_byte_seconds,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.call import Call
-    from proxy.connectors.base import Attempt
+    from proxy.connectors.attempt import Attempt
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy
     from tests.deployment import Deployment

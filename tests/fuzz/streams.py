@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 
-from proxy.connectors.base import Attempt
+from proxy.connectors.attempt import Attempt
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay

@@ -1,0 +1,63 @@
+"""One try at a call, as whoever takes its answer sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from proxy.terms import Stage
+
+if TYPE_CHECKING:
+    from proxy.answers import PrefillAnswer
+    from proxy.backend import Backend
+    from proxy.observe.timeline import Timeline
+    from proxy.upstream import Response
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a call: the decoder's open 200 answer, and the leases behind it."""
+
+    response: Response
+    timeline: Timeline
+    prefiller: Backend | None
+    """None: the connector has no prefill leg."""
+    kv_handed_over: bool
+    """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
+    handoff: Handoff
+    first_token_seconds: float | None = None
+    """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
+    still under way."""
+    prefill_answer: PrefillAnswer | None = None
+    """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
+
+    @property
+    def prompt_details(self) -> dict[str, Any] | None:
+        """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
+        return self.timeline.usage.prompt_details
+
+    def saw_usage(self, usage: Any) -> None:
+        """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
+        self.timeline.usage.saw_completion(usage)
+        if not self.kv_handed_over:
+            self.timeline.usage.saw_prompt(usage)
+
+    def kv_arrived(self) -> None:
+        """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
+        self.handoff.arrived()
+        self.timeline.enter(Stage.STREAM)
+
+    def kv_lost(self) -> None:
+        """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
+        self.handoff.lost()
+        self.timeline.enter(Stage.STREAM)
+
+
+class Handoff(Protocol):
+    """Hears how the hand-over of an attempt's KV cache ends."""
+
+    def arrived(self) -> None:
+        """See Attempt.kv_arrived. May be called again."""
+
+    def lost(self) -> None:
+        """See Attempt.kv_lost. May be called again."""
