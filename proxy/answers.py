@@ -39,6 +39,10 @@ class AnsweredAttempt(Protocol):
         """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """How many tokens the prompt has, as far as an engine has told; None while none has."""
+
+    @property
     def prompt_details(self) -> dict[str, Any] | None:
         """The engine's `prompt_tokens_details` that are true; None if nobody has told."""
 

@@ -28,7 +28,6 @@ _API: Final = "/v1"
 # What clients of engines and of other services ask for, by the beginning of the path behind the version.
 _NOT_SERVED: Final = (
     ("/responses", "the Responses API is not served here, but /v1/chat/completions is"),
-    ("/messages", "Anthropic's Messages API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/generate", "SGLang's own API is served with the connector sglang_bootstrap, and OpenAI's always"),
     *(

@@ -32,6 +32,11 @@ class Attempt:
     """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """How many tokens the prompt has, as far as an engine has told."""
+        return self.timeline.usage.prompt_tokens
+
+    @property
     def prompt_details(self) -> dict[str, Any] | None:
         """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
         return self.timeline.usage.prompt_details

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.dialects.messages import Messages
 from proxy.dialects.openai import ChatCompletions, Completions
 from proxy.dialects.sglang_generate import SglangGenerate
 
@@ -12,5 +13,5 @@ if TYPE_CHECKING:
 
     from proxy.dialects.base import Dialect
 
-DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), SglangGenerate())
+DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), Messages(), SglangGenerate())
 """A dialect is served where the connector's engines speak its `api`."""

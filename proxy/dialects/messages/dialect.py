@@ -1,0 +1,44 @@
+"""POST /v1/messages, as Claude Code and Anthropic's SDKs ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.dialects.messages import errors
+from proxy.dialects.messages.answer import MessageEvents, message
+from proxy.dialects.messages.request import chat_of
+from proxy.dialects.translated import Translated, event
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.dialects.base import Rendering, Unit
+    from proxy.errors import GatewayError
+
+
+class Messages(Translated):
+    """A message is a chat's answer, and its content blocks are the parts of that."""
+
+    path = "/v1/messages"
+    label = "messages"
+
+    def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See Translated."""
+        return chat_of(values)
+
+    def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+        """See Translated."""
+        return message(call, completion)
+
+    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """See Dialect."""
+        return MessageEvents(call)
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """See Dialect."""
+        return event("error", errors.error(error))
+
+    def error_body(self, error: GatewayError) -> bytes:
+        """See Dialect."""
+        return errors.error_body(error)

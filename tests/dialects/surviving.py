@@ -1,0 +1,41 @@
+"""Messages whose decoder is lost behind each of their tokens, beside the same message undisturbed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.asking import until
+from tests.conformance.resuming import serving, unlike
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from tests.deployment import Deployment
+
+    Asking = Callable[[Deployment], Awaitable[dict[str, Any]]]
+    """Asks for a message and puts together what comes."""
+
+FAULTS: Final = {"recomputed": "recompute", "killed": "reset_after_tokens", "stalled": "stall_after_tokens"}
+
+
+async def differences(asking: Asking, profile: str, fault: str, places: Iterable[int]) -> dict[int, str]:
+    """What is different from the message undisturbed, by the number of tokens behind which the decoder was lost."""
+    async with serving(profile, decoders=1) as gateway:
+        expected = await asking(gateway)
+    found: dict[int, str] = {}
+    seconds = 0.05 if fault == "stalled" else 5.0
+    timeouts = dict.fromkeys(("first_token_seconds", "idle_seconds", "answer_seconds"), seconds)
+    async with serving(profile, decoders=1, timeouts=timeouts, resume={"pressure_seconds": 0.0}) as gateway:
+        [decoder] = gateway.decoders
+        for place in places:
+            await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
+            decoder.faults.clear()
+            decoder.faults.add(FAULTS[fault], tokens=place, times=1)
+            gateway.expects_inexact_ledger |= place == 0
+            try:
+                if wrong := unlike(await asking(gateway), expected):
+                    found[place] = wrong
+            except AssertionError as wrong:
+                found[place] = str(wrong).partition("\n")[0]
+        assert decoder.faults
+    return found
