@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from proxy.wire.openai import prompt_details
 
 
-@dataclass(slots=True)
 class Usage:
     """One unit's."""
 

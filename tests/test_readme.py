@@ -152,8 +152,9 @@ def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
 
 
 def test_every_field_of_the_access_line_is_explained() -> None:
-    record = RequestRecord(Api.CHAT, "id", lost_engines=1)
-    record.timeline().seconds[Stage.ENCODE] = 1.0
+    record = RequestRecord(Api.CHAT, "id")
+    record.lost_engines = 1
+    record.timeline().marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
     assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
 
 

@@ -10,23 +10,31 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from proxy.logs.floods import Floods
 from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
-from proxy.logs.handler import ALWAYS, AccessRecord, LineHandler, access
+from proxy.logs.handler import ALWAYS, AccessRecord, LineHandler, access, monotonic_zero
 from proxy.logs.redaction import Redaction
 from proxy.logs.writer import LineWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from proxy.settings import Log
 
-__all__ = ["ALWAYS", "Lost", "access_line", "batch", "configure", "flush", "lost", "request_id", "setup"]
-
-
-_BATCH_SECONDS: Final = 0.05
+__all__ = [
+    "ALWAYS",
+    "Lost",
+    "access_line",
+    "access_lines",
+    "configure",
+    "flush",
+    "lost",
+    "precede",
+    "request_id",
+    "setup",
+]
 
 
 class Lost(NamedTuple):
@@ -67,21 +75,38 @@ def configure(level: str) -> None:
 
 
 def access_line(fields: Mapping[str, object]) -> None:
-    """Write the one line of a finished request. Durations are in seconds; as text they are cut to milliseconds.
+    """Write the one line of a request that is over now. Durations are in seconds; as text they are cut to milliseconds.
 
     Of requests that no engine was asked about, which `term` or `instance` tells, too many at once are left out.
     """
-    if access.isEnabledFor(logging.INFO):
-        access.handle(AccessRecord(fields))
+    for handler in _line_handlers():
+        handler.settle_first()
+    access_lines([(time.monotonic(), fields)])
 
 
-def batch(call_later: Callable[[float, Callable[[], None]], object]) -> None:
-    """From now on the lines of finished requests may wait a moment for others: to write them costs a system call each.
+def access_lines(requests: Iterable[tuple[float, Mapping[str, object]]]) -> None:
+    """Write the lines of several requests at once: when each was over, in seconds of the monotonic clock, and its
+    fields; see access_line.
+    """
+    if not access.isEnabledFor(logging.INFO):
+        return
+    zero = monotonic_zero()
+    entries = [(zero + ended, fields) for ended, fields in requests]
+    # As `access.handle` does it, but for our own handler: a record, a lock and a write for each cost more than it.
+    for handler in _handlers(access):
+        if isinstance(handler, LineHandler):
+            handler.write_requests(entries)
+        elif handler.level <= logging.INFO:
+            for created, fields in entries:
+                handler.handle(AccessRecord(created, fields))
 
-    `call_later` is an event loop's. All other lines are written at once, and those that wait before them.
+
+def precede(settle: Callable[[], None]) -> None:
+    """From now on this is called, on the thread of now, before any other line is written: it has those of requests
+    written that are over already, which may wait for others, so that lines are in the order of what they tell.
     """
     for handler in _line_handlers():
-        handler.batch(lambda: call_later(_BATCH_SECONDS, flush))
+        handler.precede(settle)
 
 
 def flush() -> None:
@@ -93,6 +118,14 @@ def flush() -> None:
 def lost() -> Lost:
     """What is not in the log."""
     return next((Lost(handler.dropped, handler.suppressed) for handler in _line_handlers()), Lost())
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """Those that its records reach."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        yield from at.handlers
+        at = at.parent if at.propagate else None
 
 
 def _line_handlers() -> list[LineHandler]:

@@ -40,13 +40,21 @@ class LineFormatter(logging.Formatter):
         self._redact = redact or Redaction()
 
     def format(self, record: logging.LogRecord) -> str:
-        line = self._line(record)
-        # The line of a request that did not fail has only names, numbers and its id.
-        is_served = record.name == "proxy.access" and record.fields.get("error") is None  # type: ignore[attr-defined]
-        return line if is_served else self._redact(line)
+        line = self._line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
+        return self._redact(self._with_traceback(line, self._traceback(record)))
+
+    def request(self, created: float, fields: Mapping[str, object]) -> str:
+        """The line of a finished request; `created` is the system's time."""
+        line = self._line(created, "INFO", "proxy.access", "request", fields)
+        # That of one that did not fail has only names, numbers and its id.
+        return line if fields.get("error") is None else self._redact(line)
 
     @abstractmethod
-    def _line(self, record: logging.LogRecord) -> str: ...
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str: ...
+
+    @abstractmethod
+    def _with_traceback(self, line: str, traceback: str) -> str:
+        """`traceback` is empty if there is none."""
 
     def _cut(self, text: str) -> str:
         if len(text) <= MAX_VALUE_CHARS:
@@ -65,16 +73,18 @@ class LineFormatter(logging.Formatter):
 class TextFormatter(LineFormatter):
     """`2026-01-31T12:00:00.000Z INFO proxy.discovery.prober message key=value`."""
 
-    def _line(self, record: logging.LogRecord) -> str:
-        message = self._cut(record.getMessage())
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+        message = self._cut(message)
         parts = [
-            f"{_timestamp(record.created)} {record.levelname} {record.name}",
+            f"{_timestamp(created)} {level} {logger}",
             message if message.isprintable() else _escape(message),
         ]
-        parts += [f"{name}={self._value(value)}" for name, value in _fields(record).items()]
-        line = " ".join(parts)
+        parts += [f"{name}={self._value(value)}" for name, value in fields.items()]
+        return " ".join(parts)
+
+    def _with_traceback(self, line: str, traceback: str) -> str:
         # Indented, so that no line of an exception's text can be taken for a record.
-        return line + "".join(f"\n    {_escape(part)}" for part in self._traceback(record).split("\n") if part)
+        return line + "".join(f"\n    {_escape(part)}" for part in traceback.split("\n") if part)
 
     def _value(self, value: object) -> str:
         if isinstance(value, str):
@@ -93,21 +103,22 @@ class TextFormatter(LineFormatter):
 class JsonFormatter(LineFormatter):
     """One JSON object per line; the fields of a record are members of it."""
 
-    def _line(self, record: logging.LogRecord) -> str:
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
         entry: dict[str, object] = {
-            "time": _timestamp(record.created),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_fields(record),
+            "time": _timestamp(created),
+            "level": level,
+            "logger": logger,
+            "message": message,
+            **fields,
         }
         line = self._dumps(entry)
         if len(line) > MAX_VALUE_CHARS:
             cut = {k: v if isinstance(v, int | float | None) else self._cut(str(v)) for k, v in entry.items()}
             line = self._dumps(cut)
-        if traceback := self._traceback(record):
-            line = f'{line[:-1]},"traceback":{json.dumps(traceback)}}}'
         return line
+
+    def _with_traceback(self, line: str, traceback: str) -> str:
+        return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line
 
     def _dumps(self, entry: Mapping[str, object]) -> str:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.logs.floods import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from proxy.logs.floods import Floods
+    from proxy.logs.formats import LineFormatter
     from proxy.logs.writer import LineWriter
 
 access: Final = logging.getLogger("proxy.access")
@@ -21,11 +23,17 @@ ALWAYS: Final = {"is_always_written": True}
 """As `extra` of a log call: such a line is never left out, however many like it come at once."""
 
 
-class AccessRecord(logging.LogRecord):
-    """What `access.info("request")` would make, without a look for the caller and into the process: all are alike."""
+def monotonic_zero() -> float:
+    """The system's time when the monotonic clock was at 0."""
+    return time.time() - time.monotonic()
 
-    def __init__(self, fields: Mapping[str, object]) -> None:
-        created = time.time()
+
+class AccessRecord(logging.LogRecord):
+    """What `access.info("request")` would make, without a look for the caller and into the process: all are alike. Our
+    own handler needs none.
+    """
+
+    def __init__(self, created: float, fields: Mapping[str, object]) -> None:
         self.__dict__.update(_ALIKE, created=created, msecs=created % 1 * 1000, fields=fields)
 
 
@@ -35,14 +43,15 @@ _ALIKE: Final = vars(logging.LogRecord(access.name, logging.INFO, "", 0, "reques
 class LineHandler(logging.Handler):
     """The program's only handler. Nobody waits for long at its lock, which is logging's: whoever has it never waits."""
 
-    def __init__(self, writer: LineWriter, formatter: logging.Formatter, floods: Floods) -> None:
+    def __init__(self, writer: LineWriter, formatter: LineFormatter, floods: Floods) -> None:
         super().__init__()
         self.setFormatter(formatter)
+        self._lines = formatter
         self._writer = writer
         self._floods = floods
         self._told_dropped = 0
-        self._flush_later: Callable[[], object] | None = None
-        self._will_flush = False
+        self._settle: Callable[[], None] | None = None
+        self._settles_on = 0  # the thread
 
     @property
     def dropped(self) -> int:
@@ -54,9 +63,37 @@ class LineHandler(logging.Handler):
         """Lines left out because too many like them came at once."""
         return self._floods.suppressed
 
-    def batch(self, flush_later: Callable[[], object]) -> None:
-        """From now on lines of finished requests may wait for others: `flush_later` has `flush` called soon."""
-        self._flush_later = flush_later
+    def precede(self, settle: Callable[[], None]) -> None:
+        """See logs.precede."""
+        self._settle, self._settles_on = settle, threading.get_ident()
+
+    def settle_first(self) -> None:
+        """Have the lines written that come before the next one."""
+        # What another thread has to say stands in no order to them.
+        if self._settle is not None and threading.get_ident() == self._settles_on:
+            self._settle()
+
+    def write_requests(self, requests: Iterable[tuple[float, Mapping[str, object]]]) -> None:
+        """Write the lines of finished requests together: when each was created, and its fields."""
+        self.acquire()
+        try:
+            for created, fields in requests:
+                kind = _kind_of_request(fields)
+                if kind is not None:
+                    if not self._floods.admits(kind):
+                        continue
+                    if suppressed := self._floods.tell(kind):
+                        fields = {**fields, "suppressed": suppressed}
+                try:
+                    line = self._lines.request(created, fields)
+                except Exception:
+                    self._add("proxy.logs", logging.ERROR, "bad line of a request", {})
+                else:
+                    self._writer.keep(_encoded(line))
+            if self._writer.flush():
+                self._tell_dropped()
+        finally:
+            self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = _kind(record)
@@ -71,16 +108,12 @@ class LineHandler(logging.Handler):
             # As with every logging handler, a mistake in a log call does not fail what the line is about.
             self._add("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
         else:
-            if self._flush_later is None or record.name != access.name:
-                self._write(line)
-            elif self._writer.keep(_encoded(line)) and not self._will_flush:
-                self._will_flush = True
-                self._flush_later()
+            self.settle_first()
+            self._write(line)
 
     def flush(self) -> None:
         """Write what had to be kept, and tell of what was left out. To be called now and then."""
         self.acquire()
-        self._will_flush = False
         try:
             for kind in list(self._floods.overdue()):
                 known: dict[str, object] = {"term": kind.term, "code": kind.code, "suppressed": self._floods.tell(kind)}
@@ -123,14 +156,16 @@ def _encoded(line: str) -> bytes:
 
 def _kind(record: logging.LogRecord) -> Kind | None:
     """What a record is counted as, None for one that is never left out."""
-    name = record.name
-    if name == access.name:
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        term = fields.get("term", "")
-        # P: the gateway refused it. R, Q: its client was still sending, or was waiting for its turn.
-        has_asked = not term.startswith("P") and not term.endswith(("R", "Q")) and fields.get("instance") != "-"
-        return None if has_asked else Kind(name, record.levelno, "request", term, fields.get("code"))
     if getattr(record, "is_always_written", False):
         return None
+    name = record.name
     is_ours = name.startswith("proxy.") and isinstance(record.msg, str)
     return Kind(name, record.levelno, record.msg if is_ours else f"{record.filename}:{record.lineno}")
+
+
+def _kind_of_request(fields: Mapping[str, Any]) -> Kind | None:
+    """The same for the line of a request."""
+    term = fields.get("term", "")
+    # P: the gateway refused it. R, Q: its client was still sending, or was waiting for its turn.
+    has_asked = not term.startswith("P") and not term.endswith(("R", "Q")) and fields.get("instance") != "-"
+    return None if has_asked else Kind(access.name, logging.INFO, "request", term, fields.get("code"))

@@ -1,23 +1,35 @@
-"""Who is told of generation requests: each listener is registered in assembly, and knows of no other."""
+"""Who is told of generation requests: each listener is registered in assembly, and knows of no other.
+
+What a request comes to is counted and written after it has ended, together with others that ended in the same moment:
+done for many at once it costs a fraction. Whoever asks in between, by a scrape or by a line of the log, has it done
+first.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from contextlib import contextmanager
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.observe.outcome import outcome_of
 from proxy.observe.record import RequestRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import Timeline
     from proxy.terms import Stage
 
+logger = logging.getLogger(__name__)
+
+_MOMENT_SECONDS: Final = 0.05
+
 
 class RequestListener:
     """Hears of what happens to requests. Each method does nothing unless it is overridden, must not wait, and costs
-    nothing where it is not.
+    nothing where it is not. What it raises is logged, and concerns nobody else.
     """
 
     def request_began(self, record: RequestRecord) -> None:
@@ -27,7 +39,12 @@ class RequestListener:
         """A unit of a request has been in a stage from one second of its clock to another."""
 
     def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A request is over, however it ended."""
+        """A request is over, however it ended, since `record.ended`: at most a moment."""
+
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+        """The requests of a moment at once, each in the order in which that happened: those that have come, and those
+        that are over. A short one is in both.
+        """
 
 
 class Observers:
@@ -36,30 +53,93 @@ class Observers:
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self._at_begin: tuple[RequestListener, ...] = ()
         self._at_stages: tuple[RequestListener, ...] = ()
-        self._at_end: tuple[RequestListener, ...] = ()
+        self._at_end: tuple[RequestListener, ...] = ()  # in the order in which they were added
+        self._began: list[RequestRecord] = []
+        self._ended: list[RequestRecord] = []
+        self._call_later: Callable[..., object] | None = None
+        self._will_settle = False
         for listener in listeners:
             self.add(listener)
 
     def add(self, listener: RequestListener) -> None:
         """Let it hear of the requests that come from now on."""
-        self._at_begin += _if_overridden(listener, "request_began")
-        self._at_stages += _if_overridden(listener, "stage_ended")
-        self._at_end += _if_overridden(listener, "request_ended")
+        if _overrides(listener, "request_began"):
+            self._at_begin += (listener,)
+        if _overrides(listener, "stage_ended"):
+            self._at_stages += (listener,)
+        if _overrides(listener, "request_ended") or _overrides(listener, "settle"):
+            self._at_end += (listener,)
+
+    @contextmanager
+    def in_batches(self, call_later: Callable[..., object]) -> Iterator[None]:
+        """In this context ends may wait a moment for others, otherwise they are told at once. `call_later` is an event
+        loop's. Leaving it tells what waits.
+        """
+        self._call_later = call_later
+        try:
+            yield
+        finally:
+            self._call_later, self._will_settle = None, False
+            self.settle()
 
     def begin(self, label: str, request_id: str) -> RequestRecord:
         """A request has come to a route whose dialect has this label."""
-        record = RequestRecord(label, request_id, stage_listeners=self._at_stages)
+        record = RequestRecord(label, request_id, on_stage=self._tell_stage if self._at_stages else None)
         for listener in self._at_begin:
-            listener.request_began(record)
+            _tell(listener.request_began, record)
+        self._began.append(record)
+        if not self._will_settle:
+            self._settle_soon()
         return record
 
     def end(self, record: RequestRecord) -> None:
         """The request is over."""
-        outcome = outcome_of(record)
+        record.ended = record.clock()
+        self._ended.append(record)
+        if not self._will_settle:
+            self._settle_soon()
+
+    def settle(self) -> None:
+        """Tell now what waits to be told. May be called at any time, on the event loop's thread."""
+        # Nothing may come between a look at a list and its replacement, not even a collection of garbage.
+        next_began: list[RequestRecord] = []
+        next_ended: list[RequestRecord] = []
+        began, self._began = self._began, next_began
+        records, self._ended = self._ended, next_ended
+        if not began and not records:
+            return
+        ended = [(record, outcome_of(record)) for record in records]
         for listener in self._at_end:
-            listener.request_ended(record, outcome)
+            if _overrides(listener, "settle"):
+                _tell(listener.settle, began, ended)
+            if _overrides(listener, "request_ended"):
+                for record, outcome in ended:
+                    _tell(listener.request_ended, record, outcome)
+
+    def _settle_soon(self) -> None:
+        if self._call_later is None:
+            self.settle()
+            return
+        self._will_settle = True
+        # In a context of its own, because what is logged then does not belong to the request of now.
+        self._call_later(_MOMENT_SECONDS, self._on_time, context=Context())
+
+    def _on_time(self) -> None:
+        self._will_settle = False
+        self.settle()
+
+    def _tell_stage(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
+        for listener in self._at_stages:
+            _tell(listener.stage_ended, timeline, stage, began, ended)
 
 
-def _if_overridden(listener: RequestListener, method: str) -> tuple[RequestListener, ...]:
-    is_default = getattr(type(listener), method) is getattr(RequestListener, method)
-    return () if is_default else (listener,)
+def _tell(tell: Callable[..., None], *what: Any) -> None:
+    """A mistake in a listener is not held against the request, and others hear of it all the same."""
+    try:
+        tell(*what)
+    except Exception:
+        logger.exception("a listener to requests failed: %s", tell.__qualname__)
+
+
+def _overrides(listener: RequestListener, method: str) -> bool:
+    return getattr(type(listener), method) is not getattr(RequestListener, method)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.errors import ClientStalled, Failure, ShuttingDown, UpstreamError
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
 _TOLD_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Of one request."""
 
     term: str
@@ -30,10 +28,10 @@ class Outcome:
 
 
 def outcome_of(record: RequestRecord) -> Outcome:
-    """The outcome of a request that ends now."""
+    """The outcome of a request that has ended."""
     term, status = _term_and_status(record)
     broken = _broken(record.error) if record.committed and record.error is not None else None
-    return Outcome(term, status, record.clock() - record.started, broken)
+    return Outcome(term, status, record.ended - record.started, broken)
 
 
 def _term_and_status(record: RequestRecord) -> tuple[str, int]:

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import StageListener
 
 _STAGE_FIELDS: Final = tuple((f"t_{stage.label}", stage) for stage in Stage)
+_PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
 
 
-@dataclass(slots=True)
 class RequestRecord:
-    """One client request, with a Timeline for each unit it was split into."""
+    """One client request, with a Timeline for each unit it was split into.
 
-    api: str
-    """The dialect's label."""
-    request_id: str
+    While the request runs, times are noted and nothing more: what follows from them is worked out after its end.
+    """
+
     key: str = "-"
     """The name of the key that the client showed; `-` when clients need none."""
     stream: bool = False
-    stage_listeners: Sequence[StageListener] = ()
-    clock: Callable[[], float] = time.monotonic
-    started: float = 0.0
     first_token_seconds: float | None = None
-    timelines: list[Timeline] = field(default_factory=list)
+    ended: float = 0.0
+    """The clock's second in which it was over; 0 before."""
     error: BaseException | None = None
     """What ended the request before its answer was complete."""
     lost_engines: int = 0
@@ -40,12 +37,24 @@ class RequestRecord:
     committed: bool = False
     """A streamed answer's status and headers went out."""
 
-    def __post_init__(self) -> None:
-        self.started = self.clock()
+    def __init__(
+        self,
+        api: str,
+        request_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        on_stage: StageListener | None = None,
+    ) -> None:
+        """`api`: the dialect's label. `on_stage`: hears of the stages of all units; None: nobody does."""
+        self.api = api
+        self.request_id = request_id
+        self.clock = clock
+        self.on_stage = on_stage
+        self.started = clock()
+        self.timelines: list[Timeline] = []
 
     def timeline(self) -> Timeline:
         """The record of one more unit."""
-        timeline = Timeline(self.clock, listeners=self.stage_listeners)
+        timeline = Timeline(self.clock, self.on_stage)
         self.timelines.append(timeline)
         return timeline
 
@@ -57,9 +66,8 @@ class RequestRecord:
     @property
     def stage(self) -> Stage | None:
         """The earliest stage any unit has not left: where a request that ends now was stuck."""
-        order = list(Stage)
-        stages = [timeline.stage for timeline in self.timelines if timeline.stage is not None]
-        return min(stages, key=order.index, default=None)
+        stages = [stage for timeline in self.timelines if (stage := timeline.stage) is not None]
+        return min(stages, key=_PLACES.__getitem__, default=None)
 
     def tokens(self) -> tuple[int, int, int]:
         """Prompt, cached and completion tokens as far as engines reported them."""
@@ -75,10 +83,12 @@ class RequestRecord:
         """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""
         timelines = self.timelines or [Timeline(self.clock)]
         first, *others = timelines
-        seconds = first.seconds
-        if others:
-            spent = {stage for timeline in timelines for stage in timeline.seconds}
-            seconds = {stage: max(timeline.seconds.get(stage, 0.0) for timeline in timelines) for stage in spent}
+        seconds, attempts, resumes = first.seconds, first.attempts, first.resumes
+        for timeline in others:
+            attempts += timeline.attempts
+            resumes += timeline.resumes
+            for stage, spent in timeline.seconds.items():
+                seconds[stage] = max(seconds.get(stage, 0.0), spent)
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
@@ -93,8 +103,8 @@ class RequestRecord:
             "d_id": first.decode_id,
             "kv": first.kv,
             "units": len(self.timelines),
-            "attempts": sum(timeline.attempts for timeline in self.timelines),
-            "resumes": sum(timeline.resumes for timeline in self.timelines),
+            "attempts": attempts,
+            "resumes": resumes,
             **{
                 name: round(seconds.get(stage, 0.0), 4)
                 for name, stage in _STAGE_FIELDS

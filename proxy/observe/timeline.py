@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 from proxy.terms import Stage
 from proxy.usage import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
+
+    StageListener = Callable[["Timeline", Stage, float, float], None]
+    """Hears of each stage as it ends: a unit has been in it from one second of its clock to another."""
+
+_NOTHING: Final[Mapping[Stage, float]] = MappingProxyType({})
 
 
-class StageListener(Protocol):
-    """Hears of stages as they end."""
-
-    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
-        """A unit has been in a stage from one second of its clock to another."""
-
-
-@dataclass(slots=True)
 class Timeline:
-    """One unit's way through its stages: seconds spent in each by the attempt under way."""
+    """One unit's way through its stages. What follows from the marks is worked out when somebody asks."""
 
-    clock: Callable[[], float] = time.monotonic
-    stage: Stage | None = None
     prefiller: str = "-"
     decoder: str = "-"
     prefill_id: str = "-"
@@ -35,14 +31,34 @@ class Timeline:
     kv: str = "-"
     """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
     handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
-    seconds: dict[Stage, float] = field(default_factory=dict)
     attempts: int = 0
     resumes: int = 0
     """How often its answer was broken off and taken up again."""
-    usage: Usage = field(default_factory=Usage)
-    listeners: Sequence[StageListener] = ()
-    _entered: float | None = None
+    _spent: Mapping[Stage, float] = _NOTHING  # seconds of the attempts before that count
     _has_encoded: bool = False
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, on_stage: StageListener | None = None) -> None:
+        """`on_stage`: None where nobody listens."""
+        self.clock = clock
+        self.on_stage = on_stage
+        self.marks: list[tuple[Stage | None, float]] = []
+        """Of the attempt under way: the stages it has entered, None where it left one for no other, each with the
+        clock's second. Whoever knows them all at once may set them, if there is no `on_stage`."""
+        self.usage = Usage()
+
+    @property
+    def stage(self) -> Stage | None:
+        """The one that the attempt under way is in or, if it is over, was in last; None: it has entered none."""
+        return next((stage for stage, _ in reversed(self.marks) if stage is not None), None)
+
+    @property
+    def seconds(self) -> dict[Stage, float]:
+        """Spent in each stage by the attempt under way, without the one that it is in."""
+        spent = dict(self._spent)
+        for (stage, began), (_, ended) in pairwise(self.marks):
+            if stage is not None:
+                spent[stage] = spent.get(stage, 0.0) + (ended - began)
+        return spent
 
     def begin_attempt(self) -> None:
         """A new attempt starts from nothing, unless it goes on with an answer, or has begun with its media."""
@@ -50,10 +66,14 @@ class Timeline:
             self._has_encoded = False
             return
         self.attempts += 1
-        self.stage = None
-        self.prefiller = self.decoder = self.prefill_id = self.decode_id = self.kv = "-"
-        if not self.usage.is_resumed:
-            self.seconds = {stage: spent for stage, spent in self.seconds.items() if stage is Stage.QUEUE}
+        if self.attempts > 1:
+            self.prefiller = self.decoder = self.prefill_id = self.decode_id = self.kv = "-"
+        if self.marks or self._spent:
+            spent = self.seconds
+            if not self.usage.is_resumed:
+                spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
+            self._spent = spent
+            self.marks = []
 
     def begin_encoding(self) -> None:
         """A new attempt begins with its media."""
@@ -69,18 +89,20 @@ class Timeline:
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
         now = self.clock()
-        self._end_stage(now)
-        self.stage = stage
-        self._entered = now
+        if self.on_stage is not None:
+            self._tell(now)
+        self.marks.append((stage, now))
 
     def leave(self) -> None:
         """The attempt has ended, well or not, in the stage of now. May be called again."""
-        if self._entered is not None:
-            self._end_stage(self.clock())
-            self._entered = None
+        marks = self.marks
+        if marks and marks[-1][0] is not None:
+            now = self.clock()
+            if self.on_stage is not None:
+                self._tell(now)
+            marks.append((None, now))
 
-    def _end_stage(self, now: float) -> None:
-        if self.stage is not None and self._entered is not None:
-            self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self._entered
-            for listener in self.listeners:
-                listener.stage_ended(self, self.stage, self._entered, now)
+    def _tell(self, now: float) -> None:
+        stage, began = self.marks[-1] if self.marks else (None, now)
+        if stage is not None and self.on_stage is not None:
+            self.on_stage(self, stage, began, now)

@@ -52,6 +52,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     gateway = _gateway(basis, balancing, engines)
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
+    basis.metrics.settle_first(observers.settle)
     probes = ProbeApi(engines.serving, drain)
     keys = _client_keys(basis)
     generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)

@@ -55,12 +55,20 @@ def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
 
 async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
     stop = _Stop(alive_fd)
-    async with build(shared, index) as worker, listening(worker, shared.listeners) as stop_accepting:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    async with build(shared, index) as worker:
+        logs.precede(worker.observers.settle)
+        with worker.observers.in_batches(loop.call_later):
+            await _serve_until_told(shared, worker, stop)
+    return stop.exit_code
+
+
+async def _serve_until_told(shared: Shared, worker: Worker, stop: _Stop) -> None:
+    loop = asyncio.get_running_loop()
+    async with listening(worker, shared.listeners) as stop_accepting:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
-        logs.batch(loop.call_later)
         tune()
-        if index == 0:
+        if worker.index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
             for told in (*worker.settings.doors, *_shortages(worker.settings)):
                 logger.warning("%s", told)
@@ -68,7 +76,6 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
         await stop.requested.wait()
         telling.cancel()
         await _drain(worker, stop, stop_accepting)
-    return stop.exit_code
 
 
 async def _tell_when_ready(worker: Worker, shared: Shared) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy import logs
+from proxy.observe.listeners import AccessLog, RequestMetrics
+from proxy.observe.metrics import Metrics
 from proxy.observe.observers import Observers, RequestListener
+from proxy.settings import Log
 from proxy.terms import Stage
 from proxy.wire.openai import Api
 from tests.asking import request
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
@@ -40,11 +52,41 @@ class Counter(RequestListener):
         self.begun += 1
 
 
+class Mistaken(RequestListener):
+    """Fails whatever it hears of."""
+
+    def request_began(self, record: RequestRecord) -> None:
+        raise RuntimeError("began")
+
+    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
+        raise RuntimeError("stage")
+
+    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
+        raise RuntimeError("ended")
+
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+        raise RuntimeError("settle")
+
+
+class Later:
+    """An event loop's `call_later`, whose time comes when told."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def __call__(self, seconds: float, call: Callable[[], None], **_: object) -> None:
+        self.waiting.append(call)
+
+    def come(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call()
+
+
 def test_a_listener_hears_only_what_it_listens_to() -> None:
     spans, counter = Spans(), Counter()
     observers = Observers((spans, counter))
     record = observers.begin("chat", "r1")
-    assert record.stage_listeners == (spans,)
     timeline = record.timeline()
     timeline.enter(Stage.PREFILL)
     timeline.leave()
@@ -52,6 +94,24 @@ def test_a_listener_hears_only_what_it_listens_to() -> None:
     assert counter.begun == 1
     assert [stage for stage, _ in spans.spans] == [Stage.PREFILL]
     assert spans.ended == ["--"]
+
+
+def test_nobody_is_called_at_stages_that_nobody_listens_to() -> None:
+    record = Observers((Counter(),)).begin("chat", "r1")
+    assert record.timeline().on_stage is None
+
+
+def test_a_listener_that_fails_keeps_nothing_from_others(caplog: pytest.LogCaptureFixture) -> None:
+    spans, counter = Spans(), Counter()
+    observers = Observers((Mistaken(), spans, counter))
+    record = observers.begin("chat", "r1")
+    record.timeline().enter(Stage.PREFILL)
+    record.timelines[0].leave()
+    observers.end(record)
+    assert (counter.begun, [stage for stage, _ in spans.spans], spans.ended) == (1, [Stage.PREFILL], ["--"])
+    # One line for each thing that it heard of: `settle` came with the beginning, and with the end.
+    told = [record.getMessage().rpartition(".")[2] for record in caplog.records]
+    assert sorted(told) == ["request_began", "request_ended", "settle", "settle", "stage_ended"]
 
 
 async def test_a_listener_sees_the_stages_of_a_streamed_answer(deploy: Deploy) -> None:
@@ -63,3 +123,97 @@ async def test_a_listener_sees_the_stages_of_a_streamed_answer(deploy: Deploy) -
     assert [stage for stage, _ in spans.spans] == [Stage.PREFILL, Stage.HANDOFF, Stage.FIRST_TOKEN, Stage.STREAM]
     assert all(seconds >= 0 for _, seconds in spans.spans)
     assert spans.ended == ["--"]
+
+
+def test_ends_wait_for_others_until_their_time_has_come_or_somebody_asks() -> None:
+    spans, later = Spans(), Later()
+    observers = Observers((spans,))
+    with observers.in_batches(later):
+        records = [observers.begin("chat", str(number)) for number in range(3)]
+        observers.end(records[0])
+        observers.end(records[1])
+        assert (spans.ended, len(later.waiting)) == ([], 1)  # one call for all of them
+        later.come()
+        assert spans.ended == ["--"] * 2
+        observers.end(records[2])
+        observers.settle()
+        assert spans.ended == ["--"] * 3
+        observers.end(observers.begin("chat", "last"))
+    assert spans.ended == ["--"] * 4  # who leaves has told all
+    later.come()
+    observers.end(observers.begin("chat", "after"))
+    assert spans.ended == ["--"] * 5
+
+
+# --- what every worker tells ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    """A log as a worker writes it, into this file."""
+    root, ours = logging.getLogger(), logging.getLogger("proxy")
+    before = root.handlers[:], root.level, ours.level
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        logs.setup(Log(format="text"), stream)
+        yield path
+        for handler in set(root.handlers) - set(before[0]):
+            handler.close()
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+def ids(log: Path) -> list[str]:
+    return [line.partition(" id=")[2].partition(" ")[0] for line in log.read_text().splitlines()]
+
+
+def test_a_line_that_comes_later_is_written_later(log: Path) -> None:
+    observers, later = Observers((AccessLog(),)), Later()
+    logs.precede(observers.settle)
+    with observers.in_batches(later):
+        for number in range(3):
+            observers.end(observers.begin("chat", f"r{number}"))
+        assert ids(log) == []
+        logging.getLogger("proxy.somewhere").info("later", extra={"fields": {"id": "other"}})
+        assert ids(log) == ["r0", "r1", "r2", "other"]
+        observers.end(observers.begin("chat", "r3"))
+        logs.access_line({"id": "passed on", "code": 200})
+        assert ids(log)[4:] == ["r3", '"passed']
+        later.come()
+        assert len(ids(log)) == 6
+
+
+def test_a_scrape_shows_what_has_ended_before_it() -> None:
+    metrics, later = Metrics(), Later()
+    observers = Observers((RequestMetrics(metrics, ("chat",)),))
+    metrics.settle_first(observers.settle)
+    with observers.in_batches(later):
+        running = observers.begin("chat", "r1")
+        observers.end(observers.begin("chat", "r2"))
+        assert values(metrics, "pdproxy_requests_total") == {("chat", "200"): 1.0}
+        assert values(metrics, "pdproxy_inflight_requests") == {("chat",): 1.0}
+        observers.end(running)
+        assert values(metrics, "pdproxy_inflight_requests") == {}
+
+
+def values(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a metric that are not zero, by their label values."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+        if sample.name == name and sample.value
+    }
+
+
+@given(st.lists(st.floats(min_value=0.0, max_value=4000.0)))
+def test_many_times_are_observed_as_one_by_one(times: list[float]) -> None:
+    at_once, singly = Metrics(), Metrics()
+    at_once.queue_seconds.observe_all(times)
+    for time in times:
+        singly.queue_seconds.observe(time)
+    for name in ("bucket", "count"):
+        assert values(at_once, f"pdproxy_queue_seconds_{name}") == values(singly, f"pdproxy_queue_seconds_{name}")
+    totals = [sum(values(metrics, "pdproxy_queue_seconds_sum").values()) for metrics in (at_once, singly)]
+    assert totals[0] == pytest.approx(totals[1])

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def record(clock: Clock) -> RequestRecord:
-    return RequestRecord("chat", "r1", stream=True, clock=clock)
+    record = RequestRecord("chat", "r1", clock=clock)
+    record.stream = True
+    return record
 
 
 def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
