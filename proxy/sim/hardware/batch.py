@@ -1,0 +1,297 @@
+"""One engine's continuous batching: who is admitted, what a step computes, and who is preempted. Pure; its owner has
+the clock.
+
+As vLLM's scheduler (v1/core/sched/scheduler.py): in every step each decoding sequence gets a token, and what is left of
+the token budget computes prompts in the order of their admission, in chunks. A sequence that needs a block when none is
+free has the one that was admitted last preempted, which then computes everything again.
+
+Nothing happens within a step, so steps that differ in nothing but their length are taken together: a run. Whoever
+wants to see every step (`stepwise`) gets the same course in runs of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.sim.hardware.blocks import Held, KvBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from proxy.sim.hardware.cost import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an engine was started."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_tokens: int
+    """That fit into its KV memory, host memory included where it serves as a cache."""
+    block_tokens: int = 512
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One sequence. The batch has it between `submit` and its last token, or `drop`."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    names: Sequence[Hashable] = ()
+    """Of the prompt's full blocks."""
+    keeps_kv: bool = False
+    """Its blocks stay used after its end, until they are given back: a decoder will fetch them."""
+    awaits_kv: bool = False
+    """Nothing of its prompt is computed here: once admitted it waits for `arrive`."""
+    cached_tokens: int = 0
+    """Of the prompt, found in the cache when it was first admitted."""
+    computed: int = 0
+    """Tokens whose KV is there."""
+    generated: int = 0
+    is_decoding: bool = False
+    """All of its KV is there but the last token's, which the next step computes."""
+    preemptions: int = 0
+    held: Held = field(default_factory=Held)
+    _began_behind: int = 0
+    """Of the tokens to compute, those that its first chunk stands behind."""
+
+    @property
+    def is_ended(self) -> bool:
+        return self.generated >= self.answer_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and of the answer so far: the KV that the next token needs."""
+        return self.prompt_tokens + self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Steps that are under way. The first takes `first_seconds`, and each one `growth_seconds` more than the last."""
+
+    began: float
+    steps: int
+    first_seconds: float
+    growth_seconds: float
+    decoding: Sequence[Work]
+    chunks: Sequence[tuple[Work, int]]
+
+    def seconds(self, steps: int) -> float:
+        return steps * self.first_seconds + self.growth_seconds * steps * (steps - 1) / 2
+
+    def until(self, now: float) -> _Run:
+        """The same, but it ends with the step that is under way now."""
+        wanted = now - self.began
+        first, growth = self.first_seconds, self.growth_seconds
+        if growth > 0:
+            half = first - growth / 2
+            steps = math.ceil((math.sqrt(half * half + 2 * growth * max(0.0, wanted)) - half) / growth)
+        else:
+            steps = math.ceil(wanted / first) if first else self.steps
+        return _Run(self.began, min(self.steps, max(1, steps)), first, growth, self.decoding, self.chunks)
+
+
+class Batch:
+    """`on_admitted` is told of work that awaits KV and has its blocks now, `on_tokens` of work that has generated more,
+    and how many tokens. In both, work may be submitted and dropped.
+    """
+
+    def __init__(
+        self,
+        cost: Cost,
+        shape: Shape,
+        *,
+        on_tokens: Callable[[Work, int], None],
+        on_admitted: Callable[[Work], None] | None = None,
+        stepwise: bool = False,
+    ) -> None:
+        self.blocks = KvBlocks(shape.kv_tokens // shape.block_tokens)
+        self.busy_seconds = 0.0
+        self.computed_tokens = 0
+        """Of prompts, with those that were computed again."""
+        self.recomputed_tokens = 0
+        """That had been there before a preemption."""
+        self.preemptions = 0
+        self._cost = cost
+        self._shape = shape
+        self._on_tokens = on_tokens
+        self._on_admitted = on_admitted
+        self._stepwise = stepwise
+        self._waiting: deque[Work] = deque()
+        self._running: dict[Work, None] = {}  # in the order of their admission; some may await KV
+        self._run: _Run | None = None
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def due(self) -> float | None:
+        """When `advance` is to be called; None: when there is more to do."""
+        return None if self._run is None else self._run.began + self._run.seconds(self._run.steps)
+
+    def submit(self, work: Work, now: float) -> None:
+        """Raises ValueError for work that does not fit into the engine's memory even alone."""
+        if self._blocks_of(work.prompt_tokens + work.answer_tokens) > self.blocks.count:
+            raise ValueError(f"{work.prompt_tokens} + {work.answer_tokens} tokens do not fit into the KV memory")
+        self._waiting.append(work)
+        if len(self._running) < self._shape.max_num_seqs:
+            self._interrupt(now)
+
+    def arrive(self, work: Work, now: float) -> None:
+        """The KV that admitted work awaits is here. The last token is run again, as the engines do."""
+        work.awaits_kv = False
+        work.computed = work.tokens - 1
+        work.is_decoding = True
+        self._interrupt(now)
+
+    def drop(self, work: Work, now: float) -> None:
+        """Forget work wherever it is, and what it holds."""
+        if work in self._waiting:
+            self._waiting.remove(work)
+        if work in self._running:
+            del self._running[work]
+        self.blocks.give_back(work.held)
+        self._interrupt(now)
+
+    def give_back(self, work: Work, now: float) -> None:
+        """Ended work keeps its KV no longer."""
+        self.blocks.give_back(work.held)
+        if self._waiting:
+            self._interrupt(now)
+
+    def advance(self, now: float) -> None:
+        """The run has ended: take what came of it, and begin the next one."""
+        run, self._run = self._run, None
+        if run is not None:
+            self._settle(run)
+        if self._run is None:
+            self._begin(now)
+
+    def _interrupt(self, now: float) -> None:
+        """Something has changed: the next run begins at the end of the step under way, or now."""
+        if self._run is None:
+            self._begin(now)
+        elif self._run.steps > 1:
+            self._run = self._run.until(now)
+
+    def _settle(self, run: _Run) -> None:
+        self.busy_seconds += run.seconds(run.steps)
+        told: list[tuple[Work, int]] = []
+        for work in run.decoding:
+            if work in self._running:  # otherwise it was dropped meanwhile
+                work.generated += run.steps
+                work.computed += run.steps
+                told.append((work, run.steps))
+        self._grow([work for work, _ in told], 0)
+        for work, tokens in run.chunks:
+            if work not in self._running:
+                continue
+            work.computed += tokens
+            self.computed_tokens += tokens
+            self.blocks.name(work.held, work.names[: work.computed // self._shape.block_tokens])
+            if work.computed == work.tokens:
+                work.is_decoding = True
+                work.generated += 1
+                told.append((work, 1))
+        for work, _ in told:
+            if work.is_ended:
+                del self._running[work]
+                if not work.keeps_kv:
+                    self.blocks.give_back(work.held)
+        for work, tokens in told:
+            self._on_tokens(work, tokens)
+
+    def _begin(self, now: float) -> None:
+        preemptions = self.preemptions
+        decoding = self._with_room()
+        self._grow(decoding, 1)
+        is_short = self.preemptions > preemptions
+        if not is_short:
+            self._admit()
+        chunks = self._chunks(len(decoding))
+        if not decoding and not chunks:
+            return
+        cost = self._cost
+        kv_tokens = sum(work.tokens for work in decoding)
+        seconds = cost.decode(len(decoding), kv_tokens) if decoding else 0.0
+        for work, tokens in chunks:
+            seconds += cost.chunk(tokens, work.computed) + (cost.prompt if work.computed == work._began_behind else 0.0)
+        growth = cost.decode(len(decoding), kv_tokens + len(decoding)) - seconds if decoding and not chunks else 0.0
+        steps = 1 if chunks or is_short or self._stepwise else self._steps(decoding)
+        self._run = _Run(now, steps, seconds, growth, decoding, chunks)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._shape.max_num_seqs:
+            work = self._waiting[0]
+            # The last token is always computed, for there must be something to sample from.
+            sharable = work.names[: (work.prompt_tokens - 1) // self._shape.block_tokens]
+            taken = self.blocks.take(sharable, self._blocks_of(work.tokens + 1))
+            if taken is None:
+                return
+            self._waiting.popleft()
+            work.held, hits = taken
+            self._running[work] = None
+            if work.awaits_kv:
+                if self._on_admitted is not None:
+                    self._on_admitted(work)
+                continue
+            work.computed = work._began_behind = hits * self._shape.block_tokens
+            if work.preemptions:
+                self.recomputed_tokens += work.tokens - work.computed
+            else:
+                work.cached_tokens = work.computed
+
+    def _with_room(self) -> list[Work]:
+        """The decoding sequences that have a block for their next token; preempts others for it."""
+        while True:
+            decoding = [work for work in self._running if work.is_decoding]
+            if self._lacking(decoding, 1) <= self.blocks.free:
+                return decoding
+            last = next(work for work in reversed(self._running) if not work.awaits_kv)
+            del self._running[last]
+            self.blocks.give_back(last.held)
+            last.computed = 0
+            last.is_decoding = False
+            last.preemptions += 1
+            self.preemptions += 1
+            self._waiting.appendleft(last)
+
+    def _chunks(self, decoding: int) -> list[tuple[Work, int]]:
+        left = self._shape.max_num_batched_tokens - decoding
+        chunks = []
+        for work in self._running:
+            if left > 0 and not work.awaits_kv and not work.is_decoding:
+                tokens = min(left, work.tokens - work.computed)
+                chunks.append((work, tokens))
+                left -= tokens
+        return chunks
+
+    def _steps(self, decoding: Sequence[Work]) -> int:
+        """How many steps differ in nothing but their length."""
+        if any(not work.generated for work in decoding):
+            return 1  # when first tokens come is worth knowing
+        steps = min(work.answer_tokens - work.generated for work in decoding)
+        if self._lacking(decoding, steps) > self.blocks.free:
+            steps = max(1, (self.blocks.free // len(decoding) - 1) * self._shape.block_tokens)
+        return steps
+
+    def _grow(self, decoding: Sequence[Work], steps: int) -> None:
+        for work in decoding:
+            lacks = self._blocks_of(work.tokens + steps) - work.held.blocks
+            if lacks > 0:
+                self.blocks.grow(work.held, lacks)
+
+    def _lacking(self, decoding: Sequence[Work], steps: int) -> int:
+        return sum(max(0, self._blocks_of(work.tokens + steps) - work.held.blocks) for work in decoding)
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self._shape.block_tokens)

@@ -1,0 +1,226 @@
+"""The gateway's own balancer and admission in front of simulated engines, and the course of a request through them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from lab.replay.engines import Engine
+from lab.replay.trace import BLOCK_TOKENS
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.health import Health
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pools import Pools
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
+from proxy.errors import NoBackendAvailable, Overloaded
+from proxy.flow.admission import Admission
+from proxy.observe.metrics import Metrics
+from proxy.settings.model import Admission as AdmissionLimits
+from proxy.settings.model import Cost as CostSettings
+from proxy.settings.model import HealthChecks
+from proxy.wire.prefix import PrefixKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.replay.trace import Request
+    from proxy.balancer.pick import Policy
+    from proxy.sim.hardware.machines import Machine
+
+    MakePolicy = Callable[[PolicyContext], Policy]
+
+# 70 KB of KV a token at 25 GB/s.
+_TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6
+_BYTES_PER_TOKEN: Final = CostSettings().bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Which engines there are."""
+
+    prefillers: int
+    decoders: int
+    prefill_machine: Machine
+    decode_machine: Machine
+    slow: float | None = None
+    """The first prefiller is so many times as fast as the others; None: it is as they are."""
+
+    @property
+    def capacity(self) -> float:
+        """Prefillers, the slow one counted for what it is."""
+        return self.prefillers - 1 + (1.0 if self.slow is None else self.slow)
+
+    def work_seconds(self, request: Request) -> float:
+        """What a prompt takes a prefiller that has nothing of it."""
+        return self.prefill_machine.cost.prefill(request.input_tokens)
+
+
+def parse_fleet(text: str) -> tuple[int, int]:
+    """Prefillers and decoders of a text like 8P8D. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
+    if found is None or not int(found[1]) or not int(found[2]):
+        raise ValueError(f"{text!r} is no fleet: say how many prefillers and decoders there are, as in 8P8D")
+    return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the gateway knows of a request: the prompt's bytes and what is in them, but not the answer's length."""
+
+    request: Request
+    session: str | None = None
+    first_token_seconds: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.request.input_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return CostSettings().default_output_tokens
+
+    @property
+    def prefix_keys(self) -> PrefixKeys:
+        request = self.request
+        ends = [BLOCK_TOKENS * (index + 1) for index in range(len(request.blocks))]
+        if ends:
+            ends[-1] = max(request.input_tokens, ends[-1] - BLOCK_TOKENS + 1)
+        return PrefixKeys(request.blocks, tuple(_BYTES_PER_TOKEN * end for end in ends))
+
+
+@dataclass(slots=True)
+class Course:
+    """What came of one request. Seconds are of the loop's clock; None: it did not come to that."""
+
+    request: Request
+    prefiller: Backend | None = None
+    cached_tokens: int = 0
+    first_token_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.request.at
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Between two tokens of the answer, on the average; None where there are not two."""
+        tokens = self.request.output_tokens - 1
+        if self.first_token_at is None or self.ended_at is None or not tokens:
+            return None
+        return (self.ended_at - self.first_token_at) / tokens
+
+
+class Replay:
+    """One run. Make it on the loop it runs on."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefill_policy: MakePolicy,
+        decode_policy: MakePolicy,
+        *,
+        seed: int,
+        max_running_prefill: int | None = None,
+        max_running_decode: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_end` is called at the end of each request."""
+        self.courses: list[Course] = []
+        """Of all requests, in the order of their arrival."""
+        self.engines: dict[Backend, Engine] = {}
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._scoreboard = Scoreboard(workers=1, slots=fleet.prefillers + fleet.decoders)
+        rng = random.Random(seed)
+        names = [("10.0.0.1", 7000 + number) for number in range(fleet.prefillers + fleet.decoders)]
+        roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], self._scoreboard)
+        health = Health(HealthChecks(), self._loop.time, rng)
+
+        def pool(role: Role, make: MakePolicy, max_running: int | None) -> Pool:
+            return Pool(
+                role,
+                policy=make(PolicyContext(rng=rng, clock=self._loop.time)),
+                scoreboard=self._scoreboard,
+                row=self._scoreboard.row(0),
+                roster=roster,
+                health=health,
+                limits=PoolLimits(max_running=max_running),
+                clock=self._loop.time,
+                rng=rng,
+            )
+
+        self.pools = Pools(
+            prefill=pool(Role.PREFILL, prefill_policy, max_running_prefill),
+            decode=pool(Role.DECODE, decode_policy, max_running_decode),
+        )
+        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), self._loop.time)
+        for each in (self.pools.prefill, self.pools.decode):
+            each.on_release = self.admission.notify
+        for number, backend in enumerate(self.pools.prefill.backends()):
+            cost = fleet.prefill_machine.cost
+            if number == 0 and fleet.slow is not None:
+                factor = 1 / fleet.slow
+                cost = replace(
+                    cost,
+                    prompt=cost.prompt * factor,
+                    prompt_token=cost.prompt_token * factor,
+                    attention=cost.attention * factor,
+                )
+            self.engines[backend] = Engine(cost, fleet.prefill_machine.prefill, _TRANSFER_SECONDS_PER_TOKEN)
+        for backend in self.pools.decode.backends():
+            machine = fleet.decode_machine
+            self.engines[backend] = Engine(machine.cost, machine.decode, _TRANSFER_SECONDS_PER_TOKEN)
+
+    def load(self, backend: Backend) -> Load:
+        """What a backend is charged with now."""
+        return self._scoreboard.load(backend.slot)
+
+    def _has_room(self) -> bool:
+        return self.pools.decode.has_room() and self.pools.prefill.has_room()
+
+    async def run(self, requests: Sequence[Request]) -> None:
+        """All requests, each at its time, to their ends."""
+        tasks = set()
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                await asyncio.sleep(request.at - self._loop.time())
+                tasks.add(group.create_task(self._serve(request)))
+
+    async def _serve(self, request: Request) -> None:
+        """As a connector does whose decoder is called when the prefiller has answered."""
+        course = Course(request)
+        self.courses.append(course)
+        subject = Subject(request)
+        tokens = request.input_tokens
+        pick = PickRequest(
+            Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens),
+            Load(DECODE_OVERHEAD_TOKENS, tokens + subject.output_tokens),
+            subject,
+        )
+        try:
+            async with self.admission.admit("-"):
+                with (
+                    self.pools.decode.lease(pick) as decoder,
+                    self.pools.prefiller_for(decoder.backend, pick) as prefiller,
+                ):
+                    course.prefiller = prefiller.backend
+                    engine = self.engines[prefiller.backend]
+                    kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
+                    course.cached_tokens = kv.cached_tokens
+                    prefiller.free_compute()
+                    answer = await self.engines[decoder.backend].begin(tokens, request.output_tokens)
+                    engine.give_back(kv)
+                    prefiller.free_kv()
+                    course.first_token_at = self._loop.time()
+                    await self.engines[decoder.backend].end(answer)
+                    course.ended_at = self._loop.time()
+        except (Overloaded, NoBackendAvailable):
+            pass  # its course says that it was not served
+        self._on_end()

@@ -1,0 +1,116 @@
+"""The report of all runs: a table for people, and a chart of goodput over load in an SVG."""
+
+from __future__ import annotations
+
+from html import escape
+from math import isnan
+from typing import TYPE_CHECKING, Final
+
+from lab.common.table import aligned
+from lab.replay.figures import SUSTAINED, by_policy, sustained_load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lab.replay.figures import Figures, Run
+    from proxy.sim.hardware.machines import Figure
+
+_HEADS: Final = (
+    *("policy", "load", "in time", "≤ 10 s", "good", "hits", "mean", "p50", "p99", "p99 ≤32K", "p99 slow"),
+    *("token p99", "busiest", "again", "refused"),
+)
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A line for each policy and load, and one for each policy that says which load it sustains."""
+    rows: list[Sequence[str]] = [_HEADS]
+    grouped = by_policy(runs)
+    for policy, loads in grouped.items():
+        rows += [_row(policy, load, each) for load, each in loads.items()]
+    text = aligned(rows)
+    if any(len(loads) > 1 for loads in grouped.values()):
+        text += f"\n\nlargest load with {SUSTAINED:.0%} in time\n" + aligned(
+            [(policy, _sustained(loads)) for policy, loads in grouped.items()]
+        )
+    return text
+
+
+def _sustained(loads: dict[float, Figures]) -> str:
+    load = sustained_load(loads)
+    if load is None:
+        return f"below {min(loads):g}"
+    return f"at least {load:g}" if load == max(loads) else f"{load:.2f}"
+
+
+def _row(policy: str, load: float, each: Figures) -> Sequence[str]:
+    shares = (each.in_time, each.within, each.good, each.hits)
+    seconds = (each.mean, each.p50, each.p99, each.p99_short)
+    return (
+        *(policy, f"{load:g}", *(f"{100 * share:.1f} %" for share in shares)),
+        *(_number(value, "{:.2f} s") for value in seconds),
+        *(_number(each.p99_slowdown, "{:.1f}×"), _number(1000 * each.token_p99, "{:.0f} ms")),
+        *(_number(each.imbalance, "{:.2f}×"), _number(100 * each.recomputed, "{:.2f} %")),
+        f"{100 * (1 - each.served):.1f} %",
+    )
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if isnan(value) else form.format(value)
+
+
+def fits(figures: Sequence[Figure]) -> str:
+    """What was published of machines, and what their fits make of it."""
+    rows: list[Sequence[str]] = [("machine", "what", "published", "fitted", "off by", "source")]
+    for each in figures:
+        most = "at most " if each.is_bound else ""
+        numbers = (f"{most}{each.published:.6g}", f"{each.fitted:.4g}", f"{100 * each.error:+.1f} %")
+        rows.append((each.machine, each.what, *numbers, each.source))
+    return aligned(rows)
+
+
+# Okabe and Ito's colours, which the colour-blind tell apart, and greys.
+_COLOURS: Final = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#8c6d31", "#5e4fa2", "#3d444d"),
+)
+_STYLE: Final = """
+  .ground { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 12px system-ui, sans-serif }
+  .title { font-size: 15px; font-weight: 600 } .grid { stroke: #d0d7de } .line { fill: none; stroke-width: 2 }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #0d1117; stroke: #3d444d } text { fill: #f0f6fc } .grid { stroke: #3d444d }
+  }"""
+_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
+
+
+def chart(runs: Sequence[Run], title: str) -> str:
+    """Answers in time over load, a line for each policy. An SVG document."""
+    grouped = by_policy(runs)
+    loads = sorted({run.load for run in runs})
+    low, high = loads[0], loads[-1] if loads[-1] > loads[0] else loads[0] + 1.0
+
+    def x(load: float) -> float:
+        return _LEFT + _WIDTH * (load - low) / (high - low)
+
+    def y(share: float) -> float:
+        return _TOP + _HEIGHT * (1 - share)
+
+    drawn = [
+        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="41">answers in time, over the work of the prompts without a cache / capacity</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, SUSTAINED, 1.0):
+        drawn.append(f'<path class="grid" d="M{_LEFT} {y(share):.1f}h{_WIDTH}"/>')
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    below = _TOP + _HEIGHT + 18
+    drawn += [f'<text x="{x(load):.1f}" y="{below}" text-anchor="middle">{load:g}</text>' for load in loads]
+    for index, (policy, figures) in enumerate(grouped.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        points = " ".join(f"{x(load):.1f},{y(each.in_time):.1f}" for load, each in sorted(figures.items()))
+        drawn.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
+        below = _TOP + 12 + 20 * index
+        drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
+        drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(policy)}</text>')
+    width, height = _LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(grouped) + 16)
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{_STYLE}</style>'
+    return "\n".join([head, ground, *drawn, "</svg>"]) + "\n"

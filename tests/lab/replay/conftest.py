@@ -1,0 +1,55 @@
+"""Fleets of engines that are quick to reckon with, and runs on them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.replay import virtual_time
+from lab.replay.fleet import Fleet, Replay
+from proxy.balancer.policies import make_policy
+from proxy.sim.hardware.batch import Shape
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.replay.fleet import MakePolicy
+    from lab.replay.trace import Request
+
+MACHINE = Machine(
+    "test",
+    Cost(prompt=0.1, prompt_token=1e-3, step=0.01),
+    prefill=Shape(max_num_seqs=1, max_num_batched_tokens=16_384, kv_tokens=102_400),
+    decode=Shape(max_num_seqs=64, max_num_batched_tokens=64, kv_tokens=10_240_000),
+)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(2, 2, MACHINE, MACHINE)
+
+
+@pytest.fixture
+def replayed(fleet: Fleet) -> Callable[..., Replay]:
+    """Of requests; the gateway's own least load unless another policy for prefillers is given."""
+
+    def replayed(
+        requests: Sequence[Request], policy: MakePolicy | None = None, max_running_prefill: int | None = None
+    ) -> Replay:
+        made: list[Replay] = []
+        least_load = partial(make_policy, "least_load")
+
+        async def course() -> None:
+            made.append(
+                Replay(fleet, policy or least_load, least_load, seed=1, max_running_prefill=max_running_prefill)
+            )
+            await made[0].run(requests)
+
+        virtual_time.run(course(), virtual_time.VirtualLoop())
+        return made[0]
+
+    return replayed

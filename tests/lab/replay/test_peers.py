@@ -1,0 +1,110 @@
+"""Other gateways' rules, each by what sets it apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.replay.fleet import Subject
+from lab.replay.peers import peers
+from lab.replay.trace import Request
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+from proxy.balancer.scoreboard import Scoreboard
+from tests.lab.replay.conftest import MACHINE
+
+if TYPE_CHECKING:
+    from proxy.balancer.pick import Policy
+
+PEERS = peers(MACHINE.cost)
+
+
+class Bench:
+    """Three idle prefillers, a policy that is told what they get, and what each is charged with."""
+
+    def __init__(self, name: str) -> None:
+        self.policy: Policy = PEERS[name][0](PolicyContext())
+        self.scoreboard = Scoreboard(slots=3)
+        self.row = self.scoreboard.row(0)
+        self.backends = [Backend(Role.PREFILL, "p", 7000 + slot, slot) for slot in range(3)]
+        self.candidates = [Candidate(backend, None, self.scoreboard) for backend in self.backends]
+
+    def send(self, place: int, request: PickRequest) -> None:
+        load = self.policy.cost_of(self.backends[place], request)
+        self.row.add(place, requests=1, running=1, compute=load.compute, kv=load.kv)
+        self.policy.dispatched(self.backends[place], request)
+
+    def idle(self) -> None:
+        for backend in self.backends:
+            load, running = self.scoreboard.load(backend.slot), self.scoreboard.running(backend.slot)
+            self.row.add(backend.slot, requests=-running, running=-running, compute=-load.compute, kv=-load.kv)
+
+    def chosen(self, request: PickRequest) -> int:
+        return self.policy.choose(self.candidates, request).backend.slot
+
+
+def prompt(tokens: int, *blocks: int) -> PickRequest:
+    subject = Subject(Request(0.0, tokens, 1, blocks))
+    return PickRequest(Load(tokens, tokens), Load(0, tokens), subject)
+
+
+KNOWING = [name for name in PEERS if name not in ("round robin", "vllm-ascend example")]
+
+
+@pytest.mark.parametrize("name", KNOWING)
+def test_a_prompt_goes_where_it_was_while_all_are_idle(name: str) -> None:
+    bench = Bench(name)
+    bench.send(1, prompt(1500, 1, 2, 3))
+    bench.idle()
+    assert bench.chosen(prompt(1500, 1, 2, 4)) == 1
+
+
+@pytest.mark.parametrize("name", ["round robin", "vllm-ascend example"])
+def test_some_do_not_look_at_prompts(name: str) -> None:
+    bench = Bench(name)
+    bench.send(1, prompt(1500, 1, 2, 3))
+    bench.idle()
+    assert bench.chosen(prompt(1500, 1, 2, 4)) == 0
+
+
+@pytest.mark.parametrize("name", ["dynamo", "mooncake", "llm-d", "production-stack"])
+def test_a_queue_outweighs_a_cache(name: str) -> None:
+    bench = Bench(name)
+    for _ in range(8):
+        bench.send(1, prompt(1500, 1, 2, 3))
+    assert bench.chosen(prompt(1500, 1, 8, 9)) != 1
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "cache_aware, new"])
+def test_cache_aware_follows_the_cache_up_to_sixty_four_requests(name: str) -> None:
+    bench = Bench(name)
+    for _ in range(64):
+        bench.send(1, prompt(1500, 1, 2, 3))
+    assert bench.chosen(prompt(1500, 1, 2, 4)) == 1
+    bench.send(1, prompt(1500, 1, 2, 3))
+    assert bench.chosen(prompt(1500, 1, 2, 4)) != 1
+
+
+def test_what_matches_nowhere_goes_to_the_smallest_tree_in_old_cache_aware_and_to_the_idle_in_new() -> None:
+    for name, place in (("cache_aware", 2), ("cache_aware, new", 0)):
+        bench = Bench(name)
+        bench.send(0, prompt(1500, 1, 2, 3))
+        bench.idle()
+        bench.send(1, prompt(500, 4))
+        bench.send(2, prompt(100))
+        assert bench.chosen(prompt(500, 9)) == place
+
+
+def test_mooncake_reckons_in_seconds_and_dynamo_in_tokens() -> None:
+    """Eight short prompts have fewer tokens than one long one, but take longer."""
+    chosen = {}
+    for name in ("mooncake", "dynamo"):
+        bench = Bench(name)
+        for _ in range(30):
+            bench.send(0, prompt(10))
+        bench.send(1, prompt(2000))
+        for _ in range(50):
+            bench.send(2, prompt(1000))
+        chosen[name] = bench.chosen(prompt(10))
+    assert chosen == {"mooncake": 1, "dynamo": 0}

@@ -1,0 +1,37 @@
+"""The loop whose clock jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from lab.replay.virtual_time import Deadlock, VirtualLoop, run
+
+
+def test_hours_pass_at_once_and_in_order() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def course() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def sleeper(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            seen.append((name, loop.time()))
+
+        await asyncio.gather(sleeper("late", 7200.0), sleeper("early", 3600.0))
+
+    began = time.monotonic()
+    run(course(), VirtualLoop())
+    assert [name for name, _ in seen] == ["early", "late"]
+    assert [at for _, at in seen] == pytest.approx([3600.0, 7200.0])
+    assert time.monotonic() - began < 600
+
+
+def test_a_wait_for_nothing_is_told() -> None:
+    async def course() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(Deadlock):
+        run(course(), VirtualLoop())
