@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Segment
-from proxy.flow.seam import Mismatch
-from proxy.flow.transcript import Transcript
+from proxy.resume.overlap import Mismatch
+from proxy.resume.transcript import Transcript
 from proxy.terms import Action
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import data_event, with_prompt_details
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.flow.assembly import Assembly
     from proxy.flow.resume import Resumption
-    from proxy.flow.seam import Seam
+    from proxy.resume.seam import Seam
     from proxy.wire.sse import Event
 
 _TOKEN_IDS: Final = b'"token_ids":['

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
-from proxy.flow.seam import Mismatch
+from proxy.resume.overlap import Mismatch
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:

@@ -15,7 +15,10 @@ import orjson
 
 from proxy.dialects.grammars import PROMPT_TAIL_TOKENS
 from proxy.dialects.grammars.base import Verbatim
-from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond
+from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.resume.overlap import Mismatch, beyond
+from proxy.resume.seam import Seam
+from proxy.resume.stop_strings import StopGuard
 from proxy.terms import Action
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.dialects.grammars.base import Parser
-    from proxy.flow.transcript import Transcript
+    from proxy.resume.transcript import Transcript
 
 # Below this it is cheaper to generate an answer again than to prefill what there is of it.
 _CHEAP_TOKENS: Final = 64
@@ -320,6 +323,14 @@ def _from_tokens(
     guard = None if is_over else _guard(call, transcript, cut, late or len(cut.deferred))
     if guard is None and cut.held:
         pending = {**(pending or {}), cut.channel: cut.held}
+    as_chat = None
+    if parser is not None:
+        as_chat = CompletionAsChat(
+            parser,
+            calls_tools=bool(transcript.tools) or "tool_calls" in (pending or {}),
+            top_logprobs=call.values.get("top_logprobs") or 0,
+            keeps_length=situation.keeps_length,
+        )
     seam = Seam(
         call.api,
         situation.head,
@@ -329,11 +340,8 @@ def _from_tokens(
         guard=guard,
         deferred=cut.deferred,
         channel=cut.channel,
-        unstoppable_tokens=max(-1, (_least_tokens(call) or -1) - kept),
         swallowed=swallowed,
-        parser=parser,
-        top_logprobs=call.values.get("top_logprobs") or 0,
-        keeps_length=situation.keeps_length,
+        as_chat=as_chat,
         text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
     )
     if is_over:
@@ -367,8 +375,14 @@ def _guard(call: Call, transcript: Transcript, cut: _Cut, late: int) -> StopGuar
     before = shown[1 - longest :] if shows_stop else ""
     if not (cut.held or before or late):
         return None
+    least = _least_tokens(call)
     return StopGuard(
-        stops, cut.held, late=late, before=before, shows_stop=shows_stop, has_least=_least_tokens(call) > 0
+        stops,
+        cut.held,
+        late=late,
+        before=before,
+        shows_stop=shows_stop,
+        tokens_to_minimum=least - cut.kept if least > 0 else None,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Resumption, can_be_observed
-from proxy.flow.seam import Seam
+from proxy.resume.seam import Seam
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action
 from proxy.wire.openai import OPENAI_APIS, Api

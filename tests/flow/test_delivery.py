@@ -13,7 +13,8 @@ import pytest
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import Resumption
-from proxy.flow.seam import Mismatch, Seam
+from proxy.resume.overlap import Mismatch
+from proxy.resume.seam import Seam
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action

@@ -17,8 +17,8 @@ from proxy.dialects.grammars.kimi import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery, observed
 from proxy.flow.resume import CannotResume, ChatTokens, Resumption, Situation, output_limit, plan
-from proxy.flow.seam import Mismatch
-from proxy.flow.transcript import Transcript
+from proxy.resume.overlap import Mismatch
+from proxy.resume.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.terms import Action
@@ -27,13 +27,13 @@ from proxy.wire.sse import EventSplitter
 from tests.asking import ask, request
 from tests.canned import data
 from tests.flow.test_delivery import DONE, ENGINE, THINKING, TOOLS, WITH_USAGE, call_of, take
-from tests.flow.test_seam import STOP_STRINGS, STOP_TEXTS, engine_chunks, naive_engine
+from tests.resume.test_seam import STOP_STRINGS, STOP_TEXTS, engine_chunks, naive_engine
 from tests.selection.covering import values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.flow.test_seam import Found
+    from tests.resume.test_seam import Found
 
 PROMPT = encode("<|im_user|>user<|im_middle|>Hi<|im_end|><|im_assistant|>assistant<|im_middle|>")
 CHAT = request(Api.CHAT, stream=True, max_tokens=100)

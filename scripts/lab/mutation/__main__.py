@@ -19,7 +19,7 @@ from lab.common.table import aligned
 from lab.mutation import places
 from lab.mutation.judging import verdicts
 
-_PACKAGES = ("balancer", "flow", "connectors", "wire", "upstream")
+_PACKAGES = ("balancer", "flow", "resume", "connectors", "wire", "upstream")
 _HANGS_AFTER_SECONDS = 60
 
 

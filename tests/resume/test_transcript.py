@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.dialects.segment import Meaning, Segment
-from proxy.flow.transcript import Transcript
+from proxy.resume.transcript import Transcript
 from proxy.sim.model.tokenizer import SECTION_BEGIN, THINK_END, encode
 from proxy.wire.sse import Event
 

@@ -10,8 +10,11 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from proxy.dialects.grammars.kimi import KimiParser
-from proxy.flow.seam import Mismatch, Seam, StopGuard, beyond, chat_logprobs
-from proxy.flow.transcript import Transcript
+from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.resume.overlap import Mismatch
+from proxy.resume.seam import Seam
+from proxy.resume.stop_strings import StopGuard
+from proxy.resume.transcript import Transcript
 from proxy.sim.model import logprobs as sim_logprobs
 from proxy.sim.model.logprobs import Speller
 from proxy.wire.openai import Api
@@ -199,30 +202,6 @@ def test_offsets_of_a_replay_are_right_as_they_are() -> None:
     assert chunk["choices"][0]["logprobs"] == {"text_offset": [2], "tokens": ["l"]}
 
 
-@given(st.lists(st.integers(0, 127), max_size=6), st.integers(0, 5))
-def test_log_probabilities_of_a_completion_become_those_of_a_chat(ids: list[int], top: int) -> None:
-    as_completion = sim_logprobs.completion_logprobs(ids, top, 0, Speller())
-    assert chat_logprobs(as_completion, top) == sim_logprobs.chat_logprobs(ids, top, Speller())
-
-
-def test_characters_of_several_tokens_have_log_probabilities() -> None:
-    ids = list("日a".encode())
-    as_completion = sim_logprobs.completion_logprobs(ids, 2, 0, Speller())
-    assert chat_logprobs(as_completion, 2) == sim_logprobs.chat_logprobs(ids, 2, Speller())
-
-
-def test_a_completion_without_alternatives_is_a_chat_without() -> None:
-    told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": None}
-    assert chat_logprobs(told, 0) == {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]}
-
-
-def test_all_alternatives_are_all() -> None:
-    """`top_logprobs: -1` asks for the whole detokenizer."""
-    told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.5, "c": -2.5}]}
-    (entry,) = chat_logprobs(told, -1)["content"]
-    assert [other["token"] for other in entry["top_logprobs"]] == ["a", "b", "c"]
-
-
 # Ids that the client has seen and the engine generates once more
 
 
@@ -290,10 +269,10 @@ def parsed(seam: Seam, *pieces: str, finish: str | None = None) -> list[dict[str
     return deltas(rewritten(seam, *told))
 
 
-def raw_seam(primed: str, *, in_reasoning: bool = False, **options: Any) -> Seam:
+def raw_seam(primed: str, *, in_reasoning: bool = False, pending: dict[str, Any] | None = None, **options: Any) -> Seam:
     parser = KimiParser(in_reasoning=in_reasoning)
     parser.feed(primed)
-    return chat_seam(parser=parser, **options)
+    return chat_seam(pending=pending, as_chat=CompletionAsChat(parser, **options))
 
 
 def test_the_text_of_a_completion_becomes_reasoning_and_content() -> None:
@@ -459,38 +438,6 @@ def test_stop_strings_across_a_seam_end_the_answer_as_if_there_were_none(
     assert joined(text, seam, stops, cuts, shows_stop=shows_stop) == naive_engine(text, stops, 0, shows_stop=shows_stop)
 
 
-def test_text_is_kept_back_only_until_it_tells() -> None:
-    guard = StopGuard(["STOP"], "xST")
-    assert guard.push("r", is_last=False) == ("x", None)
-    assert guard.unsent == "STr"
-    assert guard.push("ee", is_last=False) == ("STree", None)
-    assert guard.is_done
-    assert guard.unsent == ""
-
-
-def test_no_more_is_kept_back_than_a_stop_string_can_begin_in() -> None:
-    """However little of each engine comes through, one after the other."""
-    guard = StopGuard(["STOP"], "a long text with a ST")
-    assert guard.push("", is_last=False) == ("a long text with a", None)
-    assert guard.unsent == " ST"
-
-
-def test_a_stop_string_that_two_engines_wrote_is_found_by_the_third() -> None:
-    assert StopGuard(["STOP"], "xSTOP it").push("", is_last=False) == ("x", "STOP")
-
-
-def test_with_the_end_there_is_nothing_to_wait_for() -> None:
-    assert StopGuard(["STOP"], "xST").push("O", is_last=True) == ("xSTO", None)
-    assert StopGuard(["STOP"], "xST").push("OP", is_last=True) == ("x", "STOP")
-
-
-def test_text_that_a_stop_string_is_shown_with_is_not_kept_back() -> None:
-    guard = StopGuard(["STOP"], "", before="xST", shows_stop=True)
-    assert guard.push("O", is_last=False) == ("O", None)
-    assert guard.unsent == ""
-    assert guard.push("Pper", is_last=False) == ("P", "STOP")
-
-
 def test_a_stop_string_ends_the_answer() -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), kept=3)
     ((chunk, ids),) = rewritten(seam, payload(choice([7, 8], content="OPper")))
@@ -653,21 +600,3 @@ def test_a_completion_is_replayed() -> None:
     assert texts(chunks) == ["", "l", "o"]
     assert [ids for _, ids in chunks] == [[], [4], [5]]
     assert [chunk["choices"][0]["token_ids"] for chunk, _ in chunks] == [[], [4], [5]]
-
-
-@pytest.mark.parametrize(
-    ("said", "new"),
-    [
-        ({"reasoning": "Let.", "content": "Hi"}, {}),
-        ({"reasoning": "Let.", "content": "Hi you"}, {"content": " you"}),
-        ({"reasoning": "Let.", "content": "Hi", "tool_calls": [{"index": 0}]}, {"tool_calls": [{"index": 0}]}),
-    ],
-)
-def test_what_a_text_says_beyond_what_the_client_has(said: dict[str, Any], new: dict[str, Any]) -> None:
-    assert beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said) == new
-
-
-@pytest.mark.parametrize("said", [{}, {"reasoning": "Let."}, {"reasoning": "Let.", "content": "H"}, {"content": "Hi"}])
-def test_a_text_that_says_less_than_the_client_has_is_another(said: dict[str, Any]) -> None:
-    with pytest.raises(Mismatch):
-        beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said)

@@ -1,0 +1,92 @@
+"""What a decoder says once more although the client has it already. No IO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from proxy.resume.transcript import Transcript
+
+TEXTS: Final = ("reasoning", "reasoning_content", "content")
+"""The members of a chat's delta that hold text."""
+
+
+class Mismatch(Exception):
+    """The decoder's stream is not the continuation of what the client has."""
+
+
+class Overlap:
+    """The part of an answer that the client has and that is still to be repeated: it shrinks as it is repeated."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self.ids = transcript.ids.tolist()
+        """Token ids; those that were repeated are removed by `repeated`."""
+        self._texts = {transcript.reasoning_field: transcript.reasoning, "content": transcript.content}
+        self._arguments = [call.arguments for call in transcript.tools]
+        self._headers = [(call.id, call.name) for call in transcript.tools]
+        self._calls_left = set(range(len(transcript.tools)))
+        self._is_past_reasoning = bool(transcript.content or transcript.tools)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """All of it was repeated, apart from token ids."""
+        return not (any(self._texts.values()) or any(self._arguments) or self._calls_left)
+
+    def beyond(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """What of a delta is new. Raises Mismatch when it is not what the client has."""
+        new = {name: value for name, value in delta.items() if name not in (*TEXTS, "tool_calls")}
+        for name in TEXTS:
+            if text := delta.get(name):
+                if name == "content" and any(self._texts[other] for other in self._texts if other != name):
+                    raise Mismatch  # reasoning comes first
+                rest, self._texts[name] = _after(text, self._texts.get(name, ""))
+                if rest and name != "content" and self._is_past_reasoning:
+                    raise Mismatch
+                if rest:
+                    new[name] = rest
+        parts = [part for part in map(self._beyond_call, delta.get("tool_calls") or ()) if part]
+        return new | {"tool_calls": parts} if parts else new
+
+    def _beyond_call(self, part: dict[str, Any]) -> dict[str, Any] | None:
+        index = part.get("index", 0)
+        if index >= len(self._headers):
+            return part
+        self._calls_left.discard(index)
+        function = part.get("function") or {}
+        said = (part.get("id"), function.get("name"))
+        if any(mine is not None and mine != its for mine, its in zip(said, self._headers[index], strict=True)):
+            raise Mismatch
+        rest, self._arguments[index] = _after(function.get("arguments") or "", self._arguments[index])
+        return {"index": index, "function": {"arguments": rest}} if rest else None
+
+
+def repeated(ids: list[int], known: list[int]) -> int:
+    """How many of these ids, from the first on, are among those still to be repeated, `known`, which loses them.
+
+    Raises Mismatch when they are others.
+    """
+    count = min(len(ids), len(known))
+    if ids[:count] != known[:count]:
+        raise Mismatch
+    del known[:count]
+    return count
+
+
+def beyond(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
+    """What a delta that tells the whole answer so far says beyond what the client has.
+
+    Raises Mismatch when it says something else, or less.
+    """
+    overlap = Overlap(transcript)
+    new = overlap.beyond(said)
+    if not overlap.is_exhausted:
+        raise Mismatch
+    return new
+
+
+def _after(text: str, known: str) -> tuple[str, str]:
+    """What of `text` lies behind `known`, and what of `known` behind `text`. Raises Mismatch if neither begins so."""
+    count = min(len(text), len(known))
+    if text[:count] != known[:count]:
+        raise Mismatch
+    return text[count:], known[count:]

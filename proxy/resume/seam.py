@@ -1,0 +1,176 @@
+"""The seam: how the stream of another decoder goes on in the client's stream without a trace. No IO.
+
+One id, one role chunk, one finish, one usage: the chunks of a continuing stream are rewritten as those of the first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.resume.completion_as_chat import CompletionAsChat
+    from proxy.resume.stop_strings import StopGuard
+    from proxy.resume.transcript import Transcript
+
+
+class Seam:
+    """Rewrites what a continuing stream says. One for each continuation.
+
+    `kept`: how many token ids of the answer were given to the engine as part of its prompt. `pending`: a chat delta
+    (for completions `content` is the text) that belongs to them and the client does not have yet. `swallowed`: ids that
+    the client has seen already and the engine generates once more. `channel`: the member of a delta that the answer
+    broke off in; `guard` is for its text, and `deferred` is to be shown if more of it follows at all. `as_chat`: for a
+    chat that goes on as a completion. `text_offset`: where the log probabilities of a completion go on, None: where its
+    text does. `replays`: the stream begins the answer anew.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        head: Mapping[str, Any],
+        transcript: Transcript,
+        *,
+        kept: int,
+        pending: Mapping[str, Any] | None = None,
+        guard: StopGuard | None = None,
+        deferred: str = "",
+        channel: str = "content",
+        swallowed: Sequence[int] = (),
+        as_chat: CompletionAsChat | None = None,
+        text_offset: int | None = None,
+        replays: bool = False,
+    ) -> None:
+        self.is_stopped = False
+        """A stop string was found across the seam: the answer ends here, whatever the engine goes on to say."""
+        self._api = api
+        self._head = head
+        self._kept = kept
+        self._kept_reasoning = transcript.reasoning_among(kept)
+        held = guard.unsent if guard is not None and channel == "content" else (pending or {}).get("content", "")
+        shown = len(transcript.content) + len(held) if text_offset is None else text_offset
+        self._text_offset = 0 if replays else shown
+        self._pending = pending
+        self._guard = guard
+        self._deferred = deferred
+        self._channel = channel
+        self.swallowed = list(swallowed)
+        """Ids the client has seen that the engine is still to repeat."""
+        self._as_chat = as_chat
+        self._overlap = Overlap(transcript) if replays else None
+
+    def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
+        """The chunks the client gets for one chunk of the engine, each with the ids it adds to the answer.
+
+        `recomputed`: the engine breaks off with this chunk. Raises Mismatch.
+        """
+        choice = dict(payload["choices"][0])
+        ids: list[int] = choice.get("token_ids") or []
+        if self._as_chat is None:
+            delta = dict(choice.get("delta") or {}) if self._api is Api.CHAT else {"content": choice.get("text") or ""}
+            delta.pop("role", None)
+            if recomputed:
+                delta.pop("tool_calls", None)  # what closes them may be made up
+        else:
+            delta = self._as_chat.delta(choice, is_last=choice.get("finish_reason") is not None and not recomputed)
+        _shift_offsets(choice.get("logprobs"), self._text_offset)
+        seen = repeated(ids, self.swallowed if self._overlap is None else self._overlap.ids)
+        if self._overlap is not None:
+            delta = self._overlap.beyond(delta)
+            ids = ids[seen:]
+            if choice.get("finish_reason") is not None and not recomputed and not self._overlap.is_exhausted:
+                raise Mismatch
+        if seen:
+            choice["logprobs"] = _without_first(choice.get("logprobs"), seen)
+            choice["token_ids"] = (choice.get("token_ids") or [])[seen:]
+        if self._deferred and delta:
+            if text := delta.get(self._channel):
+                delta[self._channel] = self._deferred + text
+            self._deferred = ""
+        chunks: list[tuple[dict[str, Any], list[int]]] = []
+        if self._guard is not None:
+            self._guard_stop(self._guard, choice, delta, len(ids))
+        if self._pending:
+            chunks.append((self._chunk(payload, _bare(choice), self._pending), []))
+            self._pending = None
+        chunks.append((self._chunk(payload, choice, delta), ids))
+        return chunks
+
+    @property
+    def unsent(self) -> str:
+        """Text that the guard still keeps back."""
+        return "" if self._guard is None else self._guard.unsent
+
+    def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
+        """The chunks of an answer that ends here, since there is no room for more."""
+        text: dict[str, Any] = {"text": ""} if self._api is Api.COMPLETIONS or self._as_chat else {"delta": {}}
+        choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        return self.rewrite({"choices": [choice]}, recomputed=False)
+
+    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The usage of the whole answer; the engine took a part of it for prompt."""
+        corrected = {
+            **usage,
+            "prompt_tokens": (usage.get("prompt_tokens") or 0) - self._kept,
+            "completion_tokens": (usage.get("completion_tokens") or 0) + self._kept,
+        }
+        details = usage.get("completion_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("reasoning_tokens"), int):
+            reasoning = details["reasoning_tokens"] + self._kept_reasoning
+            corrected["completion_tokens_details"] = {**details, "reasoning_tokens": reasoning}
+        return corrected
+
+    def _chunk(self, payload: dict[str, Any], choice: dict[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+        if self._api is Api.CHAT:
+            choice["delta"] = delta
+        else:
+            choice["text"] = delta.get("content", "")
+        chunk = {**payload, **self._head, "choices": [choice]}
+        if payload.get("usage"):
+            chunk["usage"] = self.usage(payload["usage"])
+        elif self._as_chat is not None:
+            chunk.pop("usage", None)  # which old engines write as null in a completion, and not in a chat
+        return chunk
+
+    def _guard_stop(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
+        is_last = choice.get("finish_reason") is not None or any(
+            delta.get(name) for name in (*TEXTS, "tool_calls") if name != self._channel
+        )
+        text = delta.get(self._channel) or ""
+        own_stop = choice.get("stop_reason")
+        own_stop = own_stop if isinstance(own_stop, str) else None
+        text, stop = guard.push(text, tokens=tokens, is_last=is_last, own_stop=own_stop)
+        if stop is not None:
+            self.is_stopped = True
+            delta.clear()
+            choice["finish_reason"], choice["stop_reason"] = "stop", stop
+        delta[self._channel] = text
+        if not text:
+            del delta[self._channel]
+        if guard.is_done:
+            self._guard = None
+
+
+def _bare(choice: dict[str, Any]) -> dict[str, Any]:
+    """The same choice without what belongs to its own tokens."""
+    bare = {**choice, "logprobs": None, "finish_reason": None}
+    bare.pop("stop_reason", None)
+    if "token_ids" in bare:
+        bare["token_ids"] = []
+    return bare
+
+
+def _shift_offsets(logprobs: Any, offset: int) -> None:
+    if offset and isinstance(logprobs, dict) and logprobs.get("text_offset"):
+        logprobs["text_offset"] = [position + offset for position in logprobs["text_offset"]]
+
+
+def _without_first(logprobs: Any, count: int) -> Any:
+    """Log probabilities without those of the first tokens: lists, one entry for each token."""
+    if not isinstance(logprobs, dict):
+        return logprobs
+    return {name: value[count:] if isinstance(value, list) else value for name, value in logprobs.items()}

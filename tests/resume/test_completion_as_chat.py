@@ -1,0 +1,34 @@
+"""The log probabilities of a completion are those that the chat would have had."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.resume.completion_as_chat import chat_logprobs
+from proxy.sim.model import logprobs as sim_logprobs
+from proxy.sim.model.logprobs import Speller
+
+
+@given(st.lists(st.integers(0, 127), max_size=6), st.integers(0, 5))
+def test_log_probabilities_of_a_completion_become_those_of_a_chat(ids: list[int], top: int) -> None:
+    as_completion = sim_logprobs.completion_logprobs(ids, top, 0, Speller())
+    assert chat_logprobs(as_completion, top) == sim_logprobs.chat_logprobs(ids, top, Speller())
+
+
+def test_characters_of_several_tokens_have_log_probabilities() -> None:
+    ids = list("日a".encode())
+    as_completion = sim_logprobs.completion_logprobs(ids, 2, 0, Speller())
+    assert chat_logprobs(as_completion, 2) == sim_logprobs.chat_logprobs(ids, 2, Speller())
+
+
+def test_a_completion_without_alternatives_is_a_chat_without() -> None:
+    told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": None}
+    assert chat_logprobs(told, 0) == {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}]}
+
+
+def test_all_alternatives_are_all() -> None:
+    """`top_logprobs: -1` asks for the whole detokenizer."""
+    told = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.5, "c": -2.5}]}
+    (entry,) = chat_logprobs(told, -1)["content"]
+    assert [other["token"] for other in entry["top_logprobs"]] == ["a", "b", "c"]

@@ -1,0 +1,28 @@
+"""What a decoder repeats is told apart from what it adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.resume.overlap import Mismatch, beyond
+from tests.resume.test_seam import choice, transcript_of
+
+
+@pytest.mark.parametrize(
+    ("said", "new"),
+    [
+        ({"reasoning": "Let.", "content": "Hi"}, {}),
+        ({"reasoning": "Let.", "content": "Hi you"}, {"content": " you"}),
+        ({"reasoning": "Let.", "content": "Hi", "tool_calls": [{"index": 0}]}, {"tool_calls": [{"index": 0}]}),
+    ],
+)
+def test_what_a_text_says_beyond_what_the_client_has(said: dict[str, Any], new: dict[str, Any]) -> None:
+    assert beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said) == new
+
+
+@pytest.mark.parametrize("said", [{}, {"reasoning": "Let."}, {"reasoning": "Let.", "content": "H"}, {"content": "Hi"}])
+def test_a_text_that_says_less_than_the_client_has_is_another(said: dict[str, Any]) -> None:
+    with pytest.raises(Mismatch):
+        beyond(transcript_of((choice(reasoning="Let."), [1]), (choice(content="Hi"), [2])), said)
