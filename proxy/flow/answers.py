@@ -9,8 +9,9 @@ import orjson
 
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
-from proxy.flow.delivery import Delivery, observed
+from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay, TokenClock
+from proxy.resume.observed import observed
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:

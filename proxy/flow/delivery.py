@@ -14,7 +14,6 @@ from proxy.dialects.segment import Segment
 from proxy.resume.overlap import Mismatch
 from proxy.resume.transcript import Transcript
 from proxy.terms import Action
-from proxy.wire.document import REMOVED
 from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.token import Shape
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.flow.assembly import Assembly
-    from proxy.flow.resume import Resumption
+    from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
     from proxy.wire.sse import Event
 
@@ -31,23 +30,6 @@ _TOKEN_IDS: Final = b'"token_ids":['
 # Some streams have none, and a look costs more than a token.
 _MAX_SHAPES: Final = 8
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
-
-
-def observed(call: Call) -> Call:
-    """The call as it is sent so that its answer can be continued: streamed, with token ids, with all that is generated.
-
-    Costs some bytes per token, and the prompt's ids once.
-    """
-    values = call.values
-    options = values.get("stream_options") if call.include_usage else None
-    changes: dict[str, object] = {
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {**(options or {}), "include_usage": True},
-    }
-    if values.get("include_reasoning") is False:
-        changes["include_reasoning"] = REMOVED  # its ids would be missing
-    return call.changed(changes, stream=True)
 
 
 class Delivery:

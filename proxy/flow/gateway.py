@@ -11,7 +11,7 @@ from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.flow.attempts import AttemptLoop
 from proxy.flow.budget import RetryBudget
 from proxy.flow.parts import FlowParts
-from proxy.flow.resume import can_be_observed
+from proxy.resume.observed import can_be_observed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

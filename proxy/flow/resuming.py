@@ -13,7 +13,9 @@ from proxy.balancer.capabilities import (
     TRAILING_BLANKS_HELD,
 )
 from proxy.errors import Failure
-from proxy.flow.resume import CannotResume, ChatTokens, Resumption, Situation, plan
+from proxy.resume.plan import plan
+from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.situation import ChatTokens, Situation
 from proxy.terms import Action
 
 if TYPE_CHECKING:

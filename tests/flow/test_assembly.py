@@ -10,8 +10,9 @@ import orjson
 import pytest
 
 from proxy.flow.assembly import Assembly
-from proxy.flow.delivery import Delivery, observed
-from proxy.flow.resume import Resumption, can_be_observed
+from proxy.flow.delivery import Delivery
+from proxy.resume.observed import can_be_observed, observed
+from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action

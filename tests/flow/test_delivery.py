@@ -11,9 +11,10 @@ import orjson
 import pytest
 
 from proxy.dialects.segment import Meaning, Segment
-from proxy.flow.delivery import Delivery, observed
-from proxy.flow.resume import Resumption
+from proxy.flow.delivery import Delivery
+from proxy.resume.observed import observed
 from proxy.resume.overlap import Mismatch
+from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
@@ -277,43 +278,6 @@ def test_the_prompts_ids_survive_a_merger(body: dict[str, Any], is_observed: boo
     take(Delivery(call, is_observed=is_observed, rewrite=rewrite), (data(ROLE) if body is CHAT else b"") + data(first))
     owner = written[0] if body is CHAT else written[0]["choices"][0]
     assert owner["prompt_token_ids"] == [1, 2]
-
-
-# What is asked of the engine
-
-
-@pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS)], ids=["chat", "completion"])
-def test_an_observed_answer_is_a_stream_with_ids_and_usage(body: dict[str, Any]) -> None:
-    call = observed(call_of(body))
-    assert call.stream
-    assert orjson.loads(call.body({})) == {
-        **body,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"include_usage": True}),
-        ({"include_usage": False, "continuous_usage_stats": True}, {"include_usage": True}),
-        (
-            {"include_usage": True, "continuous_usage_stats": True},
-            {"include_usage": True, "continuous_usage_stats": True},
-        ),
-    ],
-)
-def test_a_clients_options_hold_if_it_asked_for_usage(options: dict[str, Any], expected: dict[str, Any]) -> None:
-    call = observed(call_of({**CHAT, "stream_options": options}))
-    assert orjson.loads(call.body({}))["stream_options"] == expected
-
-
-@pytest.mark.parametrize(("value", "is_sent"), [(False, False), (True, True), (None, True)])
-def test_reasoning_is_always_asked_for(value: object, is_sent: bool) -> None:
-    body = orjson.loads(observed(call_of({**CHAT, "include_reasoning": value})).body({}))
-    assert ("include_reasoning" in body) is is_sent
 
 
 # The end of a decoder

@@ -1,0 +1,66 @@
+"""Options of a call that decide whether and how its answer can be continued. No IO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from proxy.call import Call
+
+# What vLLM takes for the limit of a completion that names none, or null (`CompletionRequest`).
+_COMPLETION_TOKENS: Final = 16
+_STRUCTURED: Final = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+)
+
+
+def output_limit(call: Call) -> int | None:
+    """How many tokens the answer may have; None: as many as fit."""
+    values = call.values
+    limit = values.get("max_completion_tokens") if call.api is Api.CHAT else None
+    if limit is None:
+        limit = values.get("max_tokens")
+    if limit is None and call.api is Api.COMPLETIONS:
+        return _COMPLETION_TOKENS
+    return limit if isinstance(limit, int) else None
+
+
+def min_tokens(call: Call) -> int:
+    """How many tokens the answer must have at least; 0: it may be empty."""
+    least = call.values.get("min_tokens")
+    return max(0, least) if isinstance(least, int) else 0
+
+
+def is_reproducible(call: Call) -> bool:
+    """Does the same request give the same answer? Whether it did is verified token by token."""
+    return call.values.get("temperature") == 0 or isinstance(call.values.get("seed"), int)
+
+
+def calls_tools(call: Call) -> bool:
+    """May the answer call tools?"""
+    return bool(call.values.get("tools")) and call.values.get("tool_choice") != "none"
+
+
+def is_structured(call: Call) -> bool:
+    """Is the answer bound to a grammar, which would begin anew?"""
+    values = call.values
+    form = values.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        return True
+    if any(values.get(name) is not None for name in _STRUCTURED):
+        return True
+    choice = values.get("tool_choice")
+    if isinstance(choice, dict) or choice == "required":
+        return True
+    functions = [tool.get("function") for tool in values.get("tools") or () if isinstance(tool, dict)]
+    return any(isinstance(function, dict) and function.get("strict") for function in functions)
+
+
+def has_media(call: Call) -> bool:
+    """Is there anything in a chat's messages but text?"""
+    messages = call.values.get("messages")
+    contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)

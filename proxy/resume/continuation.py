@@ -1,0 +1,156 @@
+"""The call that goes on with an answer from its token ids, and the seam for its stream. No IO."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.resume.call_options import min_tokens, output_limit
+from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.seam import Seam
+from proxy.resume.stop_strings import StopGuard
+from proxy.terms import Action
+from proxy.wire.document import REMOVED
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.call import Call
+    from proxy.dialects.grammars.base import Parser
+    from proxy.resume.cut import Cut
+    from proxy.resume.situation import Situation
+
+_CHAT_ONLY: Final = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "documents", "reasoning_effort"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("mm_processor_kwargs", "media_io_kwargs"),
+    *("include_reasoning", "max_completion_tokens", "top_logprobs", "functions", "function_call"),
+)
+# What has been applied to the prompt already, or speaks of a prompt that is text.
+_OF_THE_PROMPT: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")
+
+
+def from_tokens(
+    situation: Situation,
+    action: Action,
+    cut: Cut,
+    *,
+    pending: Mapping[str, Any] | None = None,
+    parser: Parser | None = None,
+    late: int = 0,
+) -> Resumption:
+    """Put the ids that are kept behind the prompt.
+
+    `pending`: a chat delta that belongs to these ids and that the client does not have. `parser`: for a chat that goes
+    on as a completion; it keeps back `late` characters. Raises CannotResume.
+    """
+    call, transcript, kept = situation.call, situation.transcript, cut.kept
+    assert transcript.prompt_ids is not None
+    prompt = orjson.loads(transcript.prompt_ids) + transcript.ids[:kept].tolist()
+    limit = output_limit(call)
+    room = None if situation.max_model_len is None else situation.max_model_len - len(prompt)
+    left = None if limit is None else limit - kept
+    is_over = (left is not None and left <= 0) or (room is not None and room <= 0)
+    guard = None if is_over else _guard(situation, cut, late or len(cut.deferred))
+    if guard is None and cut.held:
+        pending = {**(pending or {}), cut.channel: cut.held}
+    seam = Seam(
+        call.api,
+        situation.head,
+        transcript,
+        kept=kept,
+        pending=pending,
+        guard=guard,
+        deferred=cut.deferred,
+        channel=cut.channel,
+        swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
+        as_chat=None if parser is None else _as_chat(situation, parser, pending or {}),
+        text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
+    )
+    if is_over:
+        return Resumption(Action.FINISH, None, seam, kept)
+    prompt_ids = orjson.dumps(prompt)
+    changes = _shared_changes(situation, kept, left)
+    if parser is None and call.api is Api.CHAT:
+        kv_params = {situation.chats.key: orjson.Fragment(prompt_ids)}
+        continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), kv_params=kv_params)
+    else:
+        changes["prompt"] = orjson.Fragment(prompt_ids)
+        if call.api is Api.CHAT:
+            if left is None and room is None:
+                raise CannotResume("no engine told how long a sequence may be")
+            changes.update(_as_completion(call, room if left is None else left))
+            if parser is not None and parser.reads_markers:
+                changes.update(skip_special_tokens=False, spaces_between_special_tokens=False)
+        continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
+    continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))
+    return Resumption(action, continuing, seam, kept, prompt_ids)
+
+
+def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
+    """Watches for stop strings across the seam; None where none can be."""
+    call, transcript = situation.call, situation.transcript
+    longest = max(map(len, call.stops), default=0)
+    if longest < 2:
+        return None
+    shows_stop = bool(call.values.get("include_stop_str_in_output"))
+    shown = transcript.content if cut.channel == "content" else transcript.reasoning
+    before = shown[1 - longest :] if shows_stop else ""
+    if not (cut.held or before or late):
+        return None
+    minimum = min_tokens(call)
+    return StopGuard(
+        call.stops,
+        cut.held,
+        late=late,
+        before=before,
+        shows_stop=shows_stop,
+        tokens_to_minimum=minimum - cut.kept if minimum else None,
+    )
+
+
+def _as_chat(situation: Situation, parser: Parser, pending: Mapping[str, Any]) -> CompletionAsChat:
+    return CompletionAsChat(
+        parser,
+        calls_tools=bool(situation.transcript.tools) or "tool_calls" in pending,
+        top_logprobs=situation.call.values.get("top_logprobs") or 0,
+        keeps_length=situation.keeps_length,
+    )
+
+
+def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[str, object]:
+    """What changes in any call that goes on from token ids."""
+    values = situation.call.values
+    changes: dict[str, object] = {name: REMOVED for name in _OF_THE_PROMPT if name in values}
+    if left is not None:
+        changes["max_tokens"] = left
+        if values.get("max_completion_tokens") is not None:
+            changes["max_completion_tokens"] = left
+    if least := min_tokens(situation.call):
+        changes["min_tokens"] = max(0, least - kept)
+    seed = values.get("seed")
+    if isinstance(seed, int):
+        # The same seed would repeat the random numbers of the first part. Any other one is as good: where the sequence
+        # stood cannot be told.
+        changes["seed"] = (seed + situation.segment * 0x9E3779B97F4A7C15) % 2**63
+    budget = values.get("thinking_token_budget")
+    if isinstance(budget, int) and budget >= 0:  # -1 is none (vLLM `ThinkingTokenBudget`)
+        changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))
+    return changes
+
+
+def _as_completion(call: Call, limit: int | None) -> dict[str, object]:
+    """What turns a chat into a completion."""
+    values = call.values
+    changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
+    changes["max_tokens"] = limit  # without one a completion would end after 16 tokens
+    changes["add_special_tokens"] = False
+    if values.get("logprobs"):
+        changes["logprobs"] = values.get("top_logprobs") or 0
+    elif "logprobs" in values:
+        changes["logprobs"] = REMOVED
+    return changes

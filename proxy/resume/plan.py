@@ -1,0 +1,149 @@
+"""How an answer goes on whose decoder was lost. No IO.
+
+Exact means by token ids: text tokenised again is not the same tokens, and a partial answer put into the messages is not
+the same prompt. What is possible depends on the engines, on the request, and on what the client has already.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.dialects.grammars.base import Verbatim
+from proxy.resume.call_options import calls_tools, has_media, is_reproducible, is_structured
+from proxy.resume.continuation import from_tokens
+from proxy.resume.cut import UNFINISHED, Cut, find_cut
+from proxy.resume.overlap import Mismatch, beyond
+from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.seam import Seam
+from proxy.resume.situation import ChatTokens
+from proxy.resume.token_text import prompt_tail, text_of
+from proxy.terms import Action
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from proxy.dialects.grammars.base import Parser
+    from proxy.resume.situation import Situation
+    from proxy.resume.token_text import Steps
+    from proxy.resume.transcript import Transcript
+
+# Below this it is cheaper to generate an answer again than to prefill what there is of it.
+_CHEAP_TOKENS: Final = 64
+# A character is four bytes at most, so no more tokens than that can be without their text.
+_MAX_BYTES_OF_CHARACTER: Final = 4
+
+
+def plan(situation: Situation) -> Steps[Resumption]:
+    """Decide how the answer goes on. Raises CannotResume.
+
+    A generator that yields token ids and is sent their text, None if that cannot be had: most answers need none.
+    """
+    if not situation.shown and len(situation.transcript.ids) < _CHEAP_TOKENS:
+        return Resumption(Action.RESTART, situation.call)
+    try:
+        return (yield from _continue(situation))
+    except CannotResume:
+        if not situation.shown:
+            return Resumption(Action.RESTART, situation.call)
+        if not is_reproducible(situation.call):
+            raise
+    seam = Seam(situation.call.api, situation.head, situation.transcript, kept=0, replays=True)
+    return Resumption(Action.REPLAY, situation.call, seam)
+
+
+def _continue(situation: Situation) -> Steps[Resumption]:
+    call, transcript = situation.call, situation.transcript
+    if transcript.prompt_ids is None or not transcript.ids:
+        raise CannotResume("the engine does not tell token ids")
+    if call.values.get("prompt_embeds") is not None:
+        raise CannotResume("the prompt has no token ids")
+    if call.api is Api.COMPLETIONS:
+        if is_structured(call):
+            raise CannotResume("structured output cannot be continued in the middle")
+        return (yield from _continue_completion(situation))
+    if has_media(call):
+        raise CannotResume("a prompt with media cannot be given as token ids")
+    if is_structured(call) and (situation.chats is ChatTokens.COMPLETIONS or transcript.content or transcript.tools):
+        raise CannotResume("structured output cannot be continued in the middle")
+    if situation.chats is ChatTokens.COMPLETIONS or transcript.tools:
+        return (yield from _continue_raw(situation))
+    return (yield from _continue_chat(situation))
+
+
+def _continue_completion(situation: Situation) -> Steps[Resumption]:
+    cut = yield from find_cut(situation, lambda text: (beyond(situation.transcript, {"content": text}), ""))
+    return from_tokens(situation, Action.COMPLETION_TOKENS, cut)
+
+
+def _continue_chat(situation: Situation) -> Steps[Resumption]:
+    transcript = situation.transcript
+    if transcript.has_text:
+        in_reasoning, channel = transcript.began_in_reasoning, _last_channel(transcript)
+    else:
+        in_reasoning = bool(transcript.grammar.opens_reasoning((yield from prompt_tail(transcript))))
+        channel = transcript.reasoning_field if in_reasoning else "content"
+
+    def compare(text: str) -> tuple[dict[str, Any], str]:
+        parser, new = _parsed(situation, text, in_reasoning)
+        if parser.in_tools or parser.unsaid.strip():
+            raise Mismatch
+        return new, parser.unsaid
+
+    # A token may end in white space that the engine shows only if the reasoning goes on.
+    may_lag = channel != "content" and not situation.shows_blanks
+    cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
+    is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
+    return from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut)
+
+
+def _continue_raw(situation: Situation) -> Steps[Resumption]:
+    """Go on as a completion, whose text is parsed here."""
+    call, transcript = situation.call, situation.transcript
+    grammar = transcript.grammar
+    if calls_tools(call) and not grammar.has_tools:
+        raise CannotResume("the tool calls of this model are not known here")
+    tail = yield from prompt_tail(transcript)
+    kept = len(transcript.ids)
+    while (text := (yield from text_of(transcript, kept))).endswith(UNFINISHED):
+        kept -= 1
+        if kept < max(0, len(transcript.ids) - _MAX_BYTES_OF_CHARACTER):
+            raise CannotResume("the answer's token ids end in something that is no text")
+    opens_reasoning = bool(grammar.opens_reasoning(tail))
+    begins_in_reasoning = transcript.began_in_reasoning if transcript.has_text else opens_reasoning
+    try:
+        if opens_reasoning and not begins_in_reasoning and not transcript.tools:
+            raise Mismatch  # what is reasoning was shown as content
+        parser, pending = _parsed(situation, text, begins_in_reasoning)
+    except Mismatch:
+        # There may be no parser at all: then what the client has is the text without special tokens.
+        if transcript.reasoning or transcript.tools:
+            raise CannotResume("the token ids do not match the text the client has") from None
+        cut = yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""))
+        return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
+    action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
+    channel = "content" if "content" in pending else _last_channel(transcript)
+    held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
+    cut = Cut(kept, held, channel=channel)
+    return from_tokens(situation, action, cut, pending=pending, parser=parser, late=len(parser.unsaid))
+
+
+def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[Parser, dict[str, Any]]:
+    """A parser that has read the answer's text, and what of that the client does not have. Raises Mismatch."""
+    for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
+        parser = situation.transcript.grammar.parser(
+            in_reasoning=in_reasoning,
+            calls_tools=calls_tools(situation.call),
+            shows_blanks=shows_blanks,
+            tells_half_calls=not situation.shows_blanks,
+            # vLLM `maybe_filter_parallel_tool_calls`.
+            one_call=situation.call.values.get("parallel_tool_calls") is False,
+        )
+        try:
+            return parser, beyond(situation.transcript, parser.feed(text))
+        except Mismatch:
+            continue
+    raise Mismatch
+
+
+def _last_channel(transcript: Transcript) -> str:
+    """Where text goes that follows what the client has, as long as no marker comes."""
+    return "content" if transcript.content or not transcript.reasoning else transcript.reasoning_field

@@ -1,0 +1,51 @@
+"""What decides how an answer goes on whose decoder was lost. No IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.resume.transcript import Transcript
+
+
+class ChatTokens(StrEnum):
+    """How the engines take a chat's prompt as token ids."""
+
+    NATIVE = "native"  # `kv_transfer_params.prompt_token_ids`, vLLM 0.27
+    ASCEND_PRIVATE = "ascend_private"  # a patch of vllm-ascend 0.26rc (#14389)
+    COMPLETIONS = "completions"  # not at all: as a completion
+
+    @property
+    def key(self) -> str:
+        return "prompt_token_ids" if self is ChatTokens.NATIVE else "_vllm_ascend_recompute_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything that decides how to go on."""
+
+    call: Call
+    """As the client sent it, observed."""
+    head: Mapping[str, Any]
+    """The members that all chunks of the client's stream have in common."""
+    transcript: Transcript
+    shown: bool
+    """The client has a part of the answer."""
+    shows_ids: bool
+    """The client sees token ids or log probabilities."""
+    ahead: Sequence[int]
+    """Token ids the client has seen that are not in the transcript any more."""
+    segment: int
+    """Decoders that have worked on the answer."""
+    keeps_length: bool
+    """Engines finish a chat by length even if it calls tools."""
+    chats: ChatTokens
+    shows_blanks: bool
+    """Engines are thought to show white space at the end of reasoning at once. What the client has decides."""
+    max_model_len: int | None
+    """Tokens that fit into a sequence; None when engines do not tell."""
