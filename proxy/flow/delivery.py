@@ -1,8 +1,4 @@
-"""One answer on its way to the client, whichever decoders work on it: what of their streams the client gets. No IO.
-
-As long as there was no incident a chunk is passed on with the engine's own bytes, less what only the gateway asked for:
-token ids, which the engine then writes as `null`, and chunks that carry nothing else.
-"""
+"""One answer on its way to the client, whichever decoders work on it: what of their streams the client gets. No IO."""
 
 from __future__ import annotations
 
@@ -11,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Segment
+from proxy.flow.chunk_writer import ChunkWriter, has_only_ids
+from proxy.flow.token_shapes import TokenShapes
 from proxy.resume.overlap import Mismatch
+from proxy.resume.recomputed import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.terms import Action
 from proxy.wire.openai import data_event, with_prompt_details
-from proxy.wire.token import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from proxy.resume.seam import Seam
     from proxy.wire.sse import Event
 
-_TOKEN_IDS: Final = b'"token_ids":['
-# Some streams have none, and a look costs more than a token.
-_MAX_SHAPES: Final = 8
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
 
 
@@ -68,30 +63,18 @@ class Delivery:
         """`system_fingerprint`, which engines put on the usage chunk if there is one."""
         self.head: dict[str, Any] = {}
         """The members that all chunks have in common, of the first chunk."""
-        self.last_payload: dict[str, Any] = {}
-        """The last payload given out; a pattern for a merged usage chunk."""
         self.call = call
         self.is_observed = is_observed
         self._new_segment = new_segment
         self._whole = whole
-        self._rewrite = rewrite if whole is None else whole.add
+        self.writer = writer = ChunkWriter(call, rewrite if whole is None else whole.add, is_observed=is_observed)
         self._seam: Seam | None = None
         self._expected: bytes | None = None
         self._is_checked = False
-        self._shape: Shape | None = None
-        """Of the present decoder's tokens, as long as they add to the same text."""
-        self._shapes_left = 0
+        self._shapes = TokenShapes()
         self._held: list[bytes] = []
-        self._wants_ids = bool(call.values.get("return_token_ids"))
-        self._hides_reasoning = is_observed and call.values.get("include_reasoning") is False
-        # Chunks that go out as they came, but for the ids.
-        self._passes_bytes = self._rewrite is None and not self._hides_reasoning
-        self._tells_shapes = is_observed and not self._hides_reasoning and (rewrite is None or whole is not None)
-
-    @property
-    def shows_ids(self) -> bool:
-        """Does the client see single tokens?"""
-        return self.call.shows_single_tokens
+        self._wants_ids = writer.wants_ids
+        self._tells_shapes = is_observed and not writer.hides_reasoning and (rewrite is None or whole is not None)
 
     @property
     def ahead(self) -> Sequence[int]:
@@ -140,8 +123,7 @@ class Delivery:
         self.segment = segment = self._new_segment()
         self.usage = None
         self._is_checked = False
-        self._shape = None
-        self._shapes_left = _MAX_SHAPES
+        self._shapes = TokenShapes()
         return segment
 
     # What a decoder says
@@ -151,11 +133,11 @@ class Delivery:
         self._check_prompt(segment)
         if self._seam is None:
             self._note_head(segment.payload)
-            self._held.append(self._as_bytes(segment, event, segment.payload))
+            self._held.append(self.writer.as_it_came(segment, event, segment.payload))
 
     def token(self, raw: bytes) -> bytes | None:
         """As `content`, for an event that differs from one before it in nothing but text and id; None for others."""
-        shape = self._shape
+        shape = self._shapes.current
         if shape is None or (token := shape.find(raw)) is None:
             return None
         self.transcript.take_token(token.text, token.id, is_reasoning=shape.is_reasoning)
@@ -169,7 +151,7 @@ class Delivery:
         if not self._is_checked:
             self._check_prompt(segment)
         if not self.is_observed:
-            return self._given(self._as_bytes(segment, event, segment.payload))
+            return self._given(self.writer.as_it_came(segment, event, segment.payload))
         if self._seam is not None:
             return self._given(self._stitched(segment, recomputed=False))
         payload = segment.payload
@@ -180,20 +162,17 @@ class Delivery:
         shows = self.transcript.take(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
-            self._shape = None
+            self._shapes.current = None
         elif self._tells_shapes:
-            self._look_at_shape(segment, event, choice)
-        if not shows and ids and not self._wants_ids and _is_mute(choice):
+            self._shapes.learn(segment, event, choice, has_tools=bool(self.transcript.tools))
+        if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
-        if not self._passes_bytes:
-            return self._given(self._finished(payload, choice))
-        return self._given(self._as_bytes(segment, event, payload))
+        if not self.writer.keeps_bytes:
+            return self._given(self.writer.anew(payload, choice))
+        return self._given(self.writer.as_it_came(segment, event, payload))
 
     def recomputed(self, segment: Segment) -> bytes:
-        """The chunk with which a decoder gives up: its text counts, its finish does not, nor do its tool calls.
-
-        Old parsers make up what closes the arguments (vLLM 0.18 `chat_completion/serving.py`).
-        """
+        """The chunk with which a decoder gives up: its text counts, its finish does not, nor do its tool calls."""
         if not self.is_observed:
             return b""
         self.is_touched = True
@@ -203,14 +182,13 @@ class Delivery:
             return self._given(self._stitched(segment, recomputed=True))
         if not self.head:
             self._note_head(segment.payload)
-        payload, choice = _unfinished(segment.payload)
-        if "delta" in choice:
-            choice["delta"] = {name: value for name, value in choice["delta"].items() if name != "tool_calls"}
-        self._withhold([choice])
+        payload, choice = unfinished(segment.payload)
+        without_tool_calls(choice)
+        withhold([choice], self.call)
         shows = self.transcript.take(choice, choice.get("token_ids"))
-        if not shows and not (self.shows_ids and choice.get("token_ids")):
+        if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
             return b""
-        return self._given(self._finished(payload, choice))
+        return self._given(self.writer.anew(payload, choice))
 
     def told_usage(self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool) -> bytes:
         """The usage chunk; empty when the client did not ask for it. `details`: what the prefiller told of the prompt,
@@ -224,7 +202,7 @@ class Delivery:
         if self._seam is not None:
             self._count_reasoning(usage)
         self.usage = with_prompt_details(usage, details) if handed_over else usage
-        if not self.call.include_usage or self._rewrite is not None:
+        if not self.call.include_usage or self.writer.rewrites:
             return b""  # not asked for, or the merger's
         if self.usage is told:
             return event.raw
@@ -232,7 +210,7 @@ class Delivery:
 
     def other(self, event: Event) -> bytes:
         """A comment, or data this gateway does not know: the client judges. Before the first token it is held, too."""
-        if self._rewrite is not None:
+        if self.writer.rewrites:
             return b""
         if not self.has_output:
             self._held.append(event.raw)
@@ -245,11 +223,11 @@ class Delivery:
         if self._seam is not None and not self.is_finished:
             for payload, _ in self._seam.ending():
                 self.transcript.take(payload["choices"][0], None)
-                parts.append(self._finished(payload, payload["choices"][0]))
+                parts.append(self.writer.anew(payload, payload["choices"][0]))
         if self.usage is None:
             self.usage = self._counted(details)
             # Of an answer that is not observed the client has all that was told.
-            if self.usage is not None and self.head and self.call.include_usage and self._rewrite is None:
+            if self.usage is not None and self.head and self.call.include_usage and not self.writer.rewrites:
                 parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
         return self._given(b"".join(parts))
 
@@ -261,52 +239,20 @@ class Delivery:
         segment = self.segment
         if self._seam is None and segment.usage is not None and len(segment.finish_reasons) == 1:
             return with_prompt_details(segment.usage, details)
-        prompt, completion = self.transcript.prompt_tokens, len(self.transcript.ids)
-        if prompt is None or (not completion and self.transcript.has_text):
+        if (usage := self.transcript.counted_usage()) is None:
             return None
-        counts: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + completion,
-            "completion_tokens": completion,
-        }
-        self._count_reasoning(counts)
-        return with_prompt_details(counts, details)
-
-    def _look_at_shape(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
-        """Learn what the next tokens look like, if this one, which was parsed, is the first of its text."""
-        has_tools = bool(self.transcript.tools)
-        delta = choice.get("delta") or {}
-        is_reasoning = bool(delta.get("reasoning") or delta.get("reasoning_content"))
-        if self._shape is not None and is_reasoning is self._shape.is_reasoning and not has_tools:
-            return
-        self._shape = None
-        if self._shapes_left and not has_tools and choice.get("logprobs") is None and segment.data is event.data:
-            self._shapes_left -= 1
-            self._shape = Shape.of(event.raw)
+        self._count_reasoning(usage)
+        return with_prompt_details(usage, details)
 
     # Writing
 
-    def _finished(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
-        """The bytes for a payload that is not passed on as it came; `choice` is its only choice."""
-        delta = choice.get("delta")
-        if self._hides_reasoning and delta:
-            delta = {name: value for name, value in delta.items() if not name.startswith("reasoning")}
-            if not delta and choice.get("finish_reason") is None:
-                return b""
-            choice = {**choice, "delta": delta}
-        if not self._wants_ids and "token_ids" in choice:
-            choice = {**choice, "token_ids": None}
-        payload = {**payload, "choices": [choice]}
-        self.last_payload = payload
-        return self._rewrite(payload) if self._rewrite else data_event(payload)
-
     def _stitched(self, segment: Segment, *, recomputed: bool) -> bytes:
         assert self._seam is not None
-        payload = _unfinished(segment.payload)[0] if recomputed else segment.payload
+        payload = unfinished(segment.payload)[0] if recomputed else segment.payload
         parts = []
         chunks = self._seam.rewrite(payload, recomputed=recomputed)
         if recomputed and not self._seam.unsent and not self.is_stopped:
-            self._withhold([chunk["choices"][0] for chunk, _ in chunks])
+            withhold([chunk["choices"][0] for chunk, _ in chunks], self.call)
         for chunk, ids in chunks:
             choice = chunk["choices"][0]
             is_last = choice.get("finish_reason") is not None
@@ -314,31 +260,14 @@ class Delivery:
             shows = self.transcript.take(choice, ids)
             if chunk.get("usage"):
                 self._count_reasoning(chunk["usage"])
-            if shows or is_last or (self.shows_ids and choice.get("token_ids")):
-                parts.append(self._finished(chunk, choice))
+            if shows or is_last or (self.call.shows_single_tokens and choice.get("token_ids")):
+                parts.append(self.writer.anew(chunk, choice))
         return b"".join(parts)
 
     def _count_reasoning(self, usage: dict[str, Any]) -> None:
         """Add what the usage of a completion, or one of ours, does not tell."""
         if self.counts_reasoning and usage.get("completion_tokens_details") is None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.reasoning_ids}
-
-    def _withhold(self, choices: Sequence[dict[str, Any]]) -> None:
-        """Keep back the end of the last words' text, as the engine did until it gave up."""
-        if self.call.values.get("include_stop_str_in_output"):
-            return
-        missing = max(map(len, self.call.stops), default=1) - 1
-        for choice in reversed(choices):
-            fields = choice.get("delta", choice)
-            name = next(
-                (name for name in ("text", "content", "reasoning", "reasoning_content") if fields.get(name)), ""
-            )
-            if name and missing:
-                cut = max(0, len(fields[name]) - missing)
-                missing -= len(fields[name]) - cut
-                fields[name] = fields[name][:cut]
-
-    # Bytes
 
     def _given(self, output: bytes) -> bytes:
         """With what was held for the first output, and noted."""
@@ -349,23 +278,6 @@ class Delivery:
             output = b"".join((*self._held, output))
             self._held.clear()
         return output
-
-    def _as_bytes(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
-        """An event as the engine wrote it, less the ids nobody asked for."""
-        if self._rewrite is not None:
-            self.last_payload = payload
-            return self._rewrite(payload)
-        if not self.is_observed or self._wants_ids:
-            return event.raw
-        data = segment.data
-        assert data is not None
-        begin = data.find(_TOKEN_IDS)
-        if begin >= 0:
-            begin += len(_TOKEN_IDS) - 1
-            data = b"%bnull%b" % (data[:begin], data[data.index(b"]", begin) + 1 :])
-        elif data is event.data:
-            return event.raw
-        return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
 
     def _note_head(self, payload: dict[str, Any]) -> None:
         self.head = {name: value for name, value in payload.items() if name not in _NOT_COMMON}
@@ -379,20 +291,5 @@ class Delivery:
                 raise Mismatch
         elif not self.goes_on and told is not None:
             self.transcript.prompt_ids = told
-            if self._wants_ids and (is_rewritten or not self._passes_bytes):
-                # Cut out of the payload, which is written anew.
-                payload = segment.payload
-                owner = payload if "prompt_token_ids" in payload else payload["choices"][0]
-                owner["prompt_token_ids"] = orjson.Fragment(told)
-
-
-def _is_mute(choice: dict[str, Any]) -> bool:
-    """A chat chunk that only carries token ids: without them there would be none."""
-    return choice.get("delta") == {} and choice.get("finish_reason") is None and choice.get("logprobs") is None
-
-
-def _unfinished(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of a payload, and of its only choice, without a finish."""
-    choice = {**payload["choices"][0], "finish_reason": None}
-    choice.pop("stop_reason", None)
-    return {**payload, "choices": [choice]}, choice
+            if is_rewritten or not self.writer.keeps_bytes:
+                self.writer.put_back_prompt_ids(segment.payload, told)

@@ -99,7 +99,7 @@ class Gateway:
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
         deliveries = [answer.delivery for answer in answers]
-        client.write(rendering.ending([delivery.usage for delivery in deliveries], deliveries[-1].last_payload))
+        client.write(rendering.ending([delivery.usage for delivery in deliveries], deliveries[-1].writer.last_payload))
         await client.finish(dialect.done_event)
 
     def _has_room(self) -> bool:

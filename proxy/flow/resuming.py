@@ -136,7 +136,7 @@ class Resuming:
             head=delivery.head,
             transcript=delivery.transcript,
             shown=delivery.has_output,
-            shows_ids=delivery.shows_ids,
+            shows_ids=delivery.call.shows_single_tokens,
             ahead=delivery.ahead,
             segment=self.count,
             chats=self._chats or chats,

@@ -135,6 +135,13 @@ class Transcript:
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
         return min(kept, self.reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
 
+    def counted_usage(self) -> dict[str, Any] | None:
+        """The answer's usage by its token ids; None where engines do not tell them."""
+        prompt, completion = self.prompt_tokens, len(self.ids)
+        if prompt is None or (not completion and self.has_text):
+            return None
+        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
     def cut(self, kept: int) -> None:
         """Forget the ids behind the first `kept` ones."""
         self.reasoning_ids = self.reasoning_among(kept)

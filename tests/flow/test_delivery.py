@@ -237,7 +237,7 @@ def test_nothing_goes_out_before_there_is_something_to_show() -> None:
     ],
 )
 def test_who_sees_single_tokens(fields: dict[str, Any], shows: bool) -> None:
-    assert Delivery(call_of({**COMPLETION, **fields}), is_observed=True).shows_ids is shows
+    assert call_of({**COMPLETION, **fields}).shows_single_tokens is shows
 
 
 # An answer that nobody watches

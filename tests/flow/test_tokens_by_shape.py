@@ -106,7 +106,7 @@ def test_streams_without_a_shape_are_not_looked_at_for_ever(monkeypatch: pytest.
             nonlocal looks
             looks += 1
 
-    monkeypatch.setattr("proxy.flow.delivery.Shape", Shape)
+    monkeypatch.setattr("proxy.flow.token_shapes.Shape", Shape)
     events = [chunk({"content": "two "}, [1, 2])] * 50
     delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), by_shape=True)
     assert looks == 8

@@ -474,7 +474,7 @@ async def resumed(
             head=delivery.head,
             transcript=delivery.transcript,
             shown=delivery.has_output,
-            shows_ids=delivery.shows_ids,
+            shows_ids=delivery.call.shows_single_tokens,
             ahead=delivery.ahead,
             segment=segment,
             keeps_length=not is_old,

@@ -40,7 +40,7 @@ PARTS: Final = tuple(
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
             "the answer: events, transcript, client",
-            r"proxy/wire|proxy/dialects|proxy/resume|proxy/flow/(relay|delivery|client|answers)",
+            r"proxy/wire|proxy/dialects|proxy/resume|proxy/flow/(relay|delivery|chunk_writer|token_shapes|client|answers)",
         ),
         ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),
         ("everything else", r"^$"),
