@@ -224,3 +224,13 @@ class UpstreamError(GatewayError):
     def is_clients_fault(self) -> bool:
         """The engine refused this request and every other engine would, too."""
         return self.engine_status is not None and 400 <= self.engine_status < 500 and self.engine_status != 429
+
+    @property
+    def is_backends_fault(self) -> bool:
+        """The failure says something bad about the backend.
+
+        Being busy does not, nor does refusing a bad request, nor a decoder that ran out of KV memory and said so, or
+        that does not know how to go on with an answer, nor one that was removed.
+        """
+        is_innocent = self.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED)
+        return not (self.is_backpressure or self.is_clients_fault or is_innocent)

@@ -368,7 +368,7 @@ def _all_are_up(deployment: Deployment) -> bool:
     pools = deployment.worker.pools
     health = deployment.worker.health
     everybody = [pool for pool in (pools.prefill, pools.decode, pools.encode) if pool is not None]
-    confirmed = sum(health.is_confirmed(backend) for pool in everybody for backend in pool.backends())
+    confirmed = sum(health.of(backend).is_confirmed for pool in everybody for backend in pool.backends())
     versions = [pool.engine_version(backend) for pool in (pools.prefill, pools.decode) for backend in pool.backends()]
     told = sum(version is not None for version in versions)
     tell = sum(

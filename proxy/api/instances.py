@@ -96,12 +96,13 @@ class InstancesApi:
         return _json({"instances": shown})
 
     def _describe(self, member: Member) -> dict[str, Any]:
-        health, board, backend, now = self._health, self._scoreboard, member.backend, time.monotonic()
+        board, backend, now = self._scoreboard, member.backend, time.monotonic()
+        health = self._health.of(backend)
         membership = "draining" if member.draining else "enabled"
-        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at(backend)
-        facts = health.facts(backend) or EngineFacts()
+        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at
+        facts = health.facts or EngineFacts()
         return {
-            **_described(backend, membership, health.state(backend), health.reason(backend)),
+            **_described(backend, membership, health.state, health.reason),
             "configured": backend in self._configured,
             "origins": member.origins,
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),

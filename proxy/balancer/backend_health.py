@@ -54,7 +54,7 @@ class BackendHealth:
     changed_at: float | None = None
     """When that was."""
     facts: EngineFacts | None = None
-    """None: it has not been asked since it came up."""
+    """What the engine says of itself; None: it has not been asked since it came up."""
 
     @property
     def state(self) -> HealthState:
@@ -62,6 +62,31 @@ class BackendHealth:
         if self.breaker.phase is Phase.CLOSED or self.verdict is HealthState.DOWN:
             return self.verdict
         return HealthState.EJECTED if self.breaker.phase is Phase.EJECTED else HealthState.PROBATION
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it is not known to be of no use."""
+        return self.state not in (HealthState.DOWN, HealthState.EJECTED)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether it is up because a probe or a request succeeded, and not merely not known to be down."""
+        return self.state is HealthState.UP
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a request has ever gone well there."""
+        return self.served_at > 0
+
+    @property
+    def consecutive_failures(self) -> int:
+        """Failed requests in a row that the backend is to blame for."""
+        return self.breaker.failures
+
+    @property
+    def gone_at(self) -> float | None:
+        """When it ceased to take connections, as a restart begins; None: it takes them, or it never was up."""
+        return self.was_up_until if self.is_unreachable else None
 
     @property
     def is_eligible(self) -> bool:

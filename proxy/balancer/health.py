@@ -49,18 +49,8 @@ class Transition:
     cause: Cause | None = None
 
 
-def is_to_blame(error: UpstreamError) -> bool:
-    """Whether the failure says something bad about the backend.
-
-    Being busy does not, nor does refusing a bad request, nor a decoder that ran out of KV memory and said so, or that
-    does not know how to go on with an answer, nor one that was removed.
-    """
-    is_innocent = error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED)
-    return not (error.is_backpressure or error.is_clients_fault or is_innocent)
-
-
 class Health:
-    """The condition of every backend this worker has heard of. `version` moves with every change of who may be chosen.
+    """The health of every backend this worker has heard of. `version` moves with every change of who may be chosen.
 
     `peers` are the enabled backends of a role, the one in question among them.
     """
@@ -129,7 +119,7 @@ class Health:
         elif condition.is_unreachable and (error is None or error.failure is Failure.STATUS):
             condition.reached()
             self.version += 1
-        if error is not None and is_to_blame(error) and (is_proof or error.failure is Failure.CONNECT):
+        if error is not None and error.is_backends_fault and (is_proof or error.failure is Failure.CONNECT):
             condition.breaker.blame(error.failure, self._events)
             return self._blamed(backend, condition, error, peers, is_trial)
         if is_proof:
@@ -204,7 +194,7 @@ class Health:
 
     def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
         """Keep what an engine that is up said, until it goes down: it may come back as another version."""
-        if self.is_confirmed(backend):
+        if self.of(backend).is_confirmed:
             self._condition(backend).facts = facts
             self.version += 1
 
@@ -215,68 +205,15 @@ class Health:
 
     # What follows from it
 
-    def state(self, backend: Backend) -> HealthState:
-        return self._known(backend).state
-
-    def reason(self, backend: Backend) -> str | None:
-        """Of its last transition; None: there was none."""
-        return self._known(backend).reason
-
-    def changed_at(self, backend: Backend) -> float | None:
-        """When that was, in clock seconds."""
-        return self._known(backend).changed_at
-
-    def is_healthy(self, backend: Backend) -> bool:
-        """Whether it is not known to be of no use."""
-        return self.state(backend) not in (HealthState.DOWN, HealthState.EJECTED)
-
-    def is_confirmed(self, backend: Backend) -> bool:
-        """Whether it is up because a probe or a request succeeded, and not merely not known to be down."""
-        return self.state(backend) is HealthState.UP
-
-    def is_eligible(self, backend: Backend) -> bool:
-        """Whether it may get requests, as many as there are."""
-        return self._known(backend).is_eligible
-
-    def awaits_trial(self, backend: Backend) -> bool:
-        """Whether it may get one request."""
-        return self._known(backend).awaits_trial
-
-    def is_unreachable(self, backend: Backend) -> bool:
-        """Whether it took no connection the last time."""
-        return self._known(backend).is_unreachable
-
-    def gone_at(self, backend: Backend) -> float | None:
-        """When one that was up ceased to take connections, in clock seconds, as a restart begins; None: it takes them,
-        or it never was up.
-        """
-        condition = self._known(backend)
-        return condition.was_up_until if condition.is_unreachable else None
-
-    def is_changing(self, backend: Backend) -> bool:
-        """Whether the next probe may decide something, so that it should come soon."""
-        return self._known(backend).is_changing
+    def of(self, backend: Backend) -> BackendHealth:
+        """What is known about it, to be read only."""
+        return self._conditions.get(backend, _STRANGER)
 
     def share_percent(self, backend: Backend) -> int:
         """Of the work that falls to it, how much it is to get now: less than all after it came back."""
-        return self._known(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
-
-    def consecutive_failures(self, backend: Backend) -> int:
-        """Failed requests in a row that the backend is to blame for."""
-        return self._known(backend).breaker.failures
-
-    def has_served(self, backend: Backend) -> bool:
-        """Whether a request has ever gone well there."""
-        return self._known(backend).served_at > 0
-
-    def facts(self, backend: Backend) -> EngineFacts | None:
-        """What the engine says of itself; None while nobody has asked it."""
-        return self._known(backend).facts
+        return self.of(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
 
     # How
-
-    def _known(self, backend: Backend) -> BackendHealth:
-        return self._conditions.get(backend, _STRANGER)
 
     def _condition(self, backend: Backend) -> BackendHealth:
         condition = self._conditions.get(backend)
@@ -304,7 +241,7 @@ class Health:
         breaker = condition.breaker
         cause: Cause | None = None
         if breaker.phase is Phase.CLOSED:
-            others_served_at = max((self._known(peer).served_at for peer in peers), default=0)
+            others_served_at = max((self.of(peer).served_at for peer in peers), default=0)
             cause = breaker.cause(self._checks.eject_after, others_served_at)
         elif is_trial:
             cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
@@ -313,7 +250,7 @@ class Health:
         return self._eject(backend, condition, cause, f"{error.message}, {breaker.failures} failures in a row")
 
     def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
-        others = [self._known(peer) for peer in peers if peer != backend]
+        others = [self.of(peer) for peer in peers if peer != backend]
         is_enabled = len(others) < len(peers)
         if not is_enabled or not any(other.is_eligible for other in others):
             return False

@@ -76,15 +76,15 @@ class Members:
         for transition in self._health.relieve(self.enabled):
             self._on_transition(transition)
         health = self._health
-        self.eligible = tuple(backend for backend in self.enabled if health.is_eligible(backend))
-        self.awaiting_trial = tuple(backend for backend in self.enabled if health.awaits_trial(backend))
+        self.eligible = tuple(backend for backend in self.enabled if health.of(backend).is_eligible)
+        self.awaiting_trial = tuple(backend for backend in self.enabled if health.of(backend).awaits_trial)
         if not self.eligible and not self.awaiting_trial:
             # All are new, as after a reload that replaces them: who has not answered yet is better than nobody.
-            unknown = (backend for backend in self.enabled if health.state(backend) is HealthState.UNKNOWN)
+            unknown = (backend for backend in self.enabled if health.of(backend).state is HealthState.UNKNOWN)
             self.eligible = tuple(unknown)
         self.gone_at = None
-        if all(health.is_unreachable(backend) for backend in (*self.eligible, *self.awaiting_trial)):
-            gone = (health.gone_at(backend) for backend in self.enabled)
+        if all(health.of(backend).is_unreachable for backend in (*self.eligible, *self.awaiting_trial)):
+            gone = (health.of(backend).gone_at for backend in self.enabled)
             self.gone_at = max((since for since in gone if since is not None), default=None)
         self._versions = (roster_version, health.version)
         self._on_change()

@@ -49,7 +49,7 @@ class Outcomes:
             if error.failure is Failure.RECOMPUTED:
                 self._chooser.press(backend)
             self._members.refresh()
-            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.has_served(backend):
+            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.of(backend).has_served:
                 self._fitness.refused_key(backend)
         elif self._fitness is not None:
             self._fitness.served(backend)
@@ -76,7 +76,7 @@ class Outcomes:
         """
         self._members.refresh()
         self._tell(self._health.on_stall(backend, self._members.enabled))
-        return backend not in self._members.enabled or not self._health.is_healthy(backend)
+        return backend not in self._members.enabled or not self._health.of(backend).is_healthy
 
     def confirm(self, backend: Backend, trial: int, is_proof: bool = True) -> None:
         """A request has gone well before its lease ended, or a trial before its request did."""

@@ -178,28 +178,28 @@ class Pool:
 
     def is_healthy(self, backend: Backend) -> bool:
         """Whether it is not known to be down or of no use; a draining one may well be healthy."""
-        return self._health.is_healthy(backend)
+        return self._health.of(backend).is_healthy
 
     def engine_version(self, backend: Backend) -> EngineVersion | None:
         """What an engine says it is; None when that is not known."""
-        facts = self._health.facts(backend)
+        facts = self._health.of(backend).facts
         return None if facts is None or facts.version == UNKNOWN_VERSION else facts.version
 
     def engine_id(self, backend: Backend) -> str | None:
         """What an engine of vLLM says its KV connector calls it; None when it does not say."""
-        facts = self._health.facts(backend)
+        facts = self._health.of(backend).facts
         return None if facts is None or facts.identity.setup is None else facts.identity.setup.engine_id
 
     def max_model_len(self, backend: Backend) -> int | None:
         """Tokens that fit into a sequence of an engine; None when that is not known."""
-        facts = self._health.facts(backend)
+        facts = self._health.of(backend).facts
         return None if facts is None else facts.max_model_len
 
     def limit(self, backend: Backend) -> int | None:
         """Requests it works on at a time: more only where all others have as many as they can. None: any number."""
         if self._limits.max_running is not None:
             return self._limits.max_running
-        facts = self._health.facts(backend)
+        facts = self._health.of(backend).facts
         return None if facts is None else facts.max_num_seqs
 
     def has_room(self) -> bool:
@@ -229,7 +229,7 @@ class Pool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
         self._members.refresh()
         serving = (HealthState.UP, HealthState.PROBATION)
-        return any(self._health.state(backend) in serving for backend in self._members.enabled)
+        return any(self._health.of(backend).state in serving for backend in self._members.enabled)
 
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""

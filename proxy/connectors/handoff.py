@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
-from proxy.balancer.health import is_to_blame
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class KvHandoff:
                 return
             self.failed.add(error.backend)
             # A connection that was refused has asked for no KV.
-            if self.state is KvState.HELD and is_to_blame(error) and error.failure is not Failure.CONNECT:
+            if self.state is KvState.HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
                 self._tell_pair(has_it=False)
         if self._kept is not None:
             self._context.releaser.orphaned(self._kept, self.failed)

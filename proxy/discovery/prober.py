@@ -161,7 +161,7 @@ class Prober:
         now = asyncio.get_running_loop().time()
         for backend in backends:
             due = self._due.get(backend, now)
-            if due <= now or (due < math.inf and self._health.is_changing(backend)):
+            if due <= now or (due < math.inf and self._health.of(backend).is_changing):
                 self._due[backend] = math.inf
                 self._background.start(self._probe(backend))
 
@@ -189,7 +189,8 @@ class Prober:
         transition = self._health.on_probe(backend, not problem, problem or success, is_refused=is_refused)
         if transition is not None:
             self._on_transition(transition)
-        if not problem and self._health.is_confirmed(backend) and self._health.facts(backend) is None:
+        health = self._health.of(backend)
+        if not problem and health.is_confirmed and health.facts is None:
             facts = await self._ask_facts(backend)
             self._health.note_facts(backend, facts)
             self._background.start(self._ask_setup(backend, facts))
@@ -220,7 +221,7 @@ class Prober:
         """Add to what it said how it was started, and how many requests it works on at a time, as far as it tells."""
         answer = await self._get(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)
         info = answer and answer.json_or_none
-        if self._health.facts(backend) is facts:  # not if it went down meanwhile
+        if self._health.of(backend).facts is facts:  # not if it went down meanwhile
             identity = replace(facts.identity, setup=parse_setup(info))
             told = replace(facts, max_num_seqs=parse_max_num_seqs(info), identity=identity)
             self._health.note_facts(backend, told)

@@ -118,7 +118,7 @@ class Inspector:
             for role, pool in self._pools.items()
             if role is not Role.ENCODE
             for backend in pool.backends()
-            if (facts := self._health.facts(backend)) is not None
+            if (facts := self._health.of(backend).facts) is not None
         }
         if told == self._told:
             return

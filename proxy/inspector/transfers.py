@@ -104,7 +104,7 @@ class Transfers:
         for gone in self._decoders.keys() - set(decoders):
             del self._decoders[gone]
         for backend in decoders:
-            if self._health.facts(backend) is None:  # it is not up, and will count from 0 when it is again
+            if self._health.of(backend).facts is None:  # it is not up, and will count from 0 when it is again
                 if self._decoders.pop(backend, None) is not None:
                     self._fitness.misfits.judge(backend, Verdict.UNKNOWN)
                 continue
@@ -125,7 +125,7 @@ class Transfers:
         self._lanes = {
             lane: there[0]
             for lane, there in lanes.items()
-            if len(there) == 1 and self._health.facts(there[0]) is not None
+            if len(there) == 1 and self._health.of(there[0]).facts is not None
         }
         for lane, backend in before.items():
             if self._lanes.get(lane) != backend:

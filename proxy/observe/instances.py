@@ -74,11 +74,11 @@ class Instances:
         for backend in (backend for pool in self._pools for backend in pool.backends()):
             key = (backend.role.value, backend.name)
             charged = self._scoreboard.load(backend.slot)
-            up.add_metric(key, self._health.is_confirmed(backend))
+            up.add_metric(key, self._health.of(backend).is_confirmed)
             inflight.add_metric(key, self._scoreboard.requests(backend.slot))
             load.add_metric((*key, "compute"), charged.compute)
             load.add_metric((*key, "kv"), charged.kv)
-            failures.add_metric(key, self._health.consecutive_failures(backend))
+            failures.add_metric(key, self._health.of(backend).consecutive_failures)
             pinned = self._scoreboard.pinned(backend.slot)
             pinned_kv.add_metric(key, pinned.count)
             pinned_tokens.add_metric(key, pinned.tokens)

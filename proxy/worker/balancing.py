@@ -59,7 +59,7 @@ def build_balancing(basis: Basis) -> Balancing:
     on_end = _ends(basis)
 
     def pool(role: Role) -> Pool:
-        context = PolicyContext(worker=basis.index, facts=health.facts)
+        context = PolicyContext(worker=basis.index, facts=lambda backend: health.of(backend).facts)
         made = Pool(
             role,
             policy=make_policy(_policy_name(settings, role), context),

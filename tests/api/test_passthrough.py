@@ -221,7 +221,7 @@ async def test_no_connection_to_anybody_is_a_503(gateway: Gateway) -> None:
         assert answer.headers["Retry-After"] == "1"
         assert (await answer.json())["error"]["code"] == "no_healthy_decode"
     (backend,) = gateway.pools[Role.DECODE].backends()
-    assert gateway.health.consecutive_failures(backend) == 1
+    assert gateway.health.of(backend).consecutive_failures == 1
 
 
 def saying(status: int, body: bytes = ODD_BODY) -> Answer:
@@ -396,7 +396,7 @@ async def test_a_client_that_leaves_frees_the_engine(gateway: Gateway) -> None:
     assert 'pdproxy_requests_total{api="tokenizer",code="499"} 1.0' in lines
     assert any('result="abandoned"' in line and line.endswith(" 1.0") for line in lines)
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    assert gateway.health.consecutive_failures(backend) == 0
+    assert gateway.health.of(backend).consecutive_failures == 0
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(gateway: Gateway) -> None:

@@ -61,7 +61,7 @@ class Balancer:
         self.eject(backend)
         self.clock.now += 1.2 * self.checks.eject_seconds
         self.decoders.backends()
-        assert self.health.awaits_trial(backend)
+        assert self.health.of(backend).awaits_trial
 
     def books(self, backend: Backend) -> tuple[int, Load]:
         """Open leases and load of one backend."""

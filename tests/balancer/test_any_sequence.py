@@ -121,7 +121,7 @@ class AnySequence(RuleBasedStateMachine):
     def check_transition(self, worker: int, transition: Transition) -> None:
         """Told once, and an ejection leaves enough."""
         health, backend = self.healths[worker], transition.backend
-        assert transition.old is not transition.new is health.state(backend)
+        assert transition.old is not transition.new is health.of(backend).state
         assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old
         self.states[worker][backend] = transition.new
         assert (transition.cause is not None) <= (transition.new is HealthState.EJECTED)
@@ -129,7 +129,7 @@ class AnySequence(RuleBasedStateMachine):
             peers = self.enabled(backend.role)
             out = [peer for peer in peers if health._conditions[peer].breaker.phase is not Phase.CLOSED]
             assert len(out) <= max(1, len(peers) // 2)
-            assert any(health.is_eligible(peer) for peer in peers)
+            assert any(health.of(peer).is_eligible for peer in peers)
 
     def backend(self, role: Role, port: int) -> Backend:
         return Backend(role, *ENDPOINTS[role][port])
@@ -144,8 +144,8 @@ class AnySequence(RuleBasedStateMachine):
         health, enabled = pool._health, self.enabled(pool.role)
         unproven = {backend for backend in enabled if health._conditions[backend].awaits_first_probe}
         tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool._health is health}
-        free = {backend for backend in enabled if health.state(backend) in (HealthState.UNKNOWN, HealthState.UP)}
-        trials = {backend for backend in enabled - tried if health.state(backend) is HealthState.PROBATION}
+        free = {backend for backend in enabled if health.of(backend).state in (HealthState.UNKNOWN, HealthState.UP)}
+        trials = {backend for backend in enabled - tried if health.of(backend).state is HealthState.PROBATION}
         if free - unproven or trials:  # otherwise who has not answered yet is better than nobody
             free -= unproven
         return {backend: backend in trials for backend in (free | trials) - avoid}
@@ -223,7 +223,7 @@ class AnySequence(RuleBasedStateMachine):
             assert lease.backend == new
             assert new not in {*backends, old}
             assert new in self.enabled(opened.pool.role)
-            state = opened.pool._health.state(new)
+            state = opened.pool._health.of(new).state
             assert state in (HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION)
             opened.is_trial = state is HealthState.PROBATION
 
@@ -388,10 +388,10 @@ class AnySequence(RuleBasedStateMachine):
         self.look()
         for (role, _), pool in self.pools.items():
             health = pool._health
-            if any(health.state(backend) is HealthState.UP for backend in self.enabled(role)):
+            if any(health.of(backend).state is HealthState.UP for backend in self.enabled(role)):
                 assert pool.is_ready()
-            if any(health.state(backend) is HealthState.EJECTED for backend in self.enabled(role)):
-                states = {health.state(backend) for backend in self.enabled(role)}
+            if any(health.of(backend).state is HealthState.EJECTED for backend in self.enabled(role)):
+                states = {health.of(backend).state for backend in self.enabled(role)}
                 assert states & {HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION}
 
     @invariant()

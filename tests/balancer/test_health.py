@@ -77,9 +77,9 @@ class Story:
             case ["other"]:
                 transition = health.on_outcome(B, None, self.peers)
             case ["try"]:
-                assert health.awaits_trial(A)
+                assert health.of(A).awaits_trial
                 self._trial = health.begin_trial(A)
-                assert not health.awaits_trial(A)
+                assert not health.of(A).awaits_trial
             case ["try", "left"]:
                 health.abandon_trial(A, self._trial)
             case [*trial, "tokenized"]:
@@ -98,7 +98,7 @@ class Story:
         states = []
         for word in words.split():
             self.tell(word)
-            states.append({PROBATION: "probation"}.get(self.health.state(A), self.health.state(A).value))
+            states.append({PROBATION: "probation"}.get(self.health.of(A).state, self.health.of(A).state.value))
         return " ".join(states)
 
     @property
@@ -144,7 +144,7 @@ def test_traffic_ejects_a_backend_that_is_up(words: str, states: str) -> None:
 def test_a_busy_engine_and_a_bad_request_are_nobodys_sickness(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} 500 500 500 500") == " ".join(["up"] * 9)
-    assert story.health.consecutive_failures(A) == 4
+    assert story.health.of(A).consecutive_failures == 4
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_change_is_told_exactly_once() -> None:
 def ejection_seconds(story: Story) -> float:
     """Let an ejection that has just begun end."""
     began = story.clock.now
-    while story.health.state(A) is EJECTED:
+    while story.health.of(A).state is EJECTED:
         story.tell("1s")
     return story.clock.now - began
 
@@ -313,7 +313,7 @@ def test_no_more_are_ejected_than_the_share_and_never_the_last(backends: int, sh
         for peer in peers:
             health.on_outcome(peer, failed("500", peer), peers)
             health.on_stall(peer, peers)
-    assert [health.state(peer) for peer in peers].count(EJECTED) == ejected
+    assert [health.of(peer).state for peer in peers].count(EJECTED) == ejected
 
 
 def test_one_that_may_not_be_ejected_is_when_it_fails_once_more_after_another_came_back() -> None:
@@ -329,7 +329,7 @@ def test_one_on_probation_counts_as_ejected() -> None:
     story = Story([A, B])
     story.health.on_stall(B, story.peers)
     story.tell("40s")
-    assert story.health.state(B) is PROBATION
+    assert story.health.of(B).state is PROBATION
     assert story.states("stall") == "up"
 
 
@@ -363,7 +363,7 @@ def test_probes_may_take_all_of_them_down() -> None:
     for peer in PEERS:
         for _ in range(3):
             story.health.on_probe(peer, False, "test")
-    assert {story.health.state(peer) for peer in PEERS} == {DOWN}
+    assert {story.health.of(peer).state for peer in PEERS} == {DOWN}
 
 
 def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
@@ -378,7 +378,7 @@ def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
     assert not story.health.relieve([])
     for _ in range(2):
         story.health.on_probe(B, True, "test")
-    assert story.health.state(B) is UP
+    assert story.health.of(B).state is UP
 
 
 # Trials
@@ -391,8 +391,8 @@ def test_a_trial_of_an_earlier_probation_decides_nothing() -> None:
     story.states("stall 60s try")
     story.health.on_outcome(A, None, PEERS, trial=late)
     story.health.abandon_trial(A, late)
-    assert story.health.state(A) is PROBATION
-    assert not story.health.awaits_trial(A)
+    assert story.health.of(A).state is PROBATION
+    assert not story.health.of(A).awaits_trial
     assert story.states("try:ok") == "up"
 
 
@@ -401,7 +401,7 @@ def test_only_a_backend_on_probation_awaits_a_trial() -> None:
     awaits = []
     for word in "ok stall 30s try try:busy - - - + + try try:ok".split():
         story.tell(word)
-        awaits.append(story.health.awaits_trial(A))
+        awaits.append(story.health.of(A).awaits_trial)
     assert awaits == [False, False, True, False, True, True, True, False, False, True, False, False]
 
 
@@ -449,7 +449,7 @@ def test_one_timed_change_does_not_make_the_next_be_forgotten() -> None:
     story.health.on_stall(B, PEERS)
     story.states("10s - - - + +")
     story.tell("20s")
-    assert story.health.state(B) is PROBATION
+    assert story.health.of(B).state is PROBATION
     before = story.health.version
     story.tell("9s")
     assert story.health.version == before
@@ -480,31 +480,31 @@ def test_probes_take_a_backend_down_and_bring_it_back(words: str, states: str) -
 
 def test_an_unknown_backend_is_healthy_and_eligible_but_not_confirmed() -> None:
     health = Health()
-    assert health.is_healthy(A)
-    assert health.is_eligible(A)
-    assert not health.is_confirmed(A)
+    assert health.of(A).is_healthy
+    assert health.of(A).is_eligible
+    assert not health.of(A).is_confirmed
 
 
 @pytest.mark.parametrize("is_proof", [True, False])
 def test_a_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
     health = Health()
     assert health.on_outcome(A, None, is_proof=is_proof) == Transition(A, UNKNOWN, UP, "served a request")
-    assert health.is_confirmed(A)
+    assert health.of(A).is_confirmed
 
 
 @pytest.mark.parametrize("word", ["busy", "bad", "500"])
 def test_an_error_does_not_confirm_an_unknown_backend(word: str) -> None:
     health = Health()
     assert health.on_outcome(A, failed(word), PEERS) is None
-    assert not health.is_confirmed(A)
+    assert not health.of(A).is_confirmed
 
 
 def test_a_backend_added_later_is_eligible_once_it_has_answered_and_starts_slowly() -> None:
     health = Health(clock=Clock())
     health.on_added(A)
-    assert (health.state(A), health.is_eligible(A), health.is_changing(A)) == (UNKNOWN, False, True)
+    assert (health.of(A).state, health.of(A).is_eligible, health.of(A).is_changing) == (UNKNOWN, False, True)
     assert health.on_probe(A, True, "200") == Transition(A, UNKNOWN, UP, "200")
-    assert (health.is_eligible(A), health.share_percent(A)) == (True, 10)
+    assert (health.of(A).is_eligible, health.share_percent(A)) == (True, 10)
 
 
 def test_a_backend_added_later_that_does_not_answer_is_down() -> None:
@@ -516,7 +516,7 @@ def test_a_backend_added_later_that_does_not_answer_is_down() -> None:
 def test_a_backend_that_has_proven_itself_need_not_do_so_again() -> None:
     story = Story()
     story.health.on_added(A)
-    assert story.health.is_eligible(A)
+    assert story.health.of(A).is_eligible
 
 
 @pytest.mark.parametrize(
@@ -530,11 +530,11 @@ def test_a_backend_that_has_proven_itself_need_not_do_so_again() -> None:
 )
 def test_a_backend_is_changing_while_the_next_probe_may_decide(words: str, changing: str) -> None:
     story = Story()
-    assert Health().is_changing(A)
+    assert Health().of(A).is_changing
     seen = []
     for word in words.split():
         story.tell(word)
-        seen.append("yes" if story.health.is_changing(A) else "no")
+        seen.append("yes" if story.health.of(A).is_changing else "no")
     assert " ".join(seen) == changing
 
 
@@ -548,10 +548,10 @@ def test_a_backend_that_comes_back_starts_to_count_afresh() -> None:
 def test_what_does_not_show_that_a_backend_generates_neither_clears_it_nor_blames_it() -> None:
     story = Story()
     story.states("500 500 500 500 tokenized")
-    assert story.health.consecutive_failures(A) == 4
+    assert story.health.of(A).consecutive_failures == 4
     for word in ("500", "reset", "timeout", "busy"):
         assert story.health.on_outcome(A, failed(word), PEERS, is_proof=False) is None
-    assert story.health.consecutive_failures(A) == 4
+    assert story.health.of(A).consecutive_failures == 4
     assert story.states("500") == "ejected"
 
 
@@ -559,7 +559,7 @@ def test_a_connection_refused_to_such_a_request_is_refused() -> None:
     story = Story()
     for _ in range(2):
         story.health.on_outcome(A, failed("refused"), PEERS, is_proof=False)
-    assert story.health.state(A) is EJECTED
+    assert story.health.of(A).state is EJECTED
 
 
 # The rest
@@ -569,8 +569,8 @@ def test_backends_do_not_share_their_counts() -> None:
     health = Health()
     for backend in (A, B):
         health.on_outcome(backend, failed("refused", backend), PEERS)
-    assert health.is_healthy(A)
-    assert health.is_healthy(B)
+    assert health.of(A).is_healthy
+    assert health.of(B).is_healthy
 
 
 def test_a_forgotten_backend_is_unknown_again() -> None:
@@ -578,13 +578,13 @@ def test_a_forgotten_backend_is_unknown_again() -> None:
     story.states("stall")
     story.health.forget(A)
     story.health.forget(Backend(Role.DECODE, "stranger", 1))
-    assert (story.health.state(A), story.health.share_percent(A)) == (UNKNOWN, 100)
+    assert (story.health.of(A).state, story.health.share_percent(A)) == (UNKNOWN, 100)
     assert story.states("1000s") == "unknown"
 
 
 def test_looking_at_a_backend_does_not_make_it_known() -> None:
     health = Health()
-    assert (health.state(A), health.facts(A), health.consecutive_failures(A)) == (UNKNOWN, None, 0)
+    assert (health.of(A).state, health.of(A).facts, health.of(A).consecutive_failures) == (UNKNOWN, None, 0)
     health.forget(A)
     assert health.version == 0
 
@@ -609,21 +609,21 @@ FACTS = EngineFacts((0, 18), 4096, 256)
 
 def test_what_an_engine_says_of_itself_is_known_until_it_goes_down() -> None:
     story = Story()
-    assert story.health.facts(A) is None
+    assert story.health.of(A).facts is None
     story.health.note_facts(A, FACTS)
-    assert story.health.facts(A) == FACTS
-    assert story.health.facts(B) is None
+    assert story.health.of(A).facts == FACTS
+    assert story.health.of(B).facts is None
     story.states("- - stall 30s try try:ok")
-    assert story.health.facts(A) == FACTS
+    assert story.health.of(A).facts == FACTS
     story.states("- - - + +")
-    assert story.health.facts(A) is None
+    assert story.health.of(A).facts is None
 
 
 def test_an_engine_that_refused_connections_may_come_back_as_another() -> None:
     story = Story()
     story.health.note_facts(A, FACTS)
     story.states("refused refused")
-    assert story.health.facts(A) is None
+    assert story.health.of(A).facts is None
 
 
 @pytest.mark.parametrize("words", ["- - -", "stall"])
@@ -634,4 +634,4 @@ def test_what_an_engine_says_counts_only_while_it_is_up(words: str) -> None:
     story.health.note_facts(A, FACTS)
     story.health.forget(B)
     story.health.note_facts(B, FACTS)
-    assert (story.health.facts(A), story.health.facts(B)) == (None, None)
+    assert (story.health.of(A).facts, story.health.of(B).facts) == (None, None)

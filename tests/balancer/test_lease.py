@@ -106,9 +106,9 @@ def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer)
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         new = lease.move((), refused(old))
-    assert balancer.health.consecutive_failures(old) == 1
-    assert balancer.health.state(old) is HealthState.UNKNOWN
-    assert balancer.health.is_confirmed(new)
+    assert balancer.health.of(old).consecutive_failures == 1
+    assert balancer.health.of(old).state is HealthState.UNKNOWN
+    assert balancer.health.of(new).is_confirmed
 
 
 def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
@@ -128,7 +128,7 @@ def test_a_lease_that_cannot_move_keeps_what_it_holds(balancer: Balancer) -> Non
             lease.move(balancer.decoders.backends(), refused(old))
         assert lease.backend == old
         assert balancer.books(old) == (1, Load(compute=100))
-        assert balancer.health.consecutive_failures(old) == 1
+        assert balancer.health.of(old).consecutive_failures == 1
     assert balancer.all_books() == {NOTHING}
 
 
@@ -142,7 +142,7 @@ def test_a_failure_is_counted_once_when_there_is_nowhere_to_go_and_it_is_raised_
 
     with pytest.raises(UpstreamError), balancer.decoders.lease(PickRequest.of(COST)) as lease:
         attempt(lease)
-    assert balancer.health.consecutive_failures(lease.backend) == 1
+    assert balancer.health.of(lease.backend).consecutive_failures == 1
 
 
 def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
@@ -156,7 +156,7 @@ def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
 def test_a_clean_end_confirms_the_backend(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         pass
-    assert balancer.health.is_confirmed(lease.backend)
+    assert balancer.health.of(lease.backend).is_confirmed
 
 
 def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(balancer: Balancer) -> None:
@@ -176,17 +176,17 @@ def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Ba
         balancer.prefillers.lease(PickRequest.of(COST)) as prefiller,
     ):
         raise refused(prefiller.backend)
-    assert balancer.health.consecutive_failures(prefiller.backend) == 1
-    assert balancer.health.consecutive_failures(decoder.backend) == 0
-    assert not balancer.health.is_confirmed(decoder.backend)
+    assert balancer.health.of(prefiller.backend).consecutive_failures == 1
+    assert balancer.health.of(decoder.backend).consecutive_failures == 0
+    assert not balancer.health.of(decoder.backend).is_confirmed
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), BadRequest("no"), ValueError("bug")])
 def test_what_is_not_an_engines_failure_says_nothing_about_health(balancer: Balancer, error: BaseException) -> None:
     with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)) as lease:
         raise error
-    assert balancer.health.consecutive_failures(lease.backend) == 0
-    assert balancer.health.state(lease.backend) is HealthState.UNKNOWN
+    assert balancer.health.of(lease.backend).consecutive_failures == 0
+    assert balancer.health.of(lease.backend).state is HealthState.UNKNOWN
 
 
 def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
@@ -221,8 +221,8 @@ def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one
         for _ in range(5):
             with balancer.decoders.lease(PickRequest.of(COST)) as other:
                 assert other.backend == two
-        assert balancer.health.state(one) is PROBATION
-    assert balancer.health.state(one) is UP
+        assert balancer.health.of(one).state is PROBATION
+    assert balancer.health.of(one).state is UP
     assert balancer.health.share_percent(one) == 10
     assert balancer.all_books() == {NOTHING}
 
@@ -235,7 +235,7 @@ def test_a_trial_that_fails_ejects_the_backend_again(balancer: Balancer, failure
     balancer.put_on_probation(one)
     with pytest.raises(UpstreamError), balancer.decoders.lease(PickRequest.of(COST)):
         raise failed(one, failure)
-    assert balancer.health.state(one) is EJECTED
+    assert balancer.health.of(one).state is EJECTED
     assert balancer.transitions[-1].cause == cause
 
 
@@ -254,10 +254,10 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
     assert isinstance(error, BaseException)
     with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)):
         raise error
-    assert balancer.health.state(one) is PROBATION
+    assert balancer.health.of(one).state is PROBATION
     with balancer.decoders.lease(PickRequest.of(COST)) as next_trial:
         assert next_trial.backend == one
-    assert balancer.health.state(one) is UP
+    assert balancer.health.of(one).state is UP
     assert balancer.decoders.in_flight(two) == 0
 
 
@@ -268,10 +268,10 @@ def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: 
     lease.__enter__()
     for _ in range(2):
         lease.confirm()
-        assert balancer.health.state(one) is UP
+        assert balancer.health.of(one).state is UP
     balancer.eject(one)
     lease.__exit__(asyncio.CancelledError, asyncio.CancelledError(), None)
-    assert balancer.health.state(one) is EJECTED
+    assert balancer.health.of(one).state is EJECTED
     assert balancer.ends == [(one.name, "abandoned")]
 
 
@@ -282,13 +282,13 @@ def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balance
     with balancer.prefillers.lease(PickRequest.of(COST)) as trial:
         assert trial.backend == one
         trial.free_compute()
-        assert balancer.health.state(one) is UP
+        assert balancer.health.of(one).state is UP
 
 
 def test_a_lease_that_is_no_trial_confirms_nothing(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         lease.confirm()
-        assert balancer.health.state(lease.backend) is UNKNOWN
+        assert balancer.health.of(lease.backend).state is UNKNOWN
 
 
 def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balancer) -> None:
@@ -296,8 +296,8 @@ def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balan
     with balancer.decoders.lease(PickRequest.of(COST, avoid=[one])) as lease:
         balancer.put_on_probation(one)
         assert lease.move((), refused(two)) == one
-        assert not balancer.health.awaits_trial(one)
-    assert balancer.health.state(one) is UP
+        assert not balancer.health.of(one).awaits_trial
+    assert balancer.health.of(one).state is UP
 
 
 def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
@@ -305,9 +305,9 @@ def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
     balancer.put_on_probation(one)
     with balancer.decoders.lease(PickRequest.of(COST)) as trial:
         assert trial.move((), failed(one)) == two
-        assert balancer.health.state(one) is EJECTED
-    assert balancer.health.state(one) is EJECTED
-    assert balancer.health.state(two) is UP
+        assert balancer.health.of(one).state is EJECTED
+    assert balancer.health.of(one).state is EJECTED
+    assert balancer.health.of(two).state is UP
 
 
 def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
@@ -318,7 +318,7 @@ def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
         assert lease.backend == two
     with balancer.prefillers.lease(PickRequest.of(COST, prefer=one)) as lease:
         assert lease.backend == one
-    assert balancer.health.state(one) is UP
+    assert balancer.health.of(one).state is UP
 
 
 # What proves little
@@ -333,7 +333,7 @@ def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failu
         lease = balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False))
         with contextlib.suppress(UpstreamError):
             ended(lease, failed(one, error) if error else None)
-    assert balancer.health.consecutive_failures(one) == 4
+    assert balancer.health.of(one).consecutive_failures == 4
     assert balancer.ends[-1] == (one.name, error.value if error else "ok")
 
 
@@ -344,10 +344,10 @@ def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decid
         assert lease.backend == two
     with balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False)) as lease:
         assert lease.backend == one
-        assert not balancer.health.awaits_trial(one)
+        assert not balancer.health.of(one).awaits_trial
         lease.confirm()
         lease.free_compute()
-    assert balancer.health.awaits_trial(one)
+    assert balancer.health.of(one).awaits_trial
     balancer.roster.add(balancer.decoders.role, "d", 3)
     three = balancer.decoders.backends()[-1]
     balancer.health.on_probe(three, True, "200")

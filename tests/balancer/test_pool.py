@@ -87,10 +87,10 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
     balancer.roster.remove(Role.DECODE, "d", 1)
     assert balancer.roster.finalize() == [one]
     balancer.decoders.backends()
-    assert balancer.health.state(one) is HealthState.UNKNOWN
+    assert balancer.health.of(one).state is HealthState.UNKNOWN
     balancer.roster.add(Role.DECODE, "d", 1)
     assert one in balancer.decoders.backends()
-    assert balancer.health.state(one) is HealthState.UNKNOWN
+    assert balancer.health.of(one).state is HealthState.UNKNOWN
 
 
 def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
@@ -299,7 +299,7 @@ def test_a_pick_without_a_lease_is_no_trial(balancer: Balancer) -> None:
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
     with pytest.raises(NoBackendAvailable):
         balancer.decoders.pick(avoid=[two])
-    assert balancer.health.awaits_trial(one)
+    assert balancer.health.of(one).awaits_trial
 
 
 def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(balancer: Balancer) -> None:
@@ -325,7 +325,7 @@ def test_an_ejected_backend_is_back_on_probation_when_the_only_other_one_is_remo
     balancer.eject(one)
     balancer.roster.remove(Role.DECODE, "d", 2)
     balancer.decoders.backends()
-    assert balancer.health.awaits_trial(one)
+    assert balancer.health.of(one).awaits_trial
 
 
 # Added later

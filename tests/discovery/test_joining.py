@@ -51,7 +51,7 @@ async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
         assert (transition.new, transition.reason) == (HealthState.UP, "answered /v1/models")
         assert pool.eligible() == (transition.backend,)
         assert gateway.health.share_percent(transition.backend) < 100
-        await until(lambda: gateway.health.facts(transition.backend) is not None)
+        await until(lambda: gateway.health.of(transition.backend).facts is not None)
         gateway.roster.add(Role.DECODE, HOST, other.port)  # when this is probed, so would be the first
         await gateway.transitions.get()
     assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]

@@ -124,7 +124,7 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aio
             arrived.clear()
             gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard next comes after the old probe's end
             await gateway.transitions.get()
-        assert gateway.health.state(backend) is HealthState.UNKNOWN
+        assert gateway.health.of(backend).state is HealthState.UNKNOWN
 
 
 async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
@@ -148,22 +148,22 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
     gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
     backend, _ = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(session):
-        await until(lambda: gateway.health.facts(backend) is not None)
+        await until(lambda: gateway.health.of(backend).facts is not None)
         while not gateway.transitions.empty():
             gateway.transitions.get_nowait()
         gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
         for _ in range(2):
             gateway.pools[Role.PREFILL].outcomes.report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
-        assert gateway.health.state(backend) is HealthState.EJECTED
-        await until(lambda: gateway.health.state(backend) is HealthState.UP)
-        await until(lambda: gateway.health.facts(backend) is not None)
+        assert gateway.health.of(backend).state is HealthState.EJECTED
+        await until(lambda: gateway.health.of(backend).state is HealthState.UP)
+        await until(lambda: gateway.health.of(backend).facts is not None)
 
 
 async def test_an_engine_is_asked_once_what_it_is(session: aiohttp.ClientSession, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(session):
-        await until(lambda: gateway.health.facts(backend) == EngineFacts((0, 18), 4096))
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), 4096))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     asked = Counter(path for path, _ in engine.seen)
@@ -177,13 +177,13 @@ async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(session):
-        await until(lambda: gateway.health.facts(backend) is not None)
+        await until(lambda: gateway.health.of(backend).facts is not None)
         engine.status = 503
-        await until(lambda: not gateway.health.is_healthy(backend))
-        assert gateway.health.facts(backend) is None
+        await until(lambda: not gateway.health.of(backend).is_healthy)
+        assert gateway.health.of(backend).facts is None
         engine.answers["/version"] = {"version": "0.30.0"}
         engine.status, engine.seen = 200, []
-        await until(lambda: gateway.health.facts(backend) == EngineFacts((0, 30), 4096))
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
     asked = Counter(path for path, _ in engine.seen)
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
 
@@ -195,7 +195,7 @@ async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp
     (backend,) = pool.backends()
     async with gateway.prober(session):
         await until(lambda: pool.limit(backend) == 16)
-        assert gateway.health.facts(backend) == EngineFacts((0, 18), 4096, 16)
+        assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16)
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     assert [path for path, _ in engine.seen].count("/server_info") == 1
@@ -238,10 +238,10 @@ async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_agai
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(session):
-        await until(lambda: gateway.health.facts(backend) == EngineFacts(UNKNOWN_VERSION, None))
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts(UNKNOWN_VERSION, None))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
-    assert gateway.health.is_confirmed(backend)
+    assert gateway.health.of(backend).is_confirmed
     assert [path for path, _ in engine.seen].count("/version") == 1
 
 
@@ -269,8 +269,8 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
             gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard of it comes after the old answer
-            await until(lambda: gateway.health.facts(Backend(Role.DECODE, HOST, server.port or 0)) is not None)
-        assert gateway.health.facts(backend) is None
+            await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, server.port or 0)).facts is not None)
+        assert gateway.health.of(backend).facts is None
 
 
 async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, engine: Engine) -> None:

@@ -63,7 +63,7 @@ class Deployment:
     def judgements(self) -> list[tuple[Backend, HealthState, bool, int]]:
         health = self.health
         backends = (*self.pools.prefill.backends(), *self.pools.decode.backends())
-        return [(b, health.state(b), health.is_changing(b), health.consecutive_failures(b)) for b in backends]
+        return [(b, health.of(b).state, health.of(b).is_changing, health.of(b).consecutive_failures) for b in backends]
 
 
 class Deploy(Protocol):

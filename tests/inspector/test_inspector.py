@@ -459,7 +459,7 @@ async def test_engines_that_suit_the_connector_are_not_told_of(
     gateway = await deploy(**{**options, "engine": engine}, health=LOOKS)
     health, pools = gateway.worker.health, gateway.worker.pools
     backends = [*pools.prefill.backends(), *pools.decode.backends()]
-    await until(lambda: all((f := health.facts(b)) and f.identity.setup for b in backends), "all that engines tell")
+    await until(lambda: all((f := health.of(b).facts) and f.identity.setup for b in backends), "all that engines tell")
     await send(gateway, 1)
     assert misfits(gateway) == set()
     assert told(caplog, "WARNING") == []
@@ -570,7 +570,7 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
         assert misfits(gateway) == {(address(engine), "bootstrap", "prefill")}
         (line,) = told(caplog, "WARNING", "bootstrap")
         assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
-        assert gateway.worker.health.is_confirmed(backend)
+        assert gateway.worker.health.of(backend).is_confirmed
 
         gateway.roster.add(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port)
         await send(gateway, 1)
@@ -602,7 +602,7 @@ async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_n
                 answer = await gateway.ask(request(Api.CHAT, f"{number} {LONG}", stream=bool(number % 2)))
                 assert answer.status == 200
             (decoder,) = gateway.worker.pools.decode.backends()
-            assert gateway.worker.health.consecutive_failures(decoder) == 0
+            assert gateway.worker.health.of(decoder).consecutive_failures == 0
             assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
             (line,) = told(caplog, "WARNING", "cannot be met by decoders")
             assert line.startswith(
