@@ -1,6 +1,6 @@
 """HTTP out: raw HTTP/1.1 connections to the engines, where these are, and the only place that knows transport errors.
 
-Bytes are parsed by httptools inside `data_received` and handed to an Exchange in the same call stack, so a streamed
+Bytes are parsed inside `data_received` and handed to an Exchange in the same call stack, so a streamed
 token costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure
 leaves this package as an UpstreamError that says whether the engine can have seen the request. What is not hot goes
 through aiohttp's client, to the same addresses.

@@ -1,4 +1,4 @@
-"""One connection to one backend: an asyncio protocol around httptools' parser, and what it tells of an answer.
+"""One connection to one backend, and what it tells of an answer.
 
 Whoever begins an Exchange hears of its answer in the call stack of the socket's read: no future, no task. Response is
 the one that tasks await.
@@ -10,9 +10,9 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-import httptools
-
 from proxy.errors import Failure, UpstreamError
+from proxy.upstream.answer_reader import AnswerReader
+from proxy.upstream.any_answer import BadAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,16 +84,10 @@ class Connection(asyncio.Protocol):
         self.complete = False
         """The exchange's answer has arrived whole, and the connection can carry another."""
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._reader = AnswerReader()
         self._exchange: Exchange | None = None
         """Whom to tell; None before the first exchange, and when one has ended or was released."""
-        self._headers: dict[str, str] = {}
         self._head_bytes = 0
-        self._body: list[bytes] = []
-        self._message_complete = False
-        self._keep_alive = False
-        self._status = 0
-        """Of the answer; 0 until its head is there."""
         self._has_head = False
         """The exchange was told status and headers."""
         self._has_bytes = False
@@ -133,9 +127,10 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None
         self.exchanges += 1
-        self.complete = self._message_complete = self._has_head = self._has_bytes = False
+        self._reader.begin()
+        self.complete = self._has_head = self._has_bytes = False
         self._active = self._is_stream = False
-        self._status = self._head_bytes = 0
+        self._head_bytes = 0
         self._exchange = exchange
         self._quiet_since, self._limit_seconds = now, answer_seconds
         self._transport.writelines(request)
@@ -195,32 +190,29 @@ class Connection(asyncio.Protocol):
         if exchange is None:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
             return
-        self._has_bytes = is_http = True
+        self._has_bytes = True
+        reader = self._reader
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._keep_alive = False
-            is_http = self._message_complete  # what follows a complete answer cannot spoil it
-        if not self._has_head and self._status:
-            self._has_head = True
-            exchange.answered(self._status, self._headers)
-        if not is_http:
+            body = reader.feed(data)
+        except BadAnswer:
+            if reader.status and not self._has_head:
+                exchange.answered(reader.status, reader.headers)
             self.abort(self._error(Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"))
             return
         if not self._has_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self.abort(self._error(Failure.BAD_ANSWER, "the engine's response headers are too large"))
-            return
-        if self._body and self._exchange is exchange:
-            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            self._body.clear()
-            if exchange.received(body):
-                self._active = True
-        if self._message_complete and self._exchange is exchange:  # it may have left
+            if not reader.status:
+                self._head_bytes += len(data)
+                if self._head_bytes > _MAX_HEAD_BYTES:
+                    self.abort(self._error(Failure.BAD_ANSWER, "the engine's response headers are too large"))
+                return
+            self._has_head = True
+            exchange.answered(reader.status, reader.headers)
+        if body and self._exchange is exchange and exchange.received(body):  # it may have left
+            self._active = True
+        if reader.is_complete and self._exchange is exchange:
             assert self._transport is not None
             # An answer that came before the request was written out leaves the rest of the request in the pipe.
-            if self._keep_alive and not self._transport.get_write_buffer_size():
+            if reader.keeps_alive and not self._transport.get_write_buffer_size():
                 self.complete = True
             else:
                 self.abort()
@@ -235,32 +227,7 @@ class Connection(asyncio.Protocol):
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")
                 error.is_stale = self.exchanges > 1
             self._end(error)
-        del self._parser  # it knows this connection: they would be a cycle of garbage
-
-    # httptools callbacks
-
-    def on_message_begin(self) -> None:
-        if self._message_complete:
-            raise ValueError("a second answer to one request")  # feed_data raises HttpParserError for it
-        self._headers = {}
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._status:  # what follows the body is no news to anybody, and has no bound
-            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if not 100 <= status < 600 or self._parser.get_http_version()[0] != "1":
-            raise ValueError("not an answer of HTTP/1")  # feed_data raises HttpParserError for it
-        if status >= 200:
-            self._status = status
-
-    def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        self._message_complete = bool(self._status)  # a 1xx answer is followed by the real one
-        self._keep_alive = self._parser.should_keep_alive()  # known only here: the parser resets itself next
+        self._reader.close()
 
     def _end(self, error: UpstreamError | None) -> None:
         exchange, self._exchange = self._exchange, None  # an exchange knows its connection: one cycle of garbage less

@@ -12,6 +12,7 @@ from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
+from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Upstream:
         default often enough for the shortest of them.
         """
         self._timeouts = timeouts
-        self._keys = keys
+        self.head = RequestHeads(keys).render
         self._names = names
         self._progress = Progress(stall_seconds)
         self._on_stall = on_stall
@@ -198,19 +199,6 @@ class Upstream:
     def distrust(self, backend: Backend) -> None:
         """A connection to it was stale (UpstreamError.is_stale): for a moment no idle one of its role is used."""
         self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
-
-    def head(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
-        """The head of a request; see `open`."""
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {body_bytes}\r\nAccept-Encoding: identity\r\n"
-        )
-        for name, value in headers.items():
-            if name != "authorization":
-                head += f"{name}: {value}\r\n"
-        for name, value in self._keys.headers(backend, headers.get("authorization")).items():
-            head += f"{name}: {value}\r\n"
-        return f"{head}\r\n".encode("utf-8", "surrogateescape")  # how aiohttp decoded a client's header
 
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
         loop = asyncio.get_running_loop()
