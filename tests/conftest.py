@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import hypothesis
 import pytest
+import pytest_asyncio
 import uvloop
+from aiohttp import web_app
 
 from proxy.sim.engine import SimulatedEngine
 from tests.clock import Clock
@@ -16,7 +19,6 @@ from tests.deployment import deployed, engine_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
 
     from tests.deployment import Deployment, Engine
 
@@ -44,9 +46,21 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture(autouse=True)
-async def nothing_runs_on() -> AsyncIterator[None]:
-    """After every test, when all its other fixtures are gone, no task is left on its loop."""
+def nothing_runs_on(request: pytest.FixtureRequest) -> None:
+    """After every test with an event loop, and only then: making one takes longer than most tests that need none."""
+    if pytest_asyncio.is_async_test(request.node):
+        request.getfixturevalue("no_task_is_left")
+
+
+@pytest.fixture
+async def no_task_is_left() -> AsyncIterator[None]:
+    """When all other fixtures of a test are gone, no task is left on its loop.
+
+    Nor are its applications left in memory: aiohttp remembers handlers, and with them all parts of the last hundreds of
+    gateways and engines, which the garbage collector would look at again and again.
+    """
     yield
+    web_app._cached_build_middleware.cache_clear()
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left, f"tasks are left: {left}"
 
@@ -75,8 +89,9 @@ class Deploy(Protocol):
 
 
 @pytest.fixture
-async def deploy(tmp_path: Path) -> AsyncIterator[Deploy]:
+async def deploy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deploy]:
     """The only way to a gateway in these tests, so that what each of them leaves behind is looked at."""
+    store = cache(lambda: tmp_path_factory.mktemp("store"))
     async with AsyncExitStack() as stack:
 
         async def start(
@@ -90,7 +105,7 @@ async def deploy(tmp_path: Path) -> AsyncIterator[Deploy]:
         ) -> Deployment:
             connector = sections.get("connector", "")
             is_plain = connector == "plain"
-            common = {**engine_options(connector, str(tmp_path)), **(engine or {})}
+            common = {**engine_options(connector, store), **(engine or {})}
             return await stack.enter_async_context(
                 deployed(
                     _engines(0 if is_plain else prefillers, **{"role": "prefill", **common, **(prefiller or {})}),

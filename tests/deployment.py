@@ -31,6 +31,7 @@ from tests.asking import api_of, ask, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from pathlib import Path
 
     from proxy.sim.state import Seen
     from proxy.worker import Worker
@@ -256,13 +257,16 @@ class _Problems(logging.Handler):
         self._problems.append(f"the event loop caught {context}")
 
 
-def engine_options(connector: str, store: str) -> dict[str, Any]:
-    """What engines are simulated with that a connector is to find: they speak its protocol."""
+def engine_options(connector: str, store: Callable[[], Path]) -> dict[str, Any]:
+    """What engines are simulated with that a connector is to find: they speak its protocol. `store` makes the directory
+    that stands for a KV store, which few need.
+    """
+    if connector == "vllm_store":
+        return {"protocol": "store", "store": str(store())}
     return {
         "sglang_bootstrap": {"profile_name": "sglang"},
         "ascend_layerwise": {"protocol": "layerwise"},
         "mooncake_bootstrap": {"protocol": "transfer"},
-        "vllm_store": {"protocol": "store", "store": store},
     }.get(connector, {})
 
 

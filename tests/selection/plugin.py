@@ -49,6 +49,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end, so the garbage collector need not look at it after every test."""
+    """What is there now stays until the end, so the garbage collector need not look at it after every test.
+
+    It comes seldom: a gateway is made of some ten thousand objects, all of which go with it.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
