@@ -53,6 +53,8 @@ class Call:
     """Members of the document that are replaced or REMOVED on every leg."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
+    asked: Any = None
+    """What its dialect keeps of the client's own words for the answer; None where it needs nothing."""
     prompt: Prompt | None = None
     """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
     None: not known."""
@@ -156,6 +158,7 @@ class Call:
             headers=self.headers,
             changes={**self.changes, **changes},
             kv_params=self.kv_params,
+            asked=self.asked,
             prompt=prompt or self.prompt,
         )
 

@@ -122,7 +122,7 @@ class GenerationApi:
             if not client.is_committed:
                 raise
             record.error = error
-            client.break_off(dialect.error_event(error))
+            client.break_off(error)
         except ClientStalled as stalled:
             record.error = stalled
         finally:

@@ -27,7 +27,10 @@ _MAX_QUERY: Final = 1024
 _API: Final = "/v1"
 # What clients of engines and of other services ask for, by the beginning of the path behind the version.
 _NOT_SERVED: Final = (
-    ("/responses", "the Responses API is not served here, but /v1/chat/completions is"),
+    (
+        "/responses",
+        "responses are not kept here: POST /v1/responses answers at once, and its client keeps the conversation",
+    ),
     ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
     ("/generate", "SGLang's own API is served with the connector sglang_bootstrap, and OpenAI's always"),
     *(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.messages import Messages
 from proxy.dialects.openai import ChatCompletions, Completions
+from proxy.dialects.responses import Responses
 from proxy.dialects.sglang_generate import SglangGenerate
 
 if TYPE_CHECKING:
@@ -13,5 +14,5 @@ if TYPE_CHECKING:
 
     from proxy.dialects.base import Dialect
 
-DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), Messages(), SglangGenerate())
+DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Completions(), Messages(), Responses(), SglangGenerate())
 """A dialect is served where the connector's engines speak its `api`."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from proxy.dialects.segment import Segment
-from proxy.wire import openai
 from proxy.wire.openai import DONE_EVENT
 
 if TYPE_CHECKING:
@@ -72,6 +71,9 @@ class Rendering(Protocol):
         """What follows the streams of all units, before `Dialect.done_event`: `usages` of them in their order, None
         where an engine told none; `last_payload` is the last event that the client was given of the last unit.
         """
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """The event that tells a client in the middle of a stream that the answer is not complete."""
 
 
 class Dialect(ABC):
@@ -139,10 +141,6 @@ class Dialect(ABC):
     @abstractmethod
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """For one streamed client request."""
-
-    def error_event(self, error: GatewayError) -> bytes:
-        """The event that tells a client in the middle of a stream that the answer is not complete."""
-        return openai.error_event(error)
 
     def error_body(self, error: GatewayError) -> bytes | None:
         """The JSON body of an error on this route, whoever refused the request; None: OpenAI's, or what an engine said,

@@ -13,6 +13,7 @@ import orjson
 from proxy.call import text_tokens
 from proxy.dialects.base import Unit
 from proxy.errors import BadRequest
+from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt
     from proxy.call import Call
     from proxy.dialects.base import UnitRendering
+    from proxy.errors import GatewayError
     from proxy.settings import Cost
 
 
@@ -128,6 +130,10 @@ class MergedStreams:
         if usage is None:
             return b""
         return data_event({**last_payload, **self._common, "choices": [], "usage": usage})
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """As engines tell theirs."""
+        return openai.error_event(error)
 
 
 class _MergedUnit:

@@ -9,6 +9,7 @@ from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, check, spell_alike, without_reserved
 from proxy.errors import BadRequest, Failure
+from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import RESERVED_FIELDS, Api, with_prompt_details
 from proxy.wire.prefix import Prompt
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt, EngineAnswer
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
     from proxy.dialects.requests import Reading
+    from proxy.errors import GatewayError
     from proxy.settings import Cost
     from proxy.wire.document import Document
 
@@ -150,3 +152,7 @@ class _AsItIs:
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """The stream has it."""
         return b""
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """As engines tell theirs."""
+        return openai.error_event(error)

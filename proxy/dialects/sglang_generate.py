@@ -16,7 +16,7 @@ from proxy.dialects.base import Dialect, Unit
 from proxy.dialects.requests import WHOLE_NUMBER, boolean, check, spell_alike, without_reserved
 from proxy.dialects.segment import Meaning, Segment
 from proxy.errors import Failure
-from proxy.wire import sglang
+from proxy.wire import openai, sglang
 from proxy.wire.openai import DONE, Api, data_event
 from proxy.wire.prefix import Prompt
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt, EngineAnswer, PrefillAnswer
     from proxy.dialects.base import UnitRendering, Whole
     from proxy.dialects.requests import Reading
+    from proxy.errors import GatewayError
     from proxy.settings import Cost
     from proxy.wire.document import Document
     from proxy.wire.sse import Event
@@ -161,6 +162,10 @@ class _Rendering:
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """Usage is part of every event."""
         return b""
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """As engines tell theirs."""
+        return openai.error_event(error)
 
 
 class _UnitRendering:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,11 +39,16 @@ class Translated(ChatCompletions):
             raw = orjson.dumps(self.chat(document.values))
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
-        return super().parse(Document.unchecked(raw), cost, headers)
+        call = super().parse(Document.unchecked(raw), cost, headers)
+        return replace(call, asked=self.asked(document.values))
 
     @abstractmethod
     def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. Raises BadRequest."""
+
+    def asked(self, values: Mapping[str, Any]) -> Any:
+        """What the answer needs of the body; see Call."""
+        return None
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
         """See Dialect."""
@@ -90,6 +95,7 @@ class Parts(ABC):
 
     def _forget(self) -> None:
         self._open: Part | None = None
+        self._first: dict[str, Any] | None = None
         self._next_index = 0
         self.called: set[int] = set()
         """The indexes of the tool calls that have begun."""
@@ -111,6 +117,8 @@ class Parts(ABC):
         """See UnitRendering."""
         (choice,) = payload["choices"]
         delta = choice.get("delta") or {}
+        if not self.has_begun:
+            self._first = self._first or payload
         events: list[bytes] = []
         if text := delta.get("reasoning") or delta.get("reasoning_content"):
             self._say(Kind.REASONING, text, events)
@@ -121,14 +129,20 @@ class Parts(ABC):
         if choice.get("finish_reason") is not None:
             self.finish_reason = choice["finish_reason"]
             self.matched_stop = matched_stop(choice)
-        if not self.has_begun and (events or self.finish_reason is not None):
-            self.has_begun = True
-            events.insert(0, self.started(payload))
+            events.append(self._start())
         return b"".join(events)
 
     async def rest(self) -> bytes:
         """Nothing waits."""
         return b""
+
+    @abstractmethod
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """See Rendering."""
+
+    @abstractmethod
+    def error_event(self, error: GatewayError) -> bytes:
+        """See Rendering."""
 
     # What an API says
 
@@ -159,10 +173,18 @@ class Parts(ABC):
 
     def open(self, part: Part) -> bytes:
         """Another part begins, which ends the one before."""
-        ended = self.close()
+        before = self._start() + self.close()
         self._open = part
         self._next_index = part.index + 1
-        return ended + self.opened(part)
+        return before + self.opened(part)
+
+    def _start(self) -> bytes:
+        """Once, and not before there is something that the client gets at once."""
+        first, self._first = self._first, None
+        if self.has_begun or first is None:
+            return b""
+        self.has_begun = True
+        return self.started(first)
 
     def next_part(self, kind: Kind) -> Part:
         """To be opened."""

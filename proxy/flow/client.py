@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import HttpVersion11, web
 
 from proxy.errors import ClientStalled
+from proxy.wire import openai
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from proxy.errors import GatewayError
 
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -38,6 +41,8 @@ class ClientStream:
     """One streamed answer to one client; shared by the units of a request that was split."""
 
     def __init__(self, request: web.Request, headers: Mapping[str, str], write_timeout_seconds: float) -> None:
+        self.error_event: Callable[[GatewayError], bytes] = openai.error_event
+        """What tells the client in the middle of its stream that it is not complete."""
         self.response = _Answer(headers={**_HEADERS, **headers})
         self._request = request
         self._protocol = request.protocol  # bound once: it is asked with every token
@@ -87,12 +92,12 @@ class ClientStream:
         self._unsent.clear()
         await self._in_time(self.response.write_eof(last), len(last))
 
-    def break_off(self, event: bytes) -> None:
+    def break_off(self, error: GatewayError) -> None:
         """End a committed stream with an event that tells why it is not complete, and close the connection.
 
         The end mark of the body is not sent, so that clients which ignore error events see a failure, too.
         """
-        self.write(event)
+        self.write(self.error_event(error))
         transport = self._transport
         if transport is not None:
             transport.close()  # after what was written; a client that does not take it gets no more time than usual

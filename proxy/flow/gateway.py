@@ -83,6 +83,7 @@ class Gateway:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
         units = self._units(dialect, call)
         rendering = dialect.rendering(call, units)
+        client.error_event = rendering.error_event
         answers = [
             StreamedAnswer(
                 unit.call,

@@ -47,6 +47,7 @@ MEANT = [
     *("/v1/readyz", "/readyz"),
     *("/v1/tokenize", "/tokenize"),
     *("/v1/v1/messages", "/v1/messages"),
+    *("/openai/v1/responses", "/v1/responses"),
     *("/anthropic/v1/messages", "/v1/messages"),
 ]
 
@@ -61,8 +62,8 @@ async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, me
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/responses", "the Responses API is not served here"),
-        ("/v1/responses/resp_1/cancel", "the Responses API is not served here"),
+        ("/v1/responses/resp_1", "responses are not kept here"),
+        ("/v1/responses/resp_1/cancel", "responses are not kept here"),
         ("/api/chat", "Ollama's API is not served here"),
         ("/generate", "sglang_bootstrap"),
         ("/docs", "there are no such pages here"),

@@ -62,12 +62,8 @@ class EchoChat(ChatCompletions):
         """Named events."""
         return _Events()
 
-    def error_event(self, error: GatewayError) -> bytes:
-        """An apology."""
-        return _event("sorry", _apology(error))
-
     def error_body(self, error: GatewayError) -> bytes:
-        """Likewise."""
+        """An apology."""
         return orjson.dumps(_apology(error))
 
 
@@ -101,6 +97,9 @@ class _Events:
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         (usage,) = usages
         return _event("bye", {"reason": self._reason, "tokens": (usage or {}).get("completion_tokens")})
+
+    def error_event(self, error: GatewayError) -> bytes:
+        return _event("sorry", _apology(error))
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

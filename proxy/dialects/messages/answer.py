@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.messages import errors
 from proxy.dialects.translated import Kind, Parts, event, matched_stop
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt
     from proxy.call import Call
     from proxy.dialects.translated import Part
+    from proxy.errors import GatewayError
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -102,6 +104,10 @@ class MessageEvents(Parts):
         stop = _stop(self.finish_reason, self.matched_stop, self._call.stops, self._uses)
         told = {"type": "message_delta", "delta": stop, "usage": _usage(usage or self._prompt_usage)}
         return b"".join((empty, closed, event("message_delta", told), _STOPPED))
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """`error`, in place of the end."""
+        return event("error", errors.error(error))
 
 
 def _head(call: Call, completion: Mapping[str, Any]) -> dict[str, Any]:

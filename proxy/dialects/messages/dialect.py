@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.dialects.messages import errors
 from proxy.dialects.messages.answer import MessageEvents, message
 from proxy.dialects.messages.request import chat_of
-from proxy.dialects.translated import Translated, event
+from proxy.dialects.translated import Translated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,10 +34,6 @@ class Messages(Translated):
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """See Dialect."""
         return MessageEvents(call)
-
-    def error_event(self, error: GatewayError) -> bytes:
-        """See Dialect."""
-        return event("error", errors.error(error))
 
     def error_body(self, error: GatewayError) -> bytes:
         """See Dialect."""

@@ -1,0 +1,224 @@
+"""A chat's answer as a response: whole, and as events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.dialects.responses.items import sealed
+from proxy.dialects.translated import Kind, Part, Parts, event, words
+from proxy.wire.ids import new_id
+from proxy.wire.openai import prompt_details
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.answers import AnsweredAttempt
+    from proxy.call import Call
+    from proxy.dialects.responses.request import Asked
+    from proxy.errors import GatewayError
+
+_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+
+def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is not streamed."""
+    (choice,) = completion["choices"]
+    told = choice["message"]
+    parts: list[Part] = []
+    for kind, text in (
+        (Kind.REASONING, told.get("reasoning") or told.get("reasoning_content")),
+        (Kind.TEXT, told.get("content")),
+    ):
+        if text:
+            parts.append(Part(len(parts), kind, texts=[text]))
+    for at, each in enumerate(told.get("tool_calls") or ()):
+        function = each["function"]
+        texts = [function.get("arguments") or "{}"]
+        parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], texts))
+    items = _Items(asked)
+    is_cut = choice["finish_reason"] in _INCOMPLETE
+    output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
+    head = _head(call, asked, completion)
+    return {**head, **_outcome(choice["finish_reason"], output, completion.get("usage"))}
+
+
+class ResponseEvents(Parts):
+    """The events of one response, which are numbered."""
+
+    def __init__(self, call: Call, asked: Asked) -> None:
+        super().__init__()
+        self._call = call
+        self._asked = asked
+        self._begin()
+
+    def _begin(self) -> None:
+        self._items = _Items(self._asked)
+        self._number = 0
+        self._head: dict[str, Any] = {}
+        self._output: list[dict[str, Any]] = []
+
+    def anew(self, attempt: AnsweredAttempt) -> None:
+        """Nothing was sent."""
+        self._begin()
+
+    def started(self, payload: dict[str, Any]) -> bytes:
+        """The response as far as it is known."""
+        self._head = _head(self._call, self._asked, payload)
+        unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
+        unknown |= {"usage": None, "completed_at": None}
+        return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
+
+    def opened(self, part: Part) -> bytes:
+        """An item is added, and the only part of its content."""
+        added = self._event(
+            "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
+        )
+        return added if part.kind is Kind.CALL else added + self._of_content("response.content_part.added", part)
+
+    def said(self, part: Part, text: str) -> bytes:
+        """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
+        part.texts.append(text)
+        match part.kind:
+            case Kind.REASONING:
+                return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
+            case Kind.TEXT:
+                return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
+            case Kind.CALL if part.name in self._asked.custom_tools:
+                return b""
+            case Kind.CALL:
+                return self._about("response.function_call_arguments.delta", part, delta=text)
+
+    def closed(self, part: Part) -> bytes:
+        """All that the part has become."""
+        item = self._items.item(part, is_cut=self.finish_reason in _INCOMPLETE)
+        self._output.append(item)
+        text = "".join(part.texts)
+        match part.kind:
+            case Kind.REASONING:
+                done = self._about("response.reasoning_text.done", part, content_index=0, text=text)
+                done += self._of_content("response.content_part.done", part)
+            case Kind.TEXT:
+                done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
+                done += self._of_content("response.content_part.done", part)
+            case Kind.CALL if part.name in self._asked.custom_tools:
+                done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
+                done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
+            case Kind.CALL:
+                told = {"name": part.name, "arguments": item["arguments"]}
+                done = self._about("response.function_call_arguments.done", part, **told)
+        return done + self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
+        """`response.completed` or `response.incomplete`."""
+        (usage,) = usages
+        closed = self.close()
+        told = {**self._head, **_outcome(self.finish_reason, self._output, usage)}
+        return closed + self._event(f"response.{told['status']}", response=told)
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """`response.failed`."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
+        return self._event("response.failed", response={**self._head, **failed, "usage": None})
+
+    # Writing
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        told = event(kind, {"type": kind, "sequence_number": self._number, **members})
+        self._number += 1
+        return told
+
+    def _about(self, kind: str, about: Part, /, **members: Any) -> bytes:
+        return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
+
+    def _of_content(self, kind: str, part: Part) -> bytes:
+        return self._about(kind, part, content_index=0, part=_content(part))
+
+
+class _Items:
+    """Writes parts as output items. Owns their ids, which are the same wherever an item is told."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._ids: list[str] = []
+
+    def id_of(self, part: Part) -> str:
+        """Drawn when it is first asked for; parts come one after the other."""
+        if part.index == len(self._ids):
+            prefix = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}[part.kind]
+            self._ids.append(f"{prefix}_{new_id()}")
+        return self._ids[part.index]
+
+    def item(self, part: Part, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
+        """What it is so far. `is_begun`: it says nothing yet; `is_cut`: it ends too soon."""
+        status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
+        item: dict[str, Any] = {"id": self.id_of(part)}
+        match part.kind:
+            case Kind.REASONING:
+                thoughts = "".join(part.texts)
+                seal = sealed(thoughts) if self._asked.wants_sealed and not is_begun else None
+                content = [] if is_begun else [_content(part)]
+                item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
+            case Kind.TEXT:
+                item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
+            case Kind.CALL if part.name in self._asked.custom_tools:
+                item |= {"type": "custom_tool_call", "call_id": part.id, "name": part.name, "input": _input(part)}
+            case Kind.CALL:
+                # Arguments that never began are told as none, but not before they are known not to begin.
+                arguments = "".join(part.texts) or ("" if is_begun else "{}")
+                item |= {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": arguments}
+        return {**item, "status": status}
+
+
+def _content(part: Part) -> dict[str, Any]:
+    text = "".join(part.texts)
+    if part.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _input(part: Part) -> str:
+    """The text that the function's only argument is; a call that does not keep to it, or is cut off, as it stands."""
+    arguments = "".join(part.texts)
+    try:
+        read = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = read.get("input") if isinstance(read, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _head(call: Call, asked: Asked, completion: Mapping[str, Any]) -> dict[str, Any]:
+    """With the engine's id, as far as it is one: its log has it, too."""
+    name = str(completion.get("id") or new_id()).removeprefix("chatcmpl-")
+    model = call.values.get("model") or completion.get("model")
+    created = completion.get("created") or 0
+    return {"id": f"resp_{name}", "object": "response", "created_at": created, "model": model, **asked.echo}
+
+
+def _outcome(
+    finish_reason: str | None, output: list[dict[str, Any]], usage: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    reason = _INCOMPLETE.get(finish_reason or "")
+    return {
+        "status": "completed" if reason is None else "incomplete",
+        "error": None,
+        "incomplete_details": None if reason is None else {"reason": reason},
+        "output": output,
+        "usage": None if usage is None else _usage(usage),
+    }
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    cached = (prompt_details(usage) or {}).get("cached_tokens") or 0
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + completion,
+    }

@@ -1,0 +1,38 @@
+"""POST /v1/responses, as Codex, OpenAI's SDKs and agents ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.dialects.responses.answer import ResponseEvents, response
+from proxy.dialects.responses.request import Asked, chat_of
+from proxy.dialects.translated import Translated
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.call import Call
+    from proxy.dialects.base import Rendering, Unit
+
+
+class Responses(Translated):
+    """A response is a chat's answer, and its output items are the parts of that. Nothing is kept."""
+
+    path = "/v1/responses"
+    label = "responses"
+
+    def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See Translated."""
+        return chat_of(values)
+
+    def asked(self, values: Mapping[str, Any]) -> Asked:
+        """What the response repeats of it."""
+        return Asked(values)
+
+    def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+        """See Translated."""
+        return response(call, call.asked, completion)
+
+    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """See Dialect."""
+        return ResponseEvents(call, call.asked)

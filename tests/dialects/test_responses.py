@@ -1,0 +1,154 @@
+"""POST /v1/responses: OpenAI's clients are answered as they expect, and nothing is kept for them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.settings.client_keys import ClientKey
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
+from tests.deployment import generations
+from tests.dialects.responses import TOOLS, ask, events, question, response, story
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+PARSERS = {"tool_call_parser": "kimi_k2", "eos_after": 100, "default_max_tokens": 100_000}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Edits a file."}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "off"])
+async def test_a_response_has_what_a_chat_would_say(deploy: Deploy, stream: bool, mode: str) -> None:
+    gateway = await deploy(1, 1, resume={"mode": mode})
+    asked = {"instructions": None, "temperature": 0.5, "metadata": {"a": "b"}, "tools": TOOLS, "tool_choice": "none"}
+    got = response(await ask(gateway, question("Hello there", stream=stream, **asked)))
+    text = await answer_alone(request(Api.CHAT, max_tokens=40))
+    [item] = got["output"]
+    assert item["content"] == [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    assert (got["object"], got["model"], got["store"], got["background"]) == ("response", "sim", False, False)
+    assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert {name: got[name] for name in asked} == asked
+    chat = await gateway.ask(request(Api.CHAT, max_tokens=40))
+    usage = got["usage"]
+    counts = [usage[name] for name in ("input_tokens", "output_tokens", "total_tokens")]
+    assert counts == [chat.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    assert {labels[0] for labels in gateway.metrics("pdproxy_requests_total")} == {"responses", "chat"}
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "sglang_bootstrap", "plain"])
+async def test_streamed_or_not_it_is_the_same_with_every_connector(deploy: Deploy, connector: str) -> None:
+    gateway = await deploy(1, 1, connector=connector, engine=PARSERS)
+    whole, streamed = [response(await ask(gateway, story(stream=stream))) for stream in (False, True)]
+    for got in (whole, streamed):
+        got["usage"].pop("input_tokens_details")
+    assert streamed == whole
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert whole["status"] == "completed"
+    assert {item["status"] for item in whole["output"]} == {"completed"}
+    assert [(call["call_id"], call["name"]) for call in whole["output"][2:]] == [
+        ("functions.find:0", "find"),
+        ("functions.show:1", "show"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_is_told_text(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1, engine=PARSERS)
+    got = response(await ask(gateway, story(tools=[CUSTOM], stream=stream)))
+    call = got["output"][-1]
+    assert (call["type"], call["name"], call["status"]) == ("custom_tool_call", "patch", "completed")
+    assert call["input"]
+    assert "{" not in call["input"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_comes_back_from_a_client_that_cannot_read_it(deploy: Deploy, stream: bool) -> None:
+    """As Codex does it: of the reasoning it sends back the sealed content alone."""
+    gateway = await deploy(1, 1, engine=PARSERS)
+    first = response(await ask(gateway, story(include=["reasoning.encrypted_content"], stream=stream)))
+    thoughts, *_, call, other = first["output"]
+    told = thoughts.pop("content")[0]["text"]
+    history = [{"role": "user", "content": "What now?"}, {**thoughts, "id": "rs_1"}, call, other]
+    results = [{"type": "function_call_output", "call_id": each["call_id"], "output": "42"} for each in (call, other)]
+    response(await ask(gateway, story(input=[*history, *results], stream=stream)))
+    _, said, *returned = generations(*gateway.decoders)[-1].body["messages"]
+    assert said["reasoning"] == told
+    assert [message["content"] for message in returned] == ["42", "42"]
+
+
+async def test_nothing_is_sealed_that_was_not_asked_for(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, engine=PARSERS)
+    assert response(await ask(gateway, story()))["output"][0]["encrypted_content"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_words_has_no_items(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1)
+    text = await answer_alone(request(Api.CHAT, max_tokens=40))
+    got = response(await ask(gateway, question("Hello there", stop=[text[:3]], stream=stream)))
+    assert (got["status"], got["output"]) == ("completed", [])
+
+
+async def test_what_a_client_calls_its_conversation_is_a_session(gateway: Deployment) -> None:
+    response(await ask(gateway, question(prompt_cache_key="mine", kv_transfer_params={"remote_host": "10.0.0.1"})))
+    [seen] = generations(*gateway.decoders)
+    assert (seen.path, seen.body["prompt_cache_key"]) == ("/v1/chat/completions", "mine")
+    assert seen.body["kv_transfer_params"].get("remote_host") != "10.0.0.1"
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
+        ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
+        ({"background": True}, "background", "leave it out"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "as instructions and input"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools of type web_search are not served here"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "items of type item_reference"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_needs_openais_own_service_is_refused_in_words(
+    gateway: Deployment, fields: dict[str, Any], param: str, words: str, stream: bool
+) -> None:
+    answer = await ask(gateway, question(**fields, stream=stream))
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, param, "invalid_request")
+    assert words in answer.error["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_a_response_is_not_there_afterwards(gateway: Deployment, method: str) -> None:
+    answer = await ask(gateway, b"", method, "/v1/responses/resp_1")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert "responses are not kept here" in answer.error["message"]
+
+
+async def test_a_key_is_needed_as_everywhere(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1)
+    key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest())
+    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    assert (await ask(gateway, question())).error["code"] == "invalid_api_key"
+    assert response(await ask(gateway, question(), Authorization="Bearer mine"))["output"]
+
+
+async def test_a_stream_that_cannot_be_saved_ends_as_failed(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, resume={"mode": "off"})
+    gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
+    answer = await ask(gateway, question(stream=True))
+    assert not answer.is_whole
+    created, *_, failed = events(answer)
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["id"] == created["response"]["id"]
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert failed["response"]["error"]["message"]
