@@ -21,7 +21,7 @@ from tests.canned import http
 from tests.connectors.registering import BootstrapServer, engines_told
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from tests.clock import Clock
 
@@ -30,9 +30,11 @@ TWO = ((0, "engine-0"), (1, "engine-1"))
 
 
 @asynccontextmanager
-async def asking(clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",)) -> AsyncIterator[Bootstraps]:
+async def asking(
+    clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",), addresses: Mapping[Backend, str] | None = None
+) -> AsyncIterator[Bootstraps]:
     async with Names(AddressRules(networks), (), Metrics()) as names, new_session(names) as session:
-        yield Bootstraps(session, clock)
+        yield Bootstraps(session, clock, addresses=lambda: addresses or {})
 
 
 async def refused(bootstraps: Bootstraps, address: str) -> UpstreamError:
@@ -222,6 +224,20 @@ async def test_a_decoder_that_was_sent_to_anothers_engines_is_not_to_blame(
             raise UpstreamError(Failure.RESET, DECODER, "it failed")
         assert failed.value.backend == blamed
         assert (failed.value.failure is Failure.BOOTSTRAP) is (blamed is PREFILLER)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_nor_is_one_that_was_sent_to_a_bootstrap_server_that_another_prefiller_has(
+    clock: Clock, is_same: bool
+) -> None:
+    """Even if nobody has asked for the other one's engines yet."""
+    addresses: dict[Backend, str] = {}
+    async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
+        addresses |= {PREFILLER: server.address, NEIGHBOUR: server.address if is_same else "http://127.0.0.1:1"}
+        await servers.engines(PREFILLER, server.address)
+        with pytest.raises(UpstreamError) as failed, servers.doubting(PREFILLER):
+            raise UpstreamError(Failure.RESET, DECODER, "it failed")
+        assert failed.value.backend == (PREFILLER if is_same else DECODER)
 
 
 # Those that do not answer as they should

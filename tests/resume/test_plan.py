@@ -225,7 +225,12 @@ def test_an_answer_that_cannot_go_on_begins_anew_if_nobody_has_seen_it() -> None
 
 @pytest.mark.parametrize(
     ("body", "ids", "chats"),
-    [(COMPLETION, HELLO, "native"), (CHAT, HELLO, "native"), (CHAT, HELLO, "ascend_private")],
+    [
+        (COMPLETION, HELLO, "native"),
+        (COMPLETION | {"stop": ["."]}, HELLO, "native"),  # which no text can be half of
+        (CHAT, HELLO, "native"),
+        (CHAT, HELLO, "ascend_private"),
+    ],
 )
 def test_most_answers_go_on_without_the_text_of_their_ids(body: dict[str, Any], ids: list[int], chats: str) -> None:
     assert decided(situation(body, ids, chats=ChatTokens(chats)), nobody_tells)[0].kept == len(ids)
@@ -334,11 +339,13 @@ def chunked(*chunks: tuple[str, str]) -> Transcript:
         ([("Hello", "Hello")], 5),
         ([("Hel", "Hel"), ("lo", "lo")], 5),
         ([("Hel", "Hel"), ("lo", "lo\xff")], 5),  # the last id of the chunk is the beginning of a character
+        ([("Hell", "Hell"), ("o", "o\xff")], 5),
+        ([("Hello", "Hello!")], 5),
     ],
 )
-def test_a_chunk_of_several_ids_may_not_have_shown_the_last(chunks: list[Told], kept: int) -> None:
-    transcript = chunked(*chunks)  # type: ignore[arg-type]
-    if kept != len(transcript.ids):
+def test_a_chunk_of_several_ids_may_not_have_shown_the_last(chunks: list[tuple[str, str]], kept: int) -> None:
+    transcript = chunked(*chunks)
+    if chunks[-1][1].endswith("\xff"):
         transcript.ids = transcript.ids[:-2]
         transcript.ids.append(0xC3)
         transcript.settled = len(transcript.ids)
@@ -362,6 +369,54 @@ def test_what_an_engine_that_died_held_back_is_found_out() -> None:
     assert resumption.kept == 9
     assert resumption.seam is not None
     assert resumption.seam.unsent == "wor"
+
+
+@pytest.mark.parametrize(("held", "kept"), [(8, 13), (9, 13), (12, 13)])
+def test_no_engine_holds_back_more_than_stop_strings_may_be_the_beginning_of(held: int, kept: int) -> None:
+    """Twice, because an answer that was joined before may be held back here, too; what is beyond is generated again."""
+    transcript = Transcript()
+    transcript.prompt_ids = orjson.dumps(PROMPT)
+    transcript.take({"text": "Hello"}, encode("Hello"))
+    transcript.take({"text": ""}, encode("x" * held))
+    resumption, _ = decided(situation(COMPLETION | {"stop": ["ab", "STOPS"]}, [], transcript=transcript))
+    assert resumption.kept == kept
+
+
+def test_an_answer_of_which_all_is_held_back_may_begin_with_half_a_character() -> None:
+    transcript = chunked(("", "\xff"))
+    del transcript.ids[1:]
+    resumption, _ = decided(situation(COMPLETION | {"stop": ["STOP"]}, [], transcript=transcript))
+    assert resumption.kept == 0
+
+
+@pytest.mark.parametrize("body", [COMPLETION, COMPLETION | {"stop": ["STOP"]}], ids=["", "stop"])
+def test_what_does_not_match_is_not_asked_about_for_ever(body: dict[str, Any]) -> None:
+    asked: list[Sequence[int]] = []
+
+    def text_of(ids: Sequence[int]) -> str:
+        asked.append(ids)
+        return decode(ids, keep_markers=True)
+
+    with pytest.raises(CannotResume, match="do not match"):
+        decided(situation(body, [], transcript=chunked(("a" * 200, "b" * 200))), text_of)
+    assert len(asked) == 33
+
+
+def test_what_showed_nothing_is_not_asked_about() -> None:
+    """Where nothing can be held back it was a marker, or half of a character."""
+    transcript = chunked(("Hello", "Hello"))
+    transcript.take({"text": ""}, encode("日")[:2])
+    resumption, asked = decided(situation(COMPLETION, [], transcript=transcript))
+    assert (resumption.kept, asked) == (5, 1)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "content"])
+def test_half_a_character_that_was_shown_is_found_out(name: str) -> None:
+    """Some engines write the replacement character for the bytes they have, and then the whole one."""
+    transcript = answered(Api.CHAT, HELLO, in_reasoning=name == "reasoning")
+    transcript.take({"delta": {name: "\ufffd"}}, encode("日")[:1])
+    with pytest.raises(CannotResume, match="told the text"):
+        decided(situation(CHAT, [], transcript=transcript, shows_blanks=True), nobody_tells)
 
 
 @pytest.mark.parametrize("value", [False, True, None])
