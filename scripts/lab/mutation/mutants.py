@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ _OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
 _FUNCTIONS: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _LOGS: Final = ("logger", "logs")
 
+PROBE: Final = "__reached__"
+"""What is called, with its number, by a place that tells when it is reached. It returns nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
@@ -49,14 +52,23 @@ class Mutant:
     end: int
     before: str
     after: str
+    is_statement: bool
 
     def of(self, source: bytes) -> bytes:
         """The source with the mistake in it."""
         return source[: self.begin] + self.after.encode() + source[self.end :]
 
+    def telling(self, number: int) -> Mutant:
+        """No mistake, but the same place telling when it is reached."""
+        told = f"{PROBE}({number})"
+        return replace(self, after=f"{told}; {self.before}" if self.is_statement else f"({told} or ({self.before}))")
+
 
 def mutants(source: bytes) -> list[Mutant]:
-    """All that are tried of the functions of a module. Annotations, defaults, docstrings and logging are left alone."""
+    """All that are tried of the functions of a module.
+
+    Annotations, defaults, patterns, docstrings and logging are left alone.
+    """
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -68,7 +80,8 @@ def mutants(source: bytes) -> list[Mutant]:
             begin = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             before = source[begin:end].decode()
-            found.append(Mutant(name, node.lineno, node.end_lineno, begin, end, before, after))
+            is_statement = isinstance(node, ast.stmt)
+            found.append(Mutant(name, node.lineno, node.end_lineno, begin, end, before, after, is_statement))
     return found
 
 
@@ -101,6 +114,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 def _is_left_alone(node: ast.AST) -> bool:
     match node:
         case ast.JoinedStr():  # whose places Python 3.11 does not know
+            return True
+        case ast.pattern():  # in which nothing can be called
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
             return name in _LOGS

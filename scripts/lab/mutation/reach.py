@@ -7,7 +7,7 @@ from collections import defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import coverage
+from lab.mutation import places
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,19 +24,21 @@ def function_of(test: str) -> str:
 class Reach:
     """What a recorded run tells. Parts of tests that run in processes of their own are not seen."""
 
-    def __init__(self, directory: Path, root: Path) -> None:
-        self._root = root
+    def __init__(self, directory: Path) -> None:
         self.seconds: dict[str, float] = {}
-        for file in directory.glob("seconds-*.json"):
-            self.seconds.update(json.loads(file.read_text()))
-        combined = coverage.Coverage(data_file=directory / "combined", config_file=False)
-        combined.combine([str(file) for file in directory.glob("coverage.*")], keep=True)
-        self._data = combined.get_data()
+        """Of the processor, of each test that was recorded."""
+        self._places = places.read(directory / "places")
+        self._tests: defaultdict[Place, set[str]] = defaultdict(set)
+        for file in directory.glob("reached-*"):
+            for line in file.read_text().splitlines():
+                test, seconds, reached = json.loads(line)
+                self.seconds[test] = seconds
+                for number in reached:
+                    self._tests[self._places[number]].add(test)
 
     def tests(self, place: Place) -> list[str]:
-        """Those that reach a line of it, in the order in which to try them."""
-        contexts = self._data.contexts_by_lineno(str(self._root / place.path))
-        return self.ordered({test for line in place.lines for test in contexts.get(line, ()) if test})
+        """Those that reach it, in the order in which to try them."""
+        return self.ordered(self._tests[place])
 
     def ordered(self, tests: Iterable[str]) -> list[str]:
         """One row of each test function, the cheapest function first, then the second rows, and so on."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from lab.mutation.mutants import mutants
+from lab.mutation.mutants import PROBE, mutants
 
 BEGIN = "def f(x, a=1):\n    "
 
@@ -68,3 +70,34 @@ def test_a_place_is_found_behind_other_alphabets() -> None:
 def test_a_mistake_over_several_lines_is_one() -> None:
     (first, *_) = mutants((BEGIN + "x = (\n    a\n    and b\n    )\n").encode())
     assert (first.line, first.last_line, first.before) == (3, 4, "a\n    and b")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "return a if b else c",
+        "return 1 + (yield 2)",
+        "x = 1; return x",
+        "x = a and (\n    b\n    )",
+        "for x in y: continue",
+        "if (x := not a): self.x = 7",
+        "return [1 for x in y if x == 2]",
+        "match x:\n        case 1: return 2",
+    ],
+)
+def test_every_place_can_tell_when_it_is_reached(source: str) -> None:
+    whole = (BEGIN + source + "\n").encode()
+    for mutant in mutants(whole):
+        told = mutant.telling(7).of(whole).decode()
+        compile(told, "x", "exec")
+        assert told.count("__reached__(7)") == 1
+
+
+def test_a_place_that_tells_says_what_it_said_before() -> None:
+    whole = b"def f(x):\n    y = 0\n    y += x\n    return y if x > 1 else -y\n"
+    for number, mutant in enumerate(mutants(whole)):
+        reached: list[int] = []
+        names: dict[str, Any] = {PROBE: reached.append}
+        exec(mutant.telling(number).of(whole), names)
+        assert [names["f"](x) for x in (1, 2)] == [-1, 2]
+        assert set(reached) == {number}

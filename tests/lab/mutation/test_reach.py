@@ -1,18 +1,27 @@
-"""Cheap tests that differ are tried first."""
+"""Tests that reach a place are known, and cheap ones that differ are tried first."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
+from lab.mutation import places
+from lab.mutation.mutants import mutants
+from lab.mutation.places import Place
 from lab.mutation.reach import Reach
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_every_function_has_its_turn_before_any_has_another(tmp_path: Path) -> None:
-    (tmp_path / "seconds-1.json").write_text(json.dumps({"t::a[1]": 0.1, "t::a[2]": 0.2, "t::a[3]": 0.3}))
-    (tmp_path / "seconds-2.json").write_text(json.dumps({"t::b": 9.0, "t::c[1]": 0.15, "t::c[2]": 5.0}))
-    reach = Reach(tmp_path, tmp_path)
-    assert reach.ordered(reach.seconds) == ["t::a[1]", "t::c[1]", "t::b", "t::a[2]", "t::c[2]", "t::a[3]"]
+def test_a_place_has_the_tests_of_all_processes_every_function_before_any_has_another_turn(tmp_path: Path) -> None:
+    here, there = (Place("proxy/a.py", mutant) for mutant in mutants(b"def f():\n    return 1\n"))
+    places.write([here, there], tmp_path / "places")
+    told = [("t::a[1]", 0.1, [0]), ("t::a[2]", 0.2, [0, 1]), ("t::a[3]", 0.3, [0])]
+    (tmp_path / "reached-1").write_text("".join(json.dumps(line) + "\n" for line in told))
+    told = [("t::b", 9.0, [0]), ("t::c[1]", 0.15, [0]), ("t::c[2]", 5.0, [0]), ("t::d", 0.1, [])]
+    (tmp_path / "reached-2").write_text("".join(json.dumps(line) + "\n" for line in told))
+    reach = Reach(tmp_path)
+    assert reach.tests(here) == ["t::a[1]", "t::c[1]", "t::b", "t::a[2]", "t::c[2]", "t::a[3]"]
+    assert reach.tests(there) == ["t::a[2]"]
+    assert set(reach.seconds) == {"t::a[1]", "t::a[2]", "t::a[3]", "t::b", "t::c[1]", "t::c[2]", "t::d"}
