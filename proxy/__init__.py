@@ -14,7 +14,7 @@ Lease        one request's claim on one backend; leaving it gives the load back 
 Health       what probes and the outcomes of requests say about a backend
 Pairs        prefillers and decoders between which hand-overs fail, kept apart
 Misfit       a way in which a healthy backend does not fit the others or this gateway; logged once, not held against it
-Ledger       KV cache that prefillers keep although no decoder will fetch it
+PinnedKv     KV cache that prefillers keep although no decoder will fetch it
 Dialect      one API that clients speak: how its requests become calls, and answers become its bytes
 Call         one parsed client request; immutable, knows its cost
 Admission    the queue in front of the pools: calls wait there until there is room for them

@@ -80,7 +80,7 @@ class LeavingClient:
 @dataclass
 class Deployment:
     """Engines, gateway and client. `expects_pinned` is the KV that stays behind although the gateway lets go of all it
-    can; its ledger has to know of it.
+    can; its PinnedKv has to know of it.
     """
 
     prefillers: list[SimulatedEngine]
@@ -96,7 +96,7 @@ class Deployment:
     expects_pinned: int = 0
     may_stay_pinned: int = 0
     """So much more may stay behind: whether it does depends on who was faster."""
-    expects_inexact_ledger: bool = False
+    expects_inexact_pins: bool = False
     """Releases failed for KV that had been fetched, or clients left while a prefiller's answer was on its way."""
     expects_resent: bool = False
     """Engines reset idle connections, which looks as if they had not seen the request that came on them."""
@@ -167,20 +167,20 @@ class Deployment:
         return found
 
     def _pins_left(self) -> list[str]:
-        """KV that nobody fetches: is it as much as was expected, and does the ledger know?"""
+        """KV that nobody fetches: is it as much as was expected, and does PinnedKv know?"""
         found = []
         pins = [pin for engine in self.engines for pin in engine.pins]
         if not self.expects_pinned <= len(pins) <= self.expects_pinned + self.may_stay_pinned:
             found.append(f"KV stays pinned for {pins}, while {self.expects_pinned} were expected")
-        entries = self.worker.ledger.pins()
+        entries = self.worker.pinned_kv.pins()
         simulated = {(engine.host, engine.port) for engine in self.engines if isinstance(engine, SimulatedEngine)}
         possible = [entry for entry in entries if (entry.backend.host, entry.backend.port) in simulated]
         known = sum(not entry.suspected for entry in possible)
-        if not known <= len(pins) <= len(possible) and not self.expects_inexact_ledger:
-            found.append(f"KV stays pinned for {pins}, while the ledger has {possible}")
+        if not known <= len(pins) <= len(possible) and not self.expects_inexact_pins:
+            found.append(f"KV stays pinned for {pins}, while PinnedKv has {possible}")
         published = sum(self.scoreboard.pinned(slot).count for slot in range(self.scoreboard.slots))
         if published != len(entries):
-            found.append(f"the scoreboard has {published} pins, and the ledger {entries}")
+            found.append(f"the scoreboard has {published} pins, and PinnedKv {entries}")
         return found
 
     def broken_promises(self) -> list[str]:

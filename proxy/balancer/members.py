@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend, Role
     from proxy.balancer.health import Health, Transition
-    from proxy.balancer.ledger import Ledger
+    from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.roster import Roster
 
 
@@ -34,12 +34,12 @@ class Members:
         roster: Roster,
         health: Health,
         *,
-        ledger: Ledger | None,
+        pinned_kv: PinnedKv | None,
         notes: Sequence[Notes],
         on_transition: Callable[[Transition], None],
         on_change: Callable[[], None],
     ) -> None:
-        """`ledger`: the KV that stays pinned on these backends, which expires as time goes by. `notes` forget the
+        """`pinned_kv`: the KV that stays pinned on these backends, which expires as time goes by. `notes` forget the
         backends that leave. `on_change` is called when anything may be another.
         """
         self.all: tuple[Backend, ...] = ()
@@ -52,7 +52,7 @@ class Members:
         self._role = role
         self._roster = roster
         self._health = health
-        self._ledger = ledger
+        self._pinned_kv = pinned_kv
         self._notes = notes
         self._on_transition = on_transition
         self._on_change = on_change
@@ -63,8 +63,8 @@ class Members:
         """Recompute who there is, only when roster or health have changed: every pick and every scrape comes by here,
         and in each worker at least the prober.
         """
-        if self._ledger is not None:
-            self._ledger.expire()
+        if self._pinned_kv is not None:
+            self._pinned_kv.expire()
         for transition in self._health.advance():
             self._on_transition(transition)
         roster_version = self._roster.version  # read before the members: another worker may change them meanwhile

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
-    from proxy.balancer.ledger import Ledger
     from proxy.balancer.pairs import Pairs
+    from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Row, Scoreboard
 
@@ -63,14 +63,14 @@ class Pool:
         limits: PoolLimits | None = None,
         on_transition: Callable[[Transition], None] | None = None,
         on_end: Callable[[Backend, str], None] | None = None,
-        ledger: Ledger | None = None,
+        pinned_kv: PinnedKv | None = None,
         pairs: Pairs | None = None,
         fitness: Fitness | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
-        `abandoned` when the reason lies outside the backend. `ledger`: the KV that stays pinned on these backends.
+        `abandoned` when the reason lies outside the backend. `pinned_kv`: the KV that stays pinned on these backends.
         `pairs`, `fitness` and it forget the backends that leave.
         """
         self.role = role
@@ -87,8 +87,8 @@ class Pool:
             role,
             roster,
             health,
-            ledger=ledger,
-            notes=[notes for notes in (ledger, pairs, fitness) if notes is not None],
+            pinned_kv=pinned_kv,
+            notes=[notes for notes in (pinned_kv, pairs, fitness) if notes is not None],
             on_transition=on_transition,
             on_change=self._on_change,
         )

@@ -32,7 +32,7 @@ _TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """KV caches that a backend keeps though nobody is going to fetch them; see the ledger.
+    """KV caches that a backend keeps though nobody is going to fetch them; see PinnedKv.
 
     `since`: when the oldest of them was left behind, in seconds of the system's monotonic clock, which all workers
     share; None when there are none.

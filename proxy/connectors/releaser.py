@@ -1,7 +1,7 @@
 """KV that a prefiller keeps and no decoder fetches: noticed in one place, accounted for, and let go where that works.
 
 There is no request that frees KV. But a decoder that rejects a request tells the prefiller named in it to free, so one
-is sent that no engine can serve. Where the engines do not do that, the KV stays in the ledger until they free it.
+is sent that no engine can serve. Where the engines do not do that, the KV is accounted for until they free it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Backend
-    from proxy.balancer.ledger import Ledger, Pin
     from proxy.balancer.misfits import Misfits
+    from proxy.balancer.pinned_kv import Pin, PinnedKv
     from proxy.balancer.pools import Pools
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics
@@ -66,7 +66,7 @@ class Releaser:
         pools: Pools,
         upstream: Upstream,
         settings: Settings,
-        ledger: Ledger,
+        pinned_kv: PinnedKv,
         misfits: Misfits,
         metrics: Metrics,
         *,
@@ -74,7 +74,7 @@ class Releaser:
     ) -> None:
         self._pools = pools
         self._upstream = upstream
-        self._ledger = ledger
+        self._pinned_kv = pinned_kv
         self._misfits = misfits
         self._metrics = metrics
         self._settle_seconds = settle_seconds
@@ -113,7 +113,7 @@ class Releaser:
     def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """No decoder is known to have fetched it. `failed` are asked to release it only where there is no other."""
         self._metrics.kv_orphans_total.inc()
-        pin = self._ledger.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
+        pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._settings.release == "never":
             return
         if not self._is_supported(kv.transfer):
@@ -148,13 +148,13 @@ class Releaser:
             is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is Verdict.COMPUTED
             if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()
-                self._ledger.pin(prefiller, tokens, until - now)
+                self._pinned_kv.pin(prefiller, tokens, until - now)
 
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """A prefiller's answer was lost: if that can have left KV behind, account for it. Nothing can release it."""
         if may_have_pinned(error):
             seconds = self.pin_seconds(prefiller, self._last_transfer)
-            self._ledger.pin(prefiller, tokens, seconds, suspected=True)
+            self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
 
     async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
         loop = asyncio.get_running_loop()
@@ -171,7 +171,7 @@ class Releaser:
             pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS, left_seconds)
             logger.debug("no decode instance has released KV on prefill instance %s yet", kv.prefiller.name)
         if released:
-            self._ledger.unpin(pin)
+            self._pinned_kv.unpin(pin)
         self._ended(kv, "released" if released else "failed")
 
     async def _ask(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.balancer.health import Health
-    from proxy.balancer.ledger import Ledger
+    from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.pools import Pools
     from proxy.configuration import ConfigSnapshot
     from proxy.connectors.releaser import Releaser
@@ -52,7 +52,7 @@ class Worker:
     watcher: ConfigWatcher
     health: Health
     pools: Pools
-    ledger: Ledger
+    pinned_kv: PinnedKv
     prober: Prober
     joiner: Joiner
     upstream: Upstream
@@ -123,7 +123,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             watcher=watcher,
             health=balancing.health,
             pools=balancing.pools,
-            ledger=balancing.ledger,
+            pinned_kv=balancing.pinned_kv,
             prober=engines.prober,
             joiner=engines.joiner,
             upstream=upstream,

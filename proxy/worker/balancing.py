@@ -10,9 +10,9 @@ from proxy.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
-from proxy.balancer.ledger import Ledger
 from proxy.balancer.pairs import Pairs
 from proxy.balancer.pick import PolicyContext
+from proxy.balancer.pinned_kv import PinnedKv
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.pools import Pools
@@ -36,7 +36,7 @@ class Balancing:
     health: Health
     keys: EngineKeys
     fitness: Fitness
-    ledger: Ledger
+    pinned_kv: PinnedKv
     """The KV that nobody fetches."""
     pools: Pools
     on_transition: Callable[[Transition], None]
@@ -52,7 +52,7 @@ def build_balancing(basis: Basis) -> Balancing:
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
     fitness = Fitness(shared.misfits, row, keys, log_misfit)
-    ledger = Ledger(row)
+    pinned_kv = PinnedKv(row)
     pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
     live.add(lambda new: pairs.configure(new.health.quarantine_after, new.health.quarantine_seconds))
     on_transition = _transitions(basis)
@@ -70,7 +70,7 @@ def build_balancing(basis: Basis) -> Balancing:
             limits=_limits(settings, role),
             on_transition=on_transition,
             on_end=on_end,
-            ledger=ledger if role is Role.PREFILL else None,
+            pinned_kv=pinned_kv if role is Role.PREFILL else None,
             pairs=pairs,
             fitness=fitness,
         )
@@ -82,7 +82,7 @@ def build_balancing(basis: Basis) -> Balancing:
         health=health,
         keys=keys,
         fitness=fitness,
-        ledger=ledger,
+        pinned_kv=pinned_kv,
         pools=Pools(prefill=pool(Role.PREFILL), decode=pool(Role.DECODE), pairs=pairs, encode=encoders),
         on_transition=on_transition,
     )

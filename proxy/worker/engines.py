@@ -73,7 +73,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
                 pools=pools,
                 upstream=lines.upstream,
                 settings=settings,
-                ledger=balancing.ledger,
+                pinned_kv=balancing.pinned_kv,
                 misfits=basis.shared.misfits,
                 metrics=basis.metrics,
                 settle_seconds=settle_seconds,

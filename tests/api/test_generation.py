@@ -276,7 +276,7 @@ async def test_a_failure_is_accounted_to_its_stage(
     engine.faults.add(how)
     answer = await deployment.ask(request(Api.COMPLETIONS, stream=stream, max_tokens=40))
     deployment.expects_pinned = len(deployment.prefillers[0].pins)
-    deployment.expects_inexact_ledger = how == "error_event"  # which does not say whether the KV was fetched
+    deployment.expects_inexact_pins = how == "error_event"  # which does not say whether the KV was fetched
     assert answer.status == status
     assert deployment.metrics("pdproxy_request_end_total") == {(term,): 1.0}
     assert deployment.metrics("pdproxy_requests_total") == {("completions", str(status)): 1.0}

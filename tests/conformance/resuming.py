@@ -198,7 +198,7 @@ async def differences(
             decoder.faults.add(fault, tokens=place, times=1)
             if then is not None:
                 decoder.faults.add(fault, tokens=then, skip=1, times=1)
-            gateway.expects_inexact_ledger |= place == 0
+            gateway.expects_inexact_pins |= place == 0
             answer = await gateway.ask(dict(body))
             try:
                 answered = got(answer)

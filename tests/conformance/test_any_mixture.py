@@ -80,7 +80,7 @@ async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
     # Prefill answers were lost, and releases failed like everything else.
     await until(lambda: not gateway.worker.releaser.pending, "the last release")
     gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
     gateway.expects_resent = True
 
 

@@ -268,7 +268,7 @@ async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failu
         gateway.expects_pinned = expected.pinned
     else:
         gateway.may_stay_pinned = 2 if connector == "mooncake_bootstrap" else 0
-        gateway.expects_inexact_ledger = True
+        gateway.expects_inexact_pins = True
     if connector not in SEQUENTIAL and failure.role == P and failure.action in TOO_LATE and answer.status == 200:
         expected = Answered(2, 2)
     await check(answer, expected, alone)

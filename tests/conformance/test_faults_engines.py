@@ -58,7 +58,7 @@ async def test_kv_that_cannot_be_fetched_any_more_is_computed_elsewhere(
     assert answer.text == await answer_alone(body)
     assert (gone.state.finished, other.state.finished) == (1, 1)
     gateway.expects_pinned = 1
-    gateway.expects_inexact_ledger = True  # a decoder was asked to release it, and did not say that it could not
+    gateway.expects_inexact_pins = True  # a decoder was asked to release it, and did not say that it could not
 
 
 @pytest.mark.fault(14)
@@ -95,7 +95,7 @@ async def test_requests_wait_while_all_of_a_role_are_restarting(
                 gateway.worker.health.on_probe(backend, True, "passed its health check")
     assert [task.result().status for task in asked] == [200] * 20
     gateway.may_stay_pinned = 40  # prefilled, before the first decoder that refused a connection was known for it
-    gateway.expects_inexact_ledger = role == "decode"
+    gateway.expects_inexact_pins = role == "decode"
 
 
 @pytest.mark.fault(35)

@@ -156,7 +156,7 @@ async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(depl
     assert sum(answer.is_done and answer.status == 200 for answer in answers) > REQUESTS / 2
     await until(lambda: not gateway.worker.releaser.pending, "the last release")
     gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
     gateway.expects_resent = True
 
 

@@ -113,7 +113,7 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, sh
     if connector == "mooncake_bootstrap":
         # If the prefiller was done, its KV waits for a decoder, which fetches it when it was asked for that before.
         gateway.may_stay_pinned = 1
-        gateway.expects_inexact_ledger = True
+        gateway.expects_inexact_pins = True
     ((term,),) = gateway.metrics("pdproxy_request_end_total")
     assert term[0] == "C"
     if phase.role == "prefill" and CONNECTOR_TRAITS[connector].has_prefill_first:

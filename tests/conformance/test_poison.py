@@ -40,7 +40,7 @@ def poison(**fields: Any) -> dict[str, Any]:
 
 def laced(gateway: Deployment, place: str) -> Sequence[SimulatedEngine]:
     """Make all engines of a role die of poison; those engines. What they had pinned goes with them."""
-    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 1000, True
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True
     engines = gateway.prefillers if ROLE_OF[place] == "prefill" else gateway.decoders
     for engine in engines:
         engine.faults.add("kill", user=POISON, tokens=5 if place == "middle" else 0)
@@ -136,7 +136,7 @@ async def test_who_stops_it_says_so_once_with_the_engines(deploy: Deploy, caplog
 async def test_engines_that_say_they_are_dead_before_they_die_count_too(deploy: Deploy) -> None:
     """As vLLM's do: while its EngineCore is gone the API server answers 500 to all, and 503 to health checks."""
     gateway = await deploy(1, 6, engine=PACE)
-    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 100
+    gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
     for engine in gateway.decoders:
         engine.faults.add("error_event", tokens=3, user=POISON)
         engine.faults.add("refuse_status", path="/health", status=503)
@@ -150,7 +150,7 @@ async def test_engines_that_say_they_are_dead_before_they_die_count_too(deploy: 
 @pytest.mark.fault(56)
 async def test_an_answer_outlives_one_engine_after_the_other(deploy: Deploy) -> None:
     gateway = await deploy(1, 5, engine=PACE)
-    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 10
+    gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     body = request(Api.CHAT, "Go on", max_tokens=600, stream=True)
     asking = asyncio.create_task(gateway.ask(body))
     for tokens in (5, 150):  # the next engine serves it for longer than it takes to be cleared
@@ -175,7 +175,7 @@ async def only_one_at_work(gateway: Deployment) -> list[SimulatedEngine]:
 @pytest.mark.fault(56)
 async def test_engines_that_were_not_shared_make_nobody_a_suspect(deploy: Deploy) -> None:
     gateway = await deploy(2, 6, engine=PACE)
-    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 100
+    gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
     bystanders = [asyncio.create_task(is_served(gateway, number)) for number in range(BYSTANDERS)]
     await until(lambda: all(engine.state.live for engine in gateway.decoders), "the bystanders")
     await asyncio.gather(gateway.decoders[0].kill(), gateway.decoders[1].kill())
@@ -186,7 +186,7 @@ async def test_engines_that_were_not_shared_make_nobody_a_suspect(deploy: Deploy
 @pytest.mark.fault(56)
 async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, engine=PACE)
-    gateway.expects_inexact_ledger, gateway.may_stay_pinned = True, 10
+    gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second = gateway.decoders
     first.faults.add("kill", user=POISON)
     second.faults.add("refuse_status", user=POISON, status=503, times=1)
@@ -203,7 +203,7 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
 @pytest.mark.parametrize("place", ["prefill", "decode"])
 async def test_requests_that_are_500_everywhere_eject_nobody(deploy: Deploy, place: str) -> None:
     gateway = await deploy(4, 4, kv={"release": "never"})
-    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 10_000, True
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 10_000, True
     for engine in gateway.prefillers if place == "prefill" else gateway.decoders:
         engine.faults.add("refuse_status", status=500, user=POISON)
 
@@ -235,7 +235,7 @@ async def test_two_sick_engines_are_ejected_all_the_same(deploy: Deploy) -> None
 async def test_an_answer_that_looks_for_a_decoder_does_not_prefill_all_the_time(deploy: Deploy) -> None:
     """The only decoder is gone for good. It is looked for every so often, as it might come back."""
     gateway = await deploy(1, 1, resume={"deadline_seconds": 1.0})
-    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 1000, True
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True
     gateway.decoders[0].faults.add("kill", tokens=70)
     answer = await gateway.ask(request(Api.CHAT, stream=True, max_tokens=100))
     assert not answer.is_done

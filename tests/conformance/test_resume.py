@@ -197,7 +197,7 @@ async def check(
             if count is not None:
                 decoder.faults.add(row.fault, tokens=count, times=1, **row.fields)
         # Nothing tells the gateway that the KV cache of an answer without a token was fetched.
-        gateway.expects_inexact_ledger = tokens == 0
+        gateway.expects_inexact_pins = tokens == 0
         answer = await gateway.ask(body)
         if row.expected(profile) == [ERROR]:
             check_that_the_client_is_told(gateway, answer)
@@ -650,7 +650,7 @@ async def test_a_decoder_that_cannot_load_the_kv_of_a_resumed_answer_is_replaced
     async with serving(profile, decoders=3) as gateway:
         gateway.decoders[0].faults.add("recompute", tokens=10)
         gateway.decoders[1].faults.add("load_failure", times=1)
-        gateway.expects_inexact_ledger = True
+        gateway.expects_inexact_pins = True
         assert not unlike(got(await gateway.ask(body)), expected)
         assert actions(gateway) == does
 
@@ -712,7 +712,7 @@ async def test_the_prompt_is_cached_as_far_as_it_was_at_first(connector: str, pl
     expected = await uninterrupted("v0.30", body, connector=connector, engine=engine)
     async with serving("v0.30", connector=connector, engine=engine, decoders=1) as gateway:
         gateway.decoders[0].faults.add("recompute", tokens=place(generated(body)), times=1)
-        gateway.expects_inexact_ledger = True
+        gateway.expects_inexact_pins = True
         answered = got(await gateway.ask(body))
     details = answered["usages"][0]["prompt_tokens_details"]
     if connector == "plain":  # the engine that was lost did not tell
@@ -825,7 +825,7 @@ async def test_an_answer_begins_anew_if_so_configured(mode: str, tokens: int, st
     expected = await uninterrupted("v0.33", body)
     async with serving("v0.33", resume={"mode": mode}) as gateway:
         gateway.decoders[0].faults.add("recompute", tokens=tokens)
-        gateway.expects_inexact_ledger = True
+        gateway.expects_inexact_pins = True
         answer = await gateway.ask(body)
         if mode == "restart-only" and not (stream and tokens):
             assert not unlike(got(answer), expected)

@@ -133,5 +133,5 @@ async def test_any_answer_goes_on(profile: str, data: st.DataObject) -> None:
     async with serving(profile, **setup, resume={"chats": case.chats}) as gateway:
         for decoder, fault in zip(gateway.decoders, case.faults, strict=False):
             decoder.faults.add(fault.action, tokens=fault.tokens, times=1, **fault.fields)
-        gateway.expects_inexact_ledger = any(fault.tokens == 0 for fault in case.faults)
+        gateway.expects_inexact_pins = any(fault.tokens == 0 for fault in case.faults)
         assert not unlike(got(await gateway.ask(case.body)), expected)

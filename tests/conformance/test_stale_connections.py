@@ -26,7 +26,7 @@ async def closing_reused(deploy: Deploy, engines: int, connector: str) -> Deploy
         engine.faults.add("close_reused")
     gateway.expects_resent = connector == "plain"  # whose requests leave nothing behind
     gateway.may_stay_pinned = 4 * REQUESTS
-    gateway.expects_inexact_ledger = True  # nor could decoders always be asked to release what was left
+    gateway.expects_inexact_pins = True  # nor could decoders always be asked to release what was left
     return gateway
 
 
@@ -61,7 +61,7 @@ async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: De
     assert answer.status in (502, 503)
     assert len(generations(engine)) == seen + 1
     gateway.may_stay_pinned = 2  # a new attempt begins with a new prefill
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 @pytest.mark.fault(70)
@@ -77,4 +77,4 @@ async def test_the_same_engine_is_asked_once_more_and_no_more(deploy: Deploy, ro
     assert (answer.status, answer.error["code"]) == (502, f"{role}_reset")
     assert len(generations(engine)) == seen + 2
     gateway.may_stay_pinned = 2
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True

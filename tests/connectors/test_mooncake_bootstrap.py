@@ -291,7 +291,7 @@ async def test_a_failing_leg_ends_the_other_at_once(
     assert both.results == {role.value: {failure}, other_role: {"abandoned"}}
     # Nothing is kept by a prefill that was broken off; one that failed may have come to its end before.
     suspected = role is Role.PREFILL and name in ("500", "reset", "broken HTTP")
-    assert len(both.gateway.worker.ledger.pins()) == suspected
+    assert len(both.gateway.worker.pinned_kv.pins()) == suspected
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {}
 
 
@@ -334,7 +334,7 @@ async def test_kv_that_was_prefilled_in_vain_is_accounted_for(deploy: Deploy, bo
     both = await pair(deploy, bootstrap, decode=decode)
     assert (await both.gateway.ask(request(Api.CHAT, stream=True))).status == 502
     assert both.gateway.metrics("pdproxy_kv_orphans_total") == {(): 1.0}
-    (pin,) = both.gateway.worker.ledger.pins()
+    (pin,) = both.gateway.worker.pinned_kv.pins()
     assert not pin.suspected
     assert pin.backend.port == both.prefiller.port
 
@@ -362,7 +362,7 @@ async def test_a_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
     answer = await both.gateway.ask(request(Api.CHAT, stream=True))
     assert answer.is_done
     assert answer.text == "ab"
-    assert both.gateway.worker.ledger.pins() == []
+    assert both.gateway.worker.pinned_kv.pins() == []
 
 
 async def test_a_client_that_leaves_ends_both_legs(deploy: Deploy, bootstrap: BootstrapServer) -> None:
@@ -581,7 +581,7 @@ async def test_hand_overs_that_fail_keep_the_pair_apart(deploy: Deploy) -> None:
     assert (await gateway.ask(request(Api.CHAT, stream=True))).is_done
     assert gateway.metrics("pdproxy_pair_quarantines_total") == {(): 1.0}
     gateway.may_stay_pinned = 1
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 async def test_a_late_answer_of_the_prefiller_does_not_set_the_stage_back(

@@ -1,4 +1,4 @@
-"""KV that no decoder fetches: counted, released where the engines can, and otherwise kept in the ledger."""
+"""KV that no decoder fetches: counted, released where the engines can, and otherwise accounted for."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ async def test_releases_are_few_at_a_time(deploy: Deploy) -> None:
         releaser.orphaned(kv, ())
     assert releaser.pending == 256
     assert await released(gateway) == {("released",): 256.0, ("failed",): 44.0}
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 # Accounted for
@@ -271,7 +271,7 @@ async def test_an_instance_with_pinned_kv_can_be_removed_and_takes_it_along(depl
     assert [backend.port for backend in gateway.roster.finalize()] == [gone.port]
     assert pinned(gateway) == (0, 0)
     gateway.expects_pinned = 1
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 SUSPECTS = [
@@ -296,7 +296,7 @@ async def test_a_lost_answer_of_a_prefiller_may_have_left_kv(
     gateway.prefillers[0].faults.add(action, times=1, **fields)
     await gateway.ask(request(Api.CHAT))
     assert pinned(gateway)[0] == suspected
-    assert [pin.suspected for pin in gateway.worker.ledger.pins()] == [True] * suspected
+    assert [pin.suspected for pin in gateway.worker.pinned_kv.pins()] == [True] * suspected
     assert gateway.metrics("pdproxy_kv_orphans_total") == {}
     assert releases(*gateway.decoders) == []
     gateway.expects_pinned = len(gateway.prefillers[0].pins)
@@ -349,7 +349,7 @@ async def test_a_worker_that_ends_lets_pending_releases_finish(deploy: Deploy) -
     await gateway.end()
     assert gateway.worker.releaser.pending == 0
     assert not gateway.prefillers[0].pins
-    assert gateway.worker.ledger.pins() == []
+    assert gateway.worker.pinned_kv.pins() == []
 
 
 async def test_a_worker_that_ends_does_not_wait_for_a_release_that_hangs(deploy: Deploy) -> None:

@@ -31,7 +31,7 @@ async def differences(asking: Asking, profile: str, fault: str, places: Iterable
             await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add(FAULTS[fault], tokens=place, times=1)
-            gateway.expects_inexact_ledger |= place == 0
+            gateway.expects_inexact_pins |= place == 0
             try:
                 if wrong := unlike(await asking(gateway), expected):
                     found[place] = wrong

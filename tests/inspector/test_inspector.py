@@ -137,7 +137,7 @@ async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: p
     assert told(caplog, "INFO", "fits again") == [
         f"decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache it is handed"
     ]
-    gateway.expects_pinned, gateway.expects_inexact_ledger = 3, True  # it was not known at once that it began to fetch
+    gateway.expects_pinned, gateway.expects_inexact_pins = 3, True  # it was not known at once that it began to fetch
 
 
 async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +148,7 @@ async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pyt
     await judged(gateway, "unknown", 5)
     assert [line["kv"] for line in access_lines(caplog)] == ["unknown"] * 5
     assert told(caplog, "WARNING") == []
-    gateway.expects_pinned, gateway.expects_inexact_ledger = 5, True
+    gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 
 
 async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptu
     await send(gateway, 5, "hi")
     assert gateway.scoreboard.handovers(gateway.worker.pools.decode.backends()[0].slot).count == 0
     assert told(caplog, "WARNING") == []
-    gateway.expects_pinned, gateway.expects_inexact_ledger = 5, True
+    gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 
 
 async def test_what_a_decoder_is_to_compute_is_local(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +224,7 @@ async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_tha
     assert told(caplog, "INFO", "fits again") == [f"prefill instance {odd} fits again: decoders fetch its KV"]
     assert misfits(gateway) == set()
     assert len(told(caplog, "WARNING")) == 1
-    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
 
 
 async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
@@ -247,7 +247,7 @@ async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
             "kv_transfer_params?"
         )
         assert misfits(gateway) == set()
-        gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+        gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
         await gateway.end()
 
 
@@ -262,7 +262,7 @@ async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
     assert misfits(gateway) == {(odd, "kv_not_fetched", "decode")}
     assert len(told(caplog, "WARNING", f"decode instance {odd} does not fetch the KV cache it is handed")) == 1
     assert len(told(caplog, "WARNING")) <= 2  # a pair may have been found first
-    gateway.may_stay_pinned, gateway.expects_inexact_ledger = 200, True
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
 
 
 # Leases, of which prefillers tell where decoders do not
@@ -297,7 +297,7 @@ async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tell
     await until_told(gateway, caplog, f"prefill instance {address(engine)} fits again: decoders fetch its KV")
     assert misfits(gateway) == set()
     assert len(told(caplog, "WARNING", "frees KV")) == 1
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 async def until_told(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
@@ -327,7 +327,7 @@ async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
     await until(lambda: _readings(engine) > readings + 2, "readings after that")
     assert misfits(gateway) == set()
     assert told(caplog, "WARNING") == []
-    gateway.expects_inexact_ledger = True
+    gateway.expects_inexact_pins = True
 
 
 async def test_engines_that_have_no_store_in_common_are_told_of(
@@ -663,4 +663,4 @@ async def test_an_error_of_a_prefiller_with_status_200_is_one(
     assert (answer.status, answer.json) == (500, said)
     assert gateway.metrics("pdproxy_missing_kv_total") == {}
     assert misfits(gateway) == set()
-    gateway.expects_inexact_ledger = True  # it may have pinned something before it failed
+    gateway.expects_inexact_pins = True  # it may have pinned something before it failed

@@ -18,9 +18,9 @@ from proxy import __version__
 from proxy.api.passthrough import ROUTES
 from proxy.backend import Load, Role
 from proxy.balancer.health import Health
-from proxy.balancer.ledger import Ledger
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.pick import PickRequest
+from proxy.balancer.pinned_kv import PinnedKv
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
@@ -47,7 +47,7 @@ class Gateway:
         self.roster = Roster([("10.0.0.1", 7100)], [("fd00::1", 7200)], self.scoreboard)
         self.health = Health()
         row = self.scoreboard.row(0)
-        self.ledger = Ledger(row)
+        self.pinned_kv = PinnedKv(row)
         self.pools = {
             role: Pool(
                 role,
@@ -56,7 +56,7 @@ class Gateway:
                 row=row,
                 roster=self.roster,
                 health=self.health,
-                ledger=self.ledger,
+                pinned_kv=self.pinned_kv,
             )
             for role in Role
         }
@@ -157,14 +157,14 @@ def test_instances_show_the_kv_that_stays_pinned(gateway: Gateway) -> None:
     labels = {"role": "prefill", "instance": "10.0.0.1:7100"}
     names = [f"pdproxy_instance_pinned_kv{name}" for name in ("", "_tokens", "_oldest_seconds")]
     assert [gateway.value(name, **labels) for name in names] == [0, 0, 0]
-    pin = gateway.ledger.pin(prefiller, 30, 480.0)
-    gateway.ledger.pin(prefiller, 4, 480.0, suspected=True)
+    pin = gateway.pinned_kv.pin(prefiller, 30, 480.0)
+    gateway.pinned_kv.pin(prefiller, 4, 480.0, suspected=True)
     count, tokens, oldest = (gateway.value(name, **labels) for name in names)
     assert (count, tokens) == (2, 34)
     assert oldest is not None
     assert 0 < oldest < time.monotonic() - pin.since
-    gateway.ledger.forget(prefiller)
-    gateway.ledger.pin(prefiller, 30, -1.0)
+    gateway.pinned_kv.forget(prefiller)
+    gateway.pinned_kv.pin(prefiller, 30, -1.0)
     assert [gateway.value(name, **labels) for name in names] == [0, 0, 0], "what has expired is not shown"
 
 
@@ -190,7 +190,7 @@ WORKERS = """
     from proxy.backend import Role
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
-    from proxy.balancer.ledger import Ledger
+    from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.policies import make_policy
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
@@ -201,8 +201,8 @@ WORKERS = """
     roster, health = Roster([("p", 1)], [], scoreboard), Health()
 
     def work(worker):
-        ledger = Ledger(scoreboard.row(worker))
-        ledger.pin(roster.members(Role.PREFILL)[0].backend, 10 + worker, 480.0)
+        pinned_kv = PinnedKv(scoreboard.row(worker))
+        pinned_kv.pin(roster.members(Role.PREFILL)[0].backend, 10 + worker, 480.0)
         metrics = Metrics()
         metrics.requests_total.labels("chat", "200").inc()
         metrics.inflight_requests.labels("chat").inc()

@@ -42,7 +42,7 @@ class _Slot:
     tokens: int = 0
 
 
-class Ledger:
+class PinnedKv:
     """One worker's pins. `row` is its own; `clock` is the system's monotonic one except in tests."""
 
     def __init__(self, row: Row, clock: Callable[[], float] = time.monotonic) -> None:
