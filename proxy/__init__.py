@@ -12,7 +12,7 @@ PickRequest  what a backend is wanted for: its cost, which backends to avoid or 
 Policy       given a request, the eligible backends and their loads, choose one
 Lease        one request's claim on one backend; leaving it gives the load back and reports how it went
 Health       what probes and the outcomes of requests say about a backend
-Pairs        prefillers and decoders between which hand-overs fail, kept apart
+PairQuarantine prefillers and decoders between which hand-overs fail, kept apart
 Misfit       a way in which a healthy backend does not fit the others or this gateway; logged once, not held against it
 PinnedKv     KV cache that prefillers keep although no decoder will fetch it
 Dialect      one API that clients speak: how its requests become calls, and answers become its bytes

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
-    from proxy.balancer.pairs import Pairs
+    from proxy.balancer.pair_quarantine import PairQuarantine
     from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Row, Scoreboard
@@ -64,14 +64,14 @@ class Pool:
         on_transition: Callable[[Transition], None] | None = None,
         on_end: Callable[[Backend, str], None] | None = None,
         pinned_kv: PinnedKv | None = None,
-        pairs: Pairs | None = None,
+        quarantine: PairQuarantine | None = None,
         fitness: Fitness | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
         `abandoned` when the reason lies outside the backend. `pinned_kv`: the KV that stays pinned on these backends.
-        `pairs`, `fitness` and it forget the backends that leave.
+        `quarantine`, `fitness` and it forget the backends that leave.
         """
         self.role = role
         self.row = row
@@ -88,7 +88,7 @@ class Pool:
             roster,
             health,
             pinned_kv=pinned_kv,
-            notes=[notes for notes in (pinned_kv, pairs, fitness) if notes is not None],
+            notes=[notes for notes in (pinned_kv, quarantine, fitness) if notes is not None],
             on_transition=on_transition,
             on_change=self._on_change,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.balancer.pairs import Pairs
+from proxy.balancer.pair_quarantine import PairQuarantine
 
 if TYPE_CHECKING:
     from proxy.backend import Backend, Role
@@ -20,7 +20,7 @@ class Pools:
 
     prefill: Pool
     decode: Pool
-    pairs: Pairs = field(default_factory=Pairs)
+    quarantine: PairQuarantine = field(default_factory=PairQuarantine)
     """Which prefillers and decoders had better not be brought together."""
     encode: Pool | None = None
     """None: there are no encoders."""
@@ -36,7 +36,7 @@ class Pools:
 
         Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
         """
-        apart = self.pairs.partners_to_avoid(decoder)
+        apart = self.quarantine.partners_to_avoid(decoder)
         if apart:
             both = apart.union(request.avoid)
             if any(prefiller not in both for prefiller in self.prefill.eligible()):

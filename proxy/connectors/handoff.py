@@ -192,10 +192,10 @@ class KvHandoff:
         """Which of the two there is something wrong with, when the decoder failed to get the KV, nobody knows."""
         if self.source is not KvSource.PREFILLER:
             return
-        pairs, prefiller, decoder = self._context.pools.pairs, self.prefiller.backend, self.decoder.backend
+        quarantine, prefiller, decoder = self._context.pools.quarantine, self.prefiller.backend, self.decoder.backend
         if has_it:
-            pairs.succeeded(prefiller, decoder)
-        elif pairs.failed(prefiller, decoder):
+            quarantine.succeeded(prefiller, decoder)
+        elif quarantine.failed(prefiller, decoder):
             self._context.metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",

@@ -10,7 +10,7 @@ from proxy.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
-from proxy.balancer.pairs import Pairs
+from proxy.balancer.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.pinned_kv import PinnedKv
 from proxy.balancer.policies import make_policy
@@ -53,8 +53,8 @@ def build_balancing(basis: Basis) -> Balancing:
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
     fitness = Fitness(shared.misfits, row, keys, log_misfit)
     pinned_kv = PinnedKv(row)
-    pairs = Pairs(settings.health.quarantine_after, settings.health.quarantine_seconds)
-    live.add(lambda new: pairs.configure(new.health.quarantine_after, new.health.quarantine_seconds))
+    quarantine = PairQuarantine(settings.health.quarantine_after, settings.health.quarantine_seconds)
+    live.add(lambda new: quarantine.configure(new.health.quarantine_after, new.health.quarantine_seconds))
     on_transition = _transitions(basis)
     on_end = _ends(basis)
 
@@ -71,7 +71,7 @@ def build_balancing(basis: Basis) -> Balancing:
             on_transition=on_transition,
             on_end=on_end,
             pinned_kv=pinned_kv if role is Role.PREFILL else None,
-            pairs=pairs,
+            quarantine=quarantine,
             fitness=fitness,
         )
         live.add(_configuring(made, settings, context))
@@ -83,7 +83,7 @@ def build_balancing(basis: Basis) -> Balancing:
         keys=keys,
         fitness=fitness,
         pinned_kv=pinned_kv,
-        pools=Pools(prefill=pool(Role.PREFILL), decode=pool(Role.DECODE), pairs=pairs, encode=encoders),
+        pools=Pools(prefill=pool(Role.PREFILL), decode=pool(Role.DECODE), quarantine=quarantine, encode=encoders),
         on_transition=on_transition,
     )
 

@@ -20,7 +20,7 @@ from proxy.backend import Backend, Load, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.breaker import Phase
 from proxy.balancer.health import Health
-from proxy.balancer.pairs import Pairs
+from proxy.balancer.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
@@ -84,7 +84,7 @@ class AnySequence(RuleBasedStateMachine):
             ENDPOINTS[Role.PREFILL][:3], ENDPOINTS[Role.DECODE][:2], self.scoreboard, ENDPOINTS[Role.ENCODE][:2]
         )
         self.healths = [Health(CHECKS, self.clock, random.Random(worker)) for worker in range(2)]
-        self.pairs = [Pairs(2, 10.0, self.clock) for _ in range(2)]
+        self.quarantines = [PairQuarantine(2, 10.0, self.clock) for _ in range(2)]
         self.pools = {
             (role, worker): Pool(
                 role,
@@ -94,7 +94,7 @@ class AnySequence(RuleBasedStateMachine):
                 roster=self.roster,
                 health=self.healths[worker],
                 on_transition=partial(self.check_transition, worker),
-                pairs=self.pairs[worker],
+                quarantine=self.quarantines[worker],
                 clock=self.clock,
                 rng=random.Random(worker),
                 limits=PoolLimits(max_running=max_running),
@@ -260,7 +260,7 @@ class AnySequence(RuleBasedStateMachine):
         pair = (self.backend(Role.PREFILL, prefiller), self.backend(Role.DECODE, decoder))
         known = {member.backend for role in Role for member in self.roster.members(role)}
         if known.issuperset(pair):
-            self.pairs[worker].succeeded(*pair) if ok else self.pairs[worker].failed(*pair)
+            self.quarantines[worker].succeeded(*pair) if ok else self.quarantines[worker].failed(*pair)
 
     @rule(role=roles, port=ports, worker=workers, answers=st.lists(st.booleans(), min_size=1, max_size=3))
     def probe(self, role: Role, port: int, worker: int, answers: list[bool]) -> None:
@@ -405,10 +405,13 @@ class AnySequence(RuleBasedStateMachine):
     def pairs_are_apart_on_both_sides(self) -> None:
         self.look()
         known = {member.backend for role in Role for member in self.roster.members(role)}
-        for pairs in self.pairs:
-            assert {backend for pair in pairs._pairs for backend in pair} <= known
+        for quarantine in self.quarantines:
+            assert {backend for pair in quarantine._pairs for backend in pair} <= known
             for backend in known:
-                assert all(backend in pairs.partners_to_avoid(partner) for partner in pairs.partners_to_avoid(backend))
+                assert all(
+                    backend in quarantine.partners_to_avoid(partner)
+                    for partner in quarantine.partners_to_avoid(backend)
+                )
 
     def teardown(self) -> None:
         for lease in list(getattr(self, "open", ())):

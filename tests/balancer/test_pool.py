@@ -12,7 +12,7 @@ from proxy.backend import Load, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
-from proxy.balancer.pairs import Pairs
+from proxy.balancer.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
@@ -355,7 +355,7 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
 
 
 def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
-    pairs = Pairs(after=1)
+    quarantine = PairQuarantine(after=1)
     pool = Pool(
         Role.PREFILL,
         policy=make_policy("random"),
@@ -363,15 +363,15 @@ def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
         row=balancer.row,
         roster=balancer.roster,
         health=balancer.health,
-        pairs=pairs,
+        quarantine=quarantine,
     )
     prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
-    pairs.failed(prefiller, decoder)
+    quarantine.failed(prefiller, decoder)
     balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
     balancer.roster.finalize()
-    assert pairs.partners_to_avoid(decoder) == {prefiller}
+    assert quarantine.partners_to_avoid(decoder) == {prefiller}
     pool.backends()
-    assert pairs.partners_to_avoid(decoder) == frozenset()
+    assert quarantine.partners_to_avoid(decoder) == frozenset()
 
 
 # Slow start

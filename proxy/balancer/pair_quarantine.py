@@ -1,4 +1,4 @@
-"""Pairs: prefillers and decoders between which hand-overs fail, kept apart for a while.
+"""The quarantine of pairs: prefillers and decoders between which hand-overs fail are kept apart for a while.
 
 When a decoder cannot fetch the KV cache it may be the decoder's fault, the prefiller's, or that of what lies between
 them, and the decoder's error does not say whose. So a failed hand-over counts against the pair first. A pair is kept
@@ -31,7 +31,7 @@ class _Pair:
     until: float = 0.0
 
 
-class Pairs:
+class PairQuarantine:
     """One worker's. A pair is quarantined after `after` failed hand-overs in a row for `seconds`, at the next failure
     after that for twice as long, and so on up to ten times.
     """
