@@ -32,7 +32,7 @@ _NOUNS: Final = {Role.PREFILL: "prefiller", Role.DECODE: "decoder", Role.ENCODE:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EngineReport:
     """What one engine says it is. `role` is what it was given as."""
 
     role: Role
@@ -53,12 +53,12 @@ class Finding:
     reason: str
 
 
-def recognise(engines: Sequence[Told]) -> Finding:
+def recognise(engines: Sequence[EngineReport]) -> Finding:
     """The connector for these engines, of which at least one is a prefiller.
 
     Raises SettingsError when there is none for all of them, or one has another role than it was given.
     """
-    by_kind: dict[str, Told] = {}
+    by_kind: dict[str, EngineReport] = {}
     for engine in engines:
         if engine.identity.kind is None:
             raise SettingsError(
@@ -79,23 +79,23 @@ def recognise(engines: Sequence[Told]) -> Finding:
     return _vllm(engines)
 
 
-def unsuited(told: Told, connector: str, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
+def unsuited(engine: EngineReport, connector: str, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
     """In what an engine does not suit the connector that was chosen, and what to look at; None: in nothing it tells.
 
     `bootstrap_port`: where decoders are told to meet it, if it was given.
     """
-    identity, setup, traits = told.identity, told.setup, CONNECTOR_TRAITS[connector]
+    identity, setup, traits = engine.identity, engine.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
         return MisfitKind.GATEWAY, _GATEWAY
-    if identity.kind is None or told.role is Role.ENCODE:
+    if identity.kind is None or engine.role is Role.ENCODE:
         return None
     if traits.engine not in (None, identity.kind):
         return MisfitKind.CONNECTOR, _wrong_kind(identity.kind, connector)
-    started = _started_otherwise(told) if traits.takes_prefillers else _started_alone(setup)
+    started = _started_otherwise(engine) if traits.takes_prefillers else _started_alone(setup)
     if started is not None:
         return MisfitKind.ROLE, started
     if identity.kind == "SGLang":
-        return _wrong_port(told, bootstrap_port)
+        return _wrong_port(engine, bootstrap_port)
     if not traits.takes_prefillers or not setup.tells_transfer:
         return None
     if not setup.kv_connectors:
@@ -117,7 +117,7 @@ def _wrong_kind(kind: str, connector: str) -> str:
     )
 
 
-def _started_otherwise(engine: Told) -> str | None:
+def _started_otherwise(engine: EngineReport) -> str | None:
     """How an engine was started, if not in the role it was given."""
     setup, how = engine.setup, None
     mode = setup.disaggregation_mode
@@ -137,16 +137,16 @@ def _started_alone(setup: Setup) -> str | None:
     return f"is to do both stages but was started with --disaggregation-mode {mode}"
 
 
-def _wrong_port(told: Told, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
+def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
     """Whether decoders are told another port than SGLang's bootstrap server has."""
-    its = told.setup.bootstrap_port
-    if told.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
+    its = engine.setup.bootstrap_port
+    if engine.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
         return None
     hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}"
     return MisfitKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
 
 
-def _vllm(engines: Sequence[Told]) -> Finding:
+def _vllm(engines: Sequence[EngineReport]) -> Finding:
     found: dict[str, tuple[str, str]] = {}  # by connector: how an engine calls it, and which engine
     for engine in engines:
         if engine.setup.tells_transfer:
@@ -165,7 +165,7 @@ def _vllm(engines: Sequence[Told]) -> Finding:
     return Finding(connector, f"{_count_of(engines)} are vLLM with {told}")
 
 
-def _connector(engine: Told) -> tuple[str, str]:
+def _connector(engine: EngineReport) -> tuple[str, str]:
     """What moves an engine's KV cache, in its words and in ours. Of several that work together the one that hands over
     from prefiller to decoder counts, and not where the cache is kept besides.
     """
@@ -183,6 +183,6 @@ def _connector(engine: Told) -> tuple[str, str]:
     return part, connector
 
 
-def _count_of(engines: Sequence[Told]) -> str:
+def _count_of(engines: Sequence[EngineReport]) -> str:
     counts = Counter(engine.role for engine in engines)
     return f"{counts[Role.PREFILL]} prefill and {counts[Role.DECODE]} decode instances"

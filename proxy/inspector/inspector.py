@@ -14,7 +14,7 @@ from proxy.backend import Role
 from proxy.background import Background
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.models import odd_ones
-from proxy.balancer.recognition import Told, unsuited
+from proxy.balancer.recognition import EngineReport, unsuited
 from proxy.inspector.transfers import Transfers
 from proxy.settings import CONNECTOR_TRAITS
 
@@ -66,11 +66,11 @@ class Inspector:
         self._interval_seconds = interval_seconds
         self._connector = connector
         self._told: dict[Backend, Identity] = {}
-        self._told_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
+        self._reported_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
         """What engines tell by themselves."""
         traits = CONNECTOR_TRAITS[connector]
         if traits.tells_bootstrap_port:
-            self._told_kinds.append(MisfitKind.BOOTSTRAP)
+            self._reported_kinds.append(MisfitKind.BOOTSTRAP)
         self._background = Background(logger, "a look at instances")
         self._transfers = None
         if reads and Role.PREFILL in pools:
@@ -132,9 +132,9 @@ class Inspector:
         self._told = told
 
     def _look_at(self, backend: Backend, identity: Identity) -> None:
-        told = Told(backend.role, backend.name, identity)
-        kind, hint = unsuited(told, self._connector, backend.bootstrap_port) or (None, "")
-        for its_kind in self._told_kinds:
+        engine = EngineReport(backend.role, backend.name, identity)
+        kind, hint = unsuited(engine, self._connector, backend.bootstrap_port) or (None, "")
+        for its_kind in self._reported_kinds:
             if its_kind is kind:
                 self._fitness.report(backend, its_kind, hint)
             elif identity.setup is not None:  # otherwise there may be more to come

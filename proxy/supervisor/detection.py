@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from proxy.backend import Backend, Role
 from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.recognition import Told, recognise
+from proxy.balancer.recognition import EngineReport, recognise
 from proxy.settings import Settings, SettingsError
 from proxy.upstream import engine_json
 
@@ -68,7 +68,7 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
     return replace(loaded, settings=settings)
 
 
-async def _ask_all(settings: Settings) -> tuple[list[Told], Mapping[str, str]]:
+async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str, str]]:
     """What engines say, and which ones say nothing, and why. Raises ConnectionError."""
     given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
     engines = [Backend(role, at.host, at.port, trusted=True) for role, endpoints in given for at in endpoints]
@@ -79,11 +79,11 @@ async def _ask_all(settings: Settings) -> tuple[list[Told], Mapping[str, str]]:
             if attempt:
                 await asyncio.sleep(settings.joining.interval_seconds)
             answers = await asyncio.gather(*map(asker.ask, engines))
-            told = [answer for answer in answers if isinstance(answer, Told)]
+            reports = [answer for answer in answers if isinstance(answer, EngineReport)]
             silent = {engine.name: a for engine, a in zip(engines, answers, strict=True) if isinstance(a, str)}
-            missing = next((engine for engine in engines if engine.role not in {a.role for a in told}), None)
+            missing = next((engine for engine in engines if engine.role not in {a.role for a in reports}), None)
             if missing is None:
-                return told, silent
+                return reports, silent
             problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
             if not attempt:
                 logger.info("%s. Waiting for one", problem)
@@ -105,7 +105,7 @@ class _Asker:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def ask(self, engine: Backend) -> Told | str:
+    async def ask(self, engine: Backend) -> EngineReport | str:
         """What an engine says, or why it says nothing."""
         try:
             answer = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
@@ -117,7 +117,7 @@ class _Asker:
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
         setup = parse_setup(await self._ask_info(engine))
-        return Told(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
+        return EngineReport(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
 
     async def _ask_info(self, engine: Backend) -> Any:
         """None: it does not tell."""

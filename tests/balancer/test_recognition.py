@@ -9,7 +9,7 @@ import pytest
 from proxy.backend import Role
 from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.misfits import MisfitKind
-from proxy.balancer.recognition import Told, recognise, unsuited
+from proxy.balancer.recognition import EngineReport, recognise, unsuited
 from proxy.settings import SettingsError
 
 P, D = Role.PREFILL, Role.DECODE
@@ -20,17 +20,17 @@ def models(owner: object) -> Any:
     return {"object": "list", "data": [{"id": "kimi", "object": "model", "owned_by": owner}]}
 
 
-def said(role: Role, name: str, models: Any, info: Any = None) -> Told:
+def said(role: Role, name: str, models: Any, info: Any = None) -> EngineReport:
     """An engine that has answered so at `/v1/models` and `/server_info`."""
-    return Told(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
+    return EngineReport(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
 
 
-def sglang(role: Role, mode: str | None = None) -> Told:
+def sglang(role: Role, mode: str | None = None) -> EngineReport:
     """By default in its role."""
     return said(role, NAMES[role], models("sglang"), {"disaggregation_mode": mode or role.value, "version": "0.5.23"})
 
 
-def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> Told:
+def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport:
     """In development mode if it has a connector; several work together."""
     if not connectors:
         return said(role, NAMES[role], models("vllm"))
@@ -41,7 +41,7 @@ def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> Told:
     return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
-def problem(*engines: Told) -> str:
+def problem(*engines: EngineReport) -> str:
     with pytest.raises(SettingsError) as raised:
         recognise(engines)
     return str(raised.value)
@@ -148,7 +148,7 @@ def test_one_engine_that_tells_is_enough() -> None:
         ),
     ],
 )
-def test_what_no_connector_serves_is_one_sentence(engines: list[Told], sentence: str) -> None:
+def test_what_no_connector_serves_is_one_sentence(engines: list[EngineReport], sentence: str) -> None:
     assert problem(*engines) == f"connector auto: {sentence}"
 
 
@@ -194,7 +194,7 @@ def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
     ],
 )
 def test_an_engine_that_does_not_suit_the_chosen_connector(
-    engine: Told, connector: str, kind: MisfitKind, words: str
+    engine: EngineReport, connector: str, kind: MisfitKind, words: str
 ) -> None:
     found = unsuited(engine, connector, None)
     assert found is not None
@@ -216,7 +216,7 @@ def test_an_engine_that_does_not_suit_the_chosen_connector(
         (said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), "vllm_pull"),
     ],
 )
-def test_an_engine_that_may_suit_the_chosen_connector(engine: Told, connector: str) -> None:
+def test_an_engine_that_may_suit_the_chosen_connector(engine: EngineReport, connector: str) -> None:
     assert unsuited(engine, connector, None) is None
 
 
