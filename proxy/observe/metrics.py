@@ -12,10 +12,10 @@ import os
 import platform
 from bisect import bisect_left
 from collections import Counter as Tally
-from importlib.metadata import version
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import prometheus_client
 from prometheus_client import (
     CollectorRegistry,
@@ -373,7 +373,7 @@ class Metrics:
 
     def _show_known_series(self) -> None:
         """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""
-        self.build_info.labels(__version__, platform.python_version(), version("aiohttp")).set(1)
+        self.build_info.labels(__version__, platform.python_version(), aiohttp.__version__).set(1)
         known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
             (self.requests_total, product(APIS, ("200",))),
             (self.request_end_total, product(TERMS)),

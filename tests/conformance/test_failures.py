@@ -21,9 +21,10 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answer_alone, request
 from tests.conformance.rows import all_of_one
 from tests.deployment import generations
+from tests.selection.covering import pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -249,7 +250,12 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     return sections | ({"layerwise": {"callback_seconds": 0.08}} if names and connector == "ascend_layerwise" else {})
 
 
-@pytest.mark.covering("connector mode failure shape api", rows(), all_of_one)
+def either_endpoint(row: tuple[object, ...]) -> set[Hashable]:
+    """As `all_of_one`, but the endpoints share: each meets every mode, failure and shape, though not all at once."""
+    return all_of_one(row[:-1]) | pairs(row)
+
+
+@pytest.mark.covering("connector mode failure shape api", rows(), either_endpoint)
 async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failure: Case, shape: str, api: Api) -> None:
     stream = shape == "stream"
     gateway = await deploy(

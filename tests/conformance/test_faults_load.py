@@ -122,7 +122,7 @@ async def test_metrics_of_many_instances_are_as_many_times_those_of_one(deploy: 
         assert 0 < counts.pop() < 50
 
 
-REQUESTS = 400
+REQUESTS = 240
 AT_A_TIME = 100
 
 
