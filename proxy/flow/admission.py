@@ -1,8 +1,9 @@
-"""Admission: one worker's gate in front of the pools. What no instance has room for waits here, for a while, in turn.
+"""Admission: one worker's queue in front of the pools, for requests that no instance has room for yet.
 
 The room itself is the pools' business: admission only asks whether there is any, and decides who takes it. Turns are
-fair among clients' keys, so that the thousand requests of one do not keep another's single one waiting. The queue, the
-wait and the request bodies in memory are bounded; what is beyond is refused at once and told when to come back.
+fair among clients' keys, so that a thousand requests of one client do not keep another's single one waiting. The length
+of the queue, the time in it and the request bodies in memory are bounded; what exceeds these bounds is refused at once
+and told when to come back.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
-# Other workers free room, too, and tell nobody.
+# Other workers free room, too, and do not announce it.
 _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
 class Admission:
     """Owns the queue and the account of what is held. One per worker.
 
-    `has_room`: whether a lease taken now would find room, or would fail anyhow because nobody is eligible. `absent`:
-    the role, if any, of which all are gone, so that there is nobody to find room with.
+    `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible.
+    `absent`: the role, if any, all of whose backends are gone, so that there will be no room.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Admission:
                 raise _queue_full()
         line = self._lines.get(entry.key)
         if line is None:
-            # As if it had just been served: whoever comes and goes does not overtake those who stay.
+            # As if it had just been served: a key whose requests come and go must not overtake those that stay.
             line = self._lines[entry.key] = _Line(entry.key, next(self._services))
         line.entries[entry] = None
         if not entry.is_patient:
@@ -151,7 +152,7 @@ class Admission:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
         if gives_way is not None:
-            self._refuse(gives_way, _queue_full())  # at last, so that there is somebody its turn can pass to
+            self._refuse(gives_way, _queue_full())  # last, so that its turn can pass to another entry
 
     def _part(self, entry: Entry) -> None:
         """Take it out of the queue, whatever the reason."""

@@ -35,7 +35,7 @@ class Assembly:
         return b""
 
     def cut(self, tokens: int) -> None:
-        """Forget what belongs to tokens behind the first so many."""
+        """Forget what belongs to tokens behind the first `tokens`."""
         for entries in (self._logprobs or {}).values():
             del entries[tokens:]
 

@@ -52,7 +52,7 @@ class AttemptLoop:
         self._failures: dict[Role, int] = {}
         self._has_reached_engines = False
         self._has_asked_all = False
-        """Since the last failure those that had failed were asked once more, as there was nobody else."""
+        """Since the last failure, backends that had failed were tried once more for lack of others."""
         self._soonest = math.inf
         self._last: UpstreamError | None = None
         self._unreached: NoBackendAvailable | UpstreamError | None = None
@@ -71,7 +71,7 @@ class AttemptLoop:
                 async with admit(record.key, patient=not self._is_first, on_wait=self._enter_queue):
                     self._timeline.leave()
                     if self._unreached is not None and self._is_still_gone(self._unreached):
-                        raise self._unreached  # it was let in because nobody waits for that role any longer
+                        raise self._unreached  # it was let in because the queue no longer waits for that role
                     # No await before the first lease: the room that was seen is still there.
                     with guard.blame, self._permit:
                         while not await self._attempt():
@@ -145,7 +145,7 @@ class AttemptLoop:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.as_stopped()
         if not self._delivery.is_touched:
-            self._prefer = None  # the KV may never have arrived, and who knows on whose account
+            self._prefer = None  # the KV may never have arrived, and either engine may be the reason
         if self._resuming.is_incident(error):
             return await self._resume(error)
         await self._repeat(error)

@@ -47,7 +47,7 @@ class RetryBudget:
         return RetryPermit(self)
 
     def _grant(self) -> None:
-        """Give free permits to those that wait. So nobody who comes later finds one free while others wait."""
+        """Give free permits to those that wait, so that later requests find none free while others are waiting."""
         while self._waiting and self.repeating < self.capacity:
             permit = next(iter(self._waiting))
             granted = self._waiting.pop(permit)

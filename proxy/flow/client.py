@@ -28,7 +28,7 @@ _HEADERS: Final = {
 }
 
 
-# An empty socket buffer takes so many bytes without a wait (asyncio and uvloop call 64 KiB too many).
+# An empty socket buffer takes this many bytes at once (asyncio and uvloop set their high-water mark at 64 KiB).
 _NO_WAIT_BYTES: Final = 32 * 1024
 
 

@@ -1,8 +1,8 @@
-"""Evacuation: what instances that were removed still work on, when their time is over, goes on elsewhere.
+"""Evacuation: requests that a removed instance still works on when its drain time is over go on elsewhere.
 
-An answer is taken from its instance as if that had failed, but without blame, and is then repeated or resumed as ever.
-Each worker sees to what it holds itself. No more is taken at a time than the retry budget has room for, so nothing
-waits for its turn without running, and nothing is taken while there is nobody to go on with it.
+An answer is taken from its instance as if the instance had failed, but without blame, and is then repeated or resumed
+as usual. Each worker evacuates its own requests. It takes no more at a time than the retry budget has room for, so that
+none waits for its turn without running, and none while there is no other instance to go on with it.
 """
 
 from __future__ import annotations

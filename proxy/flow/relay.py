@@ -87,7 +87,7 @@ class Relay:
         self._wakeup: asyncio.Future[None] = attempt.response.loop.create_future()
 
     async def run(self, timeouts: Timeouts) -> None:
-        """Copy until the answer is complete, up to `[DONE]`, which whoever finishes the client's stream adds.
+        """Copy until the answer is complete, up to `[DONE]`, which `ClientStream.finish` adds.
 
         Raises UpstreamError when it ends before that, ClientStalled.
         """
@@ -110,7 +110,7 @@ class Relay:
 
     def received(self, data: bytes) -> bool:
         if self._is_over:
-            self._end(None)  # there is more after `[DONE]`: nobody waits for the end of that
+            self._end(None)  # there is more after `[DONE]`: its end is not waited for
             return False
         if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
             if token:
@@ -157,7 +157,7 @@ class Relay:
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):
-            # At once: libuv reads up to 32 times before anybody else has a turn, which is 8 MiB of a fast engine.
+            # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
             self._attempt.response.pause()
             self._wake()
 

@@ -22,7 +22,7 @@ def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_
     engine (429, 503), a decoder that gave up for lack of memory and an instance that was removed are no reason to give
     up, so they may use all attempts. A lost or broken answer and a 5xx may have pinned KV cache on a prefiller: those
     are repeated once, and so is what a stalled backend held. A deadline that passed is not repeated, since a second
-    wait of that length helps nobody; what is the client's fault fails everywhere.
+    wait of that length helps no client; what is the client's fault fails everywhere.
     """
     return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)
 

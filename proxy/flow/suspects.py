@@ -1,8 +1,8 @@
 """Which requests may have broken engines: one worker's requests under suspicion, and what is done about them.
 
-Whoever was on an engine when it went down goes on elsewhere, each on an engine where nobody else is suspicious if there
-is one or soon will be. So the next engine that goes down tells whose doing it was. That request is stopped, and refused
-when it is sent again; the others go on.
+Requests that were on an engine when it went down go on elsewhere, each on an engine without another suspect if there is
+one or soon will be. So the next engine that goes down tells which request broke it. That request is stopped, and
+refused when it is sent again; the others go on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLOSING_SECONDS: Final = 0.05
 # How long a suspect waits for an engine where it is alone, and how many of them wait for each engine.
 _WAIT_SECONDS: Final = 5.0
 _IN_TURN: Final = 4
-# By then everybody has told of an engine's end.
+# By then all requests that were on an engine have reported its end.
 _TOLD_SECONDS: Final = 10.0
 
 
@@ -74,7 +74,7 @@ class Suspects:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_gone` says whether an engine that broke off is down, now or within so many seconds."""
+        """`is_gone` says whether an engine that broke off is down, now or within the given number of seconds."""
         self._memory = memory
         self._pools = pools
         self._roles = roles
@@ -86,7 +86,7 @@ class Suspects:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def watch(self, call: Call, units: int) -> Watch:
-        """One client request, of so many units: `with` it. Raises SuspectRequest if it is known already."""
+        """One client request of `units` units: `with` it. Raises SuspectRequest if it is known already."""
         earlier = 0 if self._memory.is_empty else self._memory.engines(call.body({}))
         if earlier >= MOST_ENGINES:
             raise SuspectRequest
@@ -167,7 +167,7 @@ class Suspects:
                 chosen = pool.pick(avoid)
                 break
             except NoBackendAvailable:
-                return avoid  # whoever opens the attempt will find out
+                return avoid  # the attempt finds out when it leases
         self._reserve(history.reserved, chosen)
         return {*avoid, *(backend for backend in pool.backends() if backend != chosen)}
 

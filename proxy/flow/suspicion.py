@@ -1,7 +1,7 @@
 """Is a request poison? What is known of one client request under which engines went down. Pure.
 
-An engine may go down because of a request, and whoever repeats or resumes that request elsewhere loses one engine after
-the other. So each client request has one Suspicion, for all of its units, and it may cost two engines and no more.
+An engine may go down because of a request, and repeating or resuming that request elsewhere costs one engine after the
+other. So each client request has one Suspicion, for all of its units, and it may cost two engines and no more.
 
 Most requests that are on an engine when it goes down are innocent. What tells them apart: those that the next engine
 keeps serving for longer than the lost one did are cleared; and suspects are kept on engines of their own (see
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.balancer.blame import Ways
 
 MOST_ENGINES: Final = 2
-"""So many engines a client request may cost."""
+"""How many engines a client request may cost."""
 
 # A suspect is cleared when the next engine has served it for this many times as long as the lost one had, and a bit.
 # An answer that goes on begins where it broke off, so what breaks it there breaks it soon: nobody has to wait longer
@@ -60,7 +60,7 @@ class UnitHistory:
 
     @property
     def apart_seconds(self) -> float:
-        """From its first output on, how long nobody suspicious shall join it; and then its last engine is to blame."""
+        """How long after its first output no other suspect may join it; after that its last engine is to blame."""
         longest = max((*self.lost.values(), *self.doubtful.values()), default=0.0)
         return min(_TIMES_AS_LONG * longest + _APART_SECONDS, _APART_AT_MOST_SECONDS) if longest else 0.0
 
@@ -152,7 +152,7 @@ class Casualty:
 
     suspicion: Suspicion
     rank: int
-    """How suspicious it was before: 2 on an engine where nobody else was suspicious, 1 suspicious, 0 not at all."""
+    """How suspicious it was before: 2: it was the only suspect on the engine, 1: one of several, 0: none."""
     seconds_of_output: float
 
 

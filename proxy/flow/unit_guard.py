@@ -38,7 +38,7 @@ class UnitGuard:
         return self._suspicion.bears_on_choice
 
     async def confine(self, avoid: Collection[Backend]) -> Collection[Backend]:
-        """The backends that the next attempt has to avoid, `avoid` among them. Whoever waits for a place of its own
+        """The backends that the next attempt has to avoid, `avoid` among them. A unit that waits for a place of its own
         gives up its permit to be repeated, so as not to keep others from it.
         """
         return await self._suspects.confine(self._suspicion, self._history, avoid, self._permit.release)

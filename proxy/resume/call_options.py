@@ -34,7 +34,7 @@ def min_tokens(call: Call) -> int:
 
 
 def is_reproducible(call: Call) -> bool:
-    """Does the same request give the same answer? Whether it did is verified token by token."""
+    """Whether the same request gives the same answer. Whether it did is verified token by token."""
     return call.values.get("temperature") == 0 or isinstance(call.values.get("seed"), int)
 
 

@@ -44,8 +44,8 @@ class Transcript:
         self.ids = array("I")
         """Token ids of the answer."""
         self.settled = 0
-        """So many of them have shown their text. What comes after them showed nothing: a marker, the beginning of a
-        tool call, bytes of a character that is not complete."""
+        """How many of them have shown their text. Those behind them showed nothing: a marker, the beginning of a tool
+        call, bytes of a character that is not complete."""
         self.chunk_start = 0
         """Ids before the last chunk that showed something."""
         self.began_in_reasoning = False
@@ -178,7 +178,7 @@ class Transcript:
         self.reasoning_ids = self._marker_behind(self._reasoned, max(self.reasoning_ids, before - 1))
 
     def _marker_behind(self, start: int, otherwise: int) -> int:
-        """Where the marker is that ends reasoning and is none."""
+        """Index of the marker that ends reasoning, from `start` on; `otherwise` where there is none."""
         later = self.ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise
