@@ -70,6 +70,18 @@ async def test_a_custom_tool_is_told_text(deploy: Deploy, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_of_a_namespace_is_called_by_both_names(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1, engine=PARSERS)
+    space = {"type": "namespace", "name": "agents", "tools": TOOLS}
+    got = response(await ask(gateway, story(tools=[space], stream=stream)))
+    assert [(call["namespace"], call["name"]) for call in got["output"][-2:]] == [
+        ("agents", "find"),
+        ("agents", "show"),
+    ]
+    assert got["tools"] == [space]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_comes_back_from_a_client_that_cannot_read_it(deploy: Deploy, stream: bool) -> None:
     """As Codex does it: of the reasoning it sends back the sealed content alone."""
     gateway = await deploy(1, 1, engine=PARSERS)

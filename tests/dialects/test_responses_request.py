@@ -190,6 +190,15 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     assert list(function["parameters"]["properties"]) == function["parameters"]["required"] == ["input"]
 
 
+def test_tools_of_a_namespace_have_its_name() -> None:
+    given = [{"type": "namespace", "name": "agents", "description": "Agents.", "tools": [TOOL]}]
+    choice = {"type": "function", "name": "find", "namespace": "agents"}
+    asked = chat(tools=given, tool_choice=choice, input=[call(namespace="agents"), output("x")])
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["agents__find"]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "agents__find"}}
+    assert asked["messages"] == [assistant(calls=[called(name="agents__find")]), returned("x")]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -208,6 +217,8 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "positive whole number"),
         ({"tools": "all"}, "tools", "list of objects"),
         ({"tools": [{"type": "function"}]}, "tools", "a name"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools", "the tools of a namespace"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools", "tools of type mcp"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools", "tools of type mcp are not served here"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "name"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.dialects.responses.items import sealed
+from proxy.dialects.responses.tools import as_text
 from proxy.dialects.translated import Kind, Part, Parts, event, words
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
@@ -85,7 +84,7 @@ class ResponseEvents(Parts):
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
             case Kind.TEXT:
                 return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
-            case Kind.CALL if part.name in self._asked.custom_tools:
+            case Kind.CALL if self._asked.is_custom(part.name):
                 return b""
             case Kind.CALL:
                 return self._about("response.function_call_arguments.delta", part, delta=text)
@@ -102,11 +101,11 @@ class ResponseEvents(Parts):
             case Kind.TEXT:
                 done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
                 done += self._of_content("response.content_part.done", part)
-            case Kind.CALL if part.name in self._asked.custom_tools:
+            case Kind.CALL if self._asked.is_custom(part.name):
                 done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
                 done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
             case Kind.CALL:
-                told = {"name": part.name, "arguments": item["arguments"]}
+                told = {"name": item["name"], "arguments": item["arguments"]}
                 done = self._about("response.function_call_arguments.done", part, **told)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
@@ -163,13 +162,21 @@ class _Items:
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case Kind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
-            case Kind.CALL if part.name in self._asked.custom_tools:
-                item |= {"type": "custom_tool_call", "call_id": part.id, "name": part.name, "input": _input(part)}
+            case Kind.CALL if self._asked.is_custom(part.name):
+                item |= {"type": "custom_tool_call", **self._call(part), "input": as_text("".join(part.texts))}
             case Kind.CALL:
                 # Arguments that never began are told as none, but not before they are known not to begin.
                 arguments = "".join(part.texts) or ("" if is_begun else "{}")
-                item |= {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": arguments}
+                item |= {"type": "function_call", **self._call(part), "arguments": arguments}
         return {**item, "status": status}
+
+    def _call(self, part: Part) -> dict[str, str]:
+        """Of what it is one, in the client's words."""
+        tool = self._asked.tools.get(part.name)
+        if tool is None:
+            return {"call_id": part.id, "name": part.name}
+        inside = {} if tool.namespace is None else {"namespace": tool.namespace}
+        return {"call_id": part.id, "name": tool.name, **inside}
 
 
 def _content(part: Part) -> dict[str, Any]:
@@ -177,17 +184,6 @@ def _content(part: Part) -> dict[str, Any]:
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _input(part: Part) -> str:
-    """The text that the function's only argument is; a call that does not keep to it, or is cut off, as it stands."""
-    arguments = "".join(part.texts)
-    try:
-        read = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
-    text = read.get("input") if isinstance(read, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def _head(call: Call, asked: Asked, completion: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from base64 import b64decode, b64encode
 from binascii import Error as NoBase64
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.dialects.responses.refusals import refuse
+from proxy.dialects.responses.tools import as_arguments, function_name
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -122,10 +121,10 @@ def _as_text(content: Any) -> str:
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
     given = item.get("arguments") or "{}"
     if item["type"] == "custom_tool_call":
-        given = orjson.dumps({"input": item.get("input") or ""}).decode()
+        given = as_arguments(item.get("input"))
     if not (isinstance(given, str) and isinstance(item.get("name"), str)):
         raise BadRequest("a call must have a name, and arguments that are text", param="input")
-    function = {"name": item["name"], "arguments": given}
+    function = {"name": function_name(item["name"], item.get("namespace")), "arguments": given}
     return {"id": _call_id(item), "type": "function", "function": function}
 
 

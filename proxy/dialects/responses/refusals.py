@@ -10,6 +10,6 @@ def refuse(what: str, kind: object, param: str) -> BadRequest:
     known = f" of type {kind}" if isinstance(kind, str) and kind.isidentifier() and len(kind) < 64 else " of that type"
     return BadRequest(
         f"{what}{known} are not served here, where models run and nothing else: "
-        "use functions or custom tools, which the client runs",
+        "leave them out, and use functions or custom tools, which the client runs",
         param=param,
     )

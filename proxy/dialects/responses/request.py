@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.responses.items import conversation
 from proxy.dialects.responses.refusals import refuse
+from proxy.dialects.responses.tools import function_name, tools_of
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from proxy.dialects.responses.tools import Tool
 
 # What both APIs call the same, and what engines add to this one themselves.
 _SAME: Final = (
@@ -23,8 +26,6 @@ _STATE: Final = {
     "background": "nothing is answered in the background here: leave it out, and stream",
     "prompt": "prompts are not kept here: send their text as instructions and input",
 }
-_CUSTOM_INPUT: Final = "input"
-"""The only parameter of the function that a custom tool becomes."""
 
 
 def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,59 +50,29 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-# Tools
-
-
 def _tools(values: Mapping[str, Any]) -> dict[str, Any]:
-    tools = values.get("tools")
-    if not tools:
+    functions = [tool.function() for tool in tools_of(values)]
+    if not functions:
         return {}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRequest("tools must be a list of objects", param="tools")
-    functions = [_tool(tool) for tool in tools]
     choice = values.get("tool_choice")
     if not isinstance(choice, dict):
         return {"tools": functions, "tool_choice": "auto" if choice is None else choice}
     match choice.get("type"):
         case "function" | "custom":
-            return {"tools": functions, "tool_choice": _named(choice)}
+            return {"tools": functions, "tool_choice": {"type": "function", "function": {"name": _chosen(choice)}}}
         case "allowed_tools":
-            allowed = {tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)}
+            allowed = {_chosen(tool) for tool in choice.get("tools") or () if isinstance(tool, dict)}
             left = [tool for tool in functions if tool["function"]["name"] in allowed]
             return {"tools": left, "tool_choice": choice.get("mode", "auto")} if left else {}
         case kind:
             raise refuse("tools", kind, "tool_choice")
 
 
-def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(choice.get("name"), str):
-        raise BadRequest("tool_choice must have the name of the tool", param="tool_choice")
-    return {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    kind, name = tool.get("type"), tool.get("name")
-    if kind not in ("function", "custom"):
-        raise refuse("tools", kind, "tools")
+def _chosen(choice: Mapping[str, Any]) -> str:
+    name = choice.get("name")
     if not isinstance(name, str):
-        raise BadRequest("a tool must have a name", param="tools")
-    function: dict[str, Any] = {"name": name}
-    if kind == "function":
-        function |= {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
-    else:
-        function["description"] = _described(tool)
-        text = {_CUSTOM_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
-        function["parameters"] = {"type": "object", "properties": text, "required": [_CUSTOM_INPUT]}
-    return {"type": "function", "function": function}
-
-
-def _described(tool: Mapping[str, Any]) -> str:
-    """With the grammar, if the text must keep to one: no engine can bind one argument of a call to it."""
-    form = tool.get("format")
-    words = str(tool.get("description") or "")
-    if isinstance(form, dict) and form.get("type") == "grammar":
-        return f"{words}\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}".strip()
-    return words
+        raise BadRequest("tool_choice must have the name of the tool", param="tool_choice")
+    return function_name(name, choice.get("namespace"))
 
 
 # How it is to be answered
@@ -158,8 +129,12 @@ class Asked:
             "store": False,
         }
         """Members that a response repeats."""
-        tools = values.get("tools") or ()
-        self.custom_tools = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
-        """The names of tools that take text instead of JSON."""
+        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values)}
+        """By the names that the model knows."""
         self.wants_sealed = "reasoning.encrypted_content" in (values.get("include") or ())
         """The client gives reasoning back only as something that it cannot read."""
+
+    def is_custom(self, function: str) -> bool:
+        """Whether the tool takes text instead of JSON."""
+        tool = self.tools.get(function)
+        return tool is not None and tool.is_custom

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import orjson
 
+from proxy.sim.model.script import rest_of_turn
 from proxy.sim.model.tokenizer import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,
@@ -76,7 +77,9 @@ class Writer:
         self._since = decided - last_marker
         self._calls = _calls_since_section(ids) if self._marker in _STRUCTURED else 0
         self._hash = crc32(pack(ids[: decided + 1]))
-        self._queue: deque[int] = deque()
+        self._queue: deque[int] = deque(rest_of_turn(ids) or ())
+        if self._queue:
+            return
         if tail := tuple(ids[decided + 1 :]):
             self._finish_word(tail)
 

@@ -1,0 +1,63 @@
+"""A part that is written out in the prompt is played, from wherever it was broken off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.sim.model.script import rest_of_turn
+from proxy.sim.model.tokenizer import END, decode, render_chat
+from proxy.sim.model.writer import Writer
+
+PART = [
+    {"say": "I look.", "calls": [{"name": "read", "arguments": {"path": "a [b]"}}]},
+    {"think": "Is it done?", "say": "It is."},
+]
+TOOLS = [{"type": "function", "function": {"name": "read"}}]
+ASKED = {"role": "user", "content": f"Well, play: {orjson.dumps(PART).decode()} and then stop."}
+CALLED = {
+    "role": "assistant",
+    "content": "I look.",
+    "tool_calls": [{"id": "functions.read:0", "function": {"name": "read", "arguments": '{"path":"a [b]"}'}}],
+}
+RETURNED = {"role": "tool", "tool_call_id": "functions.read:0", "content": "x"}
+
+
+def prompt(*messages: dict[str, Any], thinking: bool = True, **fields: Any) -> list[int]:
+    kwargs = {"chat_template_kwargs": {"thinking": thinking}}
+    return render_chat({"messages": [ASKED, *messages], "tools": TOOLS, **kwargs, **fields})
+
+
+def written(ids: list[int]) -> list[int]:
+    writer = Writer(ids, eos_after=10)
+    said = [writer.next()]
+    while said[-1] != END:
+        said.append(writer.next())
+    return said
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_each_turn_is_played(thinking: bool) -> None:
+    first = decode(written(prompt(thinking=thinking)), keep_markers=True)
+    second = decode(written(prompt(CALLED, RETURNED, thinking=thinking)), keep_markers=True)
+    assert first.removeprefix("I know my part.</think>") == (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>"
+        '{"path":"a [b]"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+    )
+    assert second == ("Is it done?</think>" if thinking else "") + "It is.<|im_end|>"
+
+
+def test_it_goes_on_wherever_it_was_broken_off() -> None:
+    ids = prompt()
+    said = written(ids)
+    assert all(written(ids + said[:count]) == said[count:] for count in range(len(said)))
+
+
+def test_nothing_is_played_without_tools_or_a_part() -> None:
+    plain = {"role": "user", "content": "Play it again."}
+    assert rest_of_turn(prompt(tools=None)) is None
+    assert rest_of_turn(render_chat({"messages": [plain], "tools": TOOLS})) is None
+    assert rest_of_turn(render_chat({"messages": [{"role": "user", "content": "play: [{"}], "tools": TOOLS})) is None
+    assert rest_of_turn(prompt(CALLED, RETURNED, {"role": "assistant", "content": "It is."}, plain)) is None
