@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
+from proxy.wire.elision import text_bytes
 from proxy.wire.openai import Api
 from proxy.wire.prefix import PrefixKeys
+from proxy.wire.token_ids import count_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend
     from proxy.settings import Cost
-    from proxy.wire.document import Document
+    from proxy.wire.document import Body, Document
     from proxy.wire.prefix import Prompt
 
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
@@ -112,9 +114,14 @@ class Call:
     # What the client asks for
 
     @property
-    def values(self) -> dict[str, Any]:
-        """The client's fields as they were parsed."""
-        return self.document.values
+    def values(self) -> Mapping[str, Any]:
+        """The client's fields, as engines take them."""
+        return self.document
+
+    def members(self, names: Collection[str]) -> dict[str, Any]:
+        """Of the fields as the engines get them those that have one of these names."""
+        changes = {name: value for name, value in self.changes.items() if name in names}
+        return {name: self.document[name] for name in names if name in self.document} | changes
 
     @property
     def samples(self) -> int:
@@ -133,7 +140,7 @@ class Call:
         logprobs = self.values.get("logprobs")  # of a completion 0 asks for those of the answer's own tokens
         return bool(self.values.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
 
-    def body(self, changes: Mapping[str, object]) -> bytes:
+    def body(self, changes: Mapping[str, object]) -> Body:
         """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""
         return self.document.with_changes({**self.changes, **changes})
 
@@ -170,38 +177,43 @@ class Call:
 
 def prompt_tokens(document: Document, cost: Cost) -> int:
     """Estimated prompt length in tokens, at least 1."""
-    values = document.values
     total = 0
-    for message in _objects(values.get("messages")):
-        total += _content_tokens(message.get("content"), cost)
-    if "tools" in values:
-        total += len(document.raw_value("tools") or b"") // cost.bytes_per_token
-    return max(1, total + text_tokens(values.get("prompt"), cost))
+    messages, length = document.excerpt("messages")
+    for message in _objects(messages):
+        total += _content_tokens(message.get("content"), cost, length)
+    if (tools := document.view("tools")) is not None:
+        total += len(tools) // cost.bytes_per_token
+    if (prompt := document.view("prompt")) is not None:
+        ids = count_token_ids(prompt)
+        if ids is None:
+            text, length = document.excerpt("prompt")
+            ids = text_tokens(text, cost, length)
+        total += ids
+    return max(1, total)
 
 
-def text_tokens(prompt: object, cost: Cost) -> int:
-    """Tokens of a `prompt`: text, token ids, or a list of either."""
+def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:
+    """Tokens of a `prompt`: text, token ids, or a list of either. `length` is that of a text in bytes."""
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        return sum(_single_prompt_tokens(item, cost) for item in prompt)
-    return _single_prompt_tokens(prompt, cost)
+        return sum(_single_prompt_tokens(item, cost, length) for item in prompt)
+    return _single_prompt_tokens(prompt, cost, length)
 
 
-def _single_prompt_tokens(prompt: object, cost: Cost) -> int:
+def _single_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], int]) -> int:
     if isinstance(prompt, str):
-        length = len(prompt) if prompt.isascii() else len(prompt.encode())
-        return -(-length // cost.bytes_per_token)
+        return -(-length(prompt) // cost.bytes_per_token)
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-def _content_tokens(content: object, cost: Cost) -> int:
+def _content_tokens(content: object, cost: Cost, length: Callable[[str], int]) -> int:
     """Tokens of a message's content: a string, or parts. The bytes of an image say nothing about its tokens."""
     if isinstance(content, str):
-        return _single_prompt_tokens(content, cost)
+        return _single_prompt_tokens(content, cost, length)
     total = 0
     for part in _objects(content):
         kind = part.get("type")
         if kind == "text" or "text" in part:
-            total += text_tokens(part.get("text"), cost)
+            total += text_tokens(part.get("text"), cost, length)
         elif isinstance(kind, str) and "audio" in kind:
             total += cost.audio_tokens
         else:

@@ -12,7 +12,7 @@ import pytest
 from proxy.backend import Load
 from proxy.call import DECODE_OVERHEAD_TOKENS, MAX_OUTPUT_TOKENS, PREFILL_OVERHEAD_TOKENS, Call, text_tokens
 from proxy.settings import Cost
-from proxy.wire.document import REMOVED
+from proxy.wire.document import REMOVED, joined
 from proxy.wire.openai import Api
 from tests.parsing import parse
 
@@ -150,12 +150,12 @@ def test_the_size_of_a_token_is_configurable() -> None:
 
 def test_a_leg_may_set_a_reserved_field_itself() -> None:
     call = chat(kv_transfer_params={"remote_host": "10.6.6.6"})
-    assert json.loads(call.body({"kv_transfer_params": {"ours": 1}}))["kv_transfer_params"] == {"ours": 1}
+    assert json.loads(joined(call.body({"kv_transfer_params": {"ours": 1}})))["kv_transfer_params"] == {"ours": 1}
 
 
 def test_the_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
     call = chat(stream=True, max_tokens=7)
-    leg = json.loads(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1}))
+    leg = json.loads(joined(call.body({"stream": False, "stream_options": REMOVED, "max_tokens": 1})))
     assert (leg["stream"], leg["max_tokens"]) == (False, 1)
     assert "stream_options" not in leg
 
@@ -163,9 +163,9 @@ def test_the_changes_of_a_leg_count_more_than_those_of_the_call() -> None:
 def test_a_changed_call_adds_to_the_changes_before() -> None:
     call = chat("x" * 40, request_id="mine", n=2)
     changed = call.changed({"n": REMOVED}, prompt_tokens=99).changed({"seed": 3})
-    assert json.loads(changed.body({})) == {"model": "m", "messages": call.values["messages"], "seed": 3}
+    assert json.loads(joined(changed.body({}))) == {"model": "m", "messages": call.values["messages"], "seed": 3}
     assert changed.prompt_tokens == 99
-    assert (call.prompt_tokens, json.loads(call.body({}))["n"]) == (10, 2)
+    assert (call.prompt_tokens, json.loads(joined(call.body({})))["n"]) == (10, 2)
 
 
 # What a continuation needs
@@ -192,7 +192,7 @@ def test_an_answer_may_be_streamed_that_nobody_asked_to_be() -> None:
     streamed = call.changed({"stream": True, "seed": 3}, stream=True)
     assert streamed.stream
     assert not call.stream
-    assert json.loads(streamed.body({})) == {
+    assert json.loads(joined(streamed.body({}))) == {
         "model": "m",
         "messages": call.values["messages"],
         "stream": True,

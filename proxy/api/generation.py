@@ -92,11 +92,10 @@ class GenerationApi:
             raw = await read_json(request, listen, held.resize)
             is_long = len(raw) > LONG_BYTES
             document = read(raw)
-            held.add(memory_bytes(raw, document.values, listen))
-            del raw  # which the document has, if it needs it
             if is_long:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile
             call = dialect.parse(document, self._settings.cost, self._passed_on(request))
+            held.resize(memory_bytes(raw, document.read_values))
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream = call.stream

@@ -10,9 +10,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.shared import SharedValue
+from proxy.wire.document import length_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from proxy.wire.document import Body
 
 _MOST: Final = 256
 """Requests remembered at a time; the oldest is dropped for one more."""
@@ -44,33 +47,36 @@ class SuspectMemory:
             self._entries = [(length, digest, until, engines) for length, digest, until, engines in entries]
         return not self._entries
 
-    def engines(self, body: bytes) -> int:
+    def engines(self, body: Body) -> int:
         """How many engines this request has cost lately."""
         if self.is_empty:
             return 0
         now = self._clock()
         # Without the digest of a large body, as long as no other is of its length.
-        alike = [entry for entry in self._entries if entry[0] == len(body) and entry[2] > now]
+        alike = [entry for entry in self._entries if entry[0] == length_of(body) and entry[2] > now]
         digest = self._digest(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
-    def remember(self, body: bytes, engines: int) -> None:
+    def remember(self, body: Body, engines: int) -> None:
         """It has cost so many engines. That is forgotten after a while, however often it is asked for until then."""
         self._replace(body, engines)
 
-    def forget(self, body: bytes) -> None:
+    def forget(self, body: Body) -> None:
         """It was served, so it was not the request."""
         if self.engines(body):
             self._replace(body, 0)
 
-    def _replace(self, body: bytes, engines: int) -> None:
+    def _replace(self, body: Body, engines: int) -> None:
         digest, now = self._digest(body), self._clock()
         with self._shared.exclusive():
             _, entries = self._shared.read()
-            kept = [entry for entry in entries if entry[2] > now and (entry[0], entry[1]) != (len(body), digest)]
+            kept = [entry for entry in entries if entry[2] > now and (entry[0], entry[1]) != (length_of(body), digest)]
             if engines:
-                kept.append((len(body), digest, now + self._seconds, engines))
+                kept.append((length_of(body), digest, now + self._seconds, engines))
             self._shared.write(kept[-_MOST:])
 
-    def _digest(self, body: bytes) -> str:
-        return hashlib.blake2b(body, key=self._key, digest_size=_DIGEST_BYTES).hexdigest()
+    def _digest(self, body: Body) -> str:
+        digest = hashlib.blake2b(key=self._key, digest_size=_DIGEST_BYTES)
+        for piece in pieces_of(body):
+            digest.update(piece)
+        return digest.hexdigest()

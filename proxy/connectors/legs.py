@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.upstream import Response, Upstream
+    from proxy.wire.document import Body
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Leg:
 
     backend: Backend
     path: str
-    body: bytes
+    body: Body
     headers: Mapping[str, str]
     """Lower-case names."""
     answer_seconds: float

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.call import Call
+    from proxy.wire.document import Body
 
 # A prefiller keeps the KV cache only if it stops for length after its one token, so `min_tokens` keeps an
 # end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token itself is thrown away:
@@ -27,7 +28,7 @@ _CHANGES: Final[dict[str, object]] = {
 }
 
 
-def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping[str, object]) -> bytes:
+def prefill_body(call: Call, prefiller: EngineVersion | None, kv_params: Mapping[str, object]) -> Body:
     """The body of the prefill leg. `prefiller`: its version, None if unknown. `kv_params` are the protocol's own."""
     changes: dict[str, object] = {"kv_transfer_params": {**kv_params, **call.kv_params}, **_CHANGES}
     if "max_completion_tokens" in call.values:

@@ -236,7 +236,7 @@ def _nobodys_bootstrap(attempt_id: str) -> dict[str, object]:
 def _is_about_prompt(call: Call) -> bool:
     """Whether a prefiller's answer is all that is asked for: the prompt's log probabilities, and one token at most."""
     if call.api is Api.GENERATE:
-        return sglang.is_about_prompt({**call.values, **call.changes})
+        return sglang.is_about_prompt(call.members(sglang.ABOUT_PROMPT))
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 

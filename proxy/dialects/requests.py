@@ -25,26 +25,18 @@ FLAG: Final = (flag, "true or false")
 def read(raw: bytes) -> Document:
     """The JSON of a request body, for `Dialect.parse`. Raises BadRequest."""
     try:
-        return Document.unchecked(raw)
+        return Document(raw)
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
 
 
-def check(document: Document) -> None:
-    """The other half of reading it; see Document.unchecked. Raises BadRequest."""
-    try:
-        document.check()
-    except InvalidDocument as error:
-        raise BadRequest(str(error), code="invalid_json") from None
-
-
-def spell_alike(values: dict[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
-    """Let what the gateway acts on be what engines take it for; the members that were spelled otherwise, as they are
-    now. Raises BadRequest for what engines take for nothing.
+def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
+    """Of what the gateway acts on, the members that engines take for something else than they are, as what they take
+    them for. Raises BadRequest for what they take for nothing.
     """
     changes: dict[str, object] = {}
-    for name, value in values.items():
-        if name in readings and value is not None:
+    for name in values:
+        if name in readings and (value := values[name]) is not None:
             read, what = readings[name]
             try:
                 meant = read(value)
@@ -52,7 +44,6 @@ def spell_alike(values: dict[str, Any], readings: Mapping[str, Reading]) -> dict
                 raise BadRequest(f"{name} must be {what}", param=name) from None
             if meant is not value:
                 changes[name] = meant
-    values.update(changes)
     return changes
 
 

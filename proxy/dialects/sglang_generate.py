@@ -13,7 +13,7 @@ import orjson
 
 from proxy.call import MAX_OUTPUT_TOKENS, Call, text_tokens
 from proxy.dialects.base import Dialect, Unit
-from proxy.dialects.requests import WHOLE_NUMBER, boolean, check, spell_alike, without_reserved
+from proxy.dialects.requests import WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
 from proxy.dialects.segment import Meaning, Segment
 from proxy.errors import Failure
 from proxy.wire import openai, sglang
@@ -44,27 +44,26 @@ class SglangGenerate(Dialect):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect. Usage is part of every answer."""
-        check(document)
-        values = document.values
         changes: dict[str, object] = {}
-        params = values.get("sampling_params")
+        params = document.get("sampling_params")
         for each in params if isinstance(params, list) else [params]:
-            if isinstance(each, dict) and spell_alike(each, _READINGS):
+            if isinstance(each, dict) and (meant := spelled_otherwise(each, _READINGS)):
+                each.update(meant)
                 changes["sampling_params"] = params
-        rows = sglang.embeddings(values)
-        tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
-        tokens += _media(values.get("image_data")) * cost.image_tokens
-        tokens += _media(values.get("audio_data")) * cost.audio_tokens
+        rows = sglang.embeddings(document)
+        tokens = text_tokens(sglang.prompt_of(document), cost) if rows is None else rows
+        tokens += _media(document.get("image_data")) * cost.image_tokens
+        tokens += _media(document.get("audio_data")) * cost.audio_tokens
         return Call(
             api=self.api,
             document=document,
             prompt_tokens=max(1, tokens),
-            output_tokens=min(sglang.output_limit(values.get("sampling_params")), MAX_OUTPUT_TOKENS),
-            stream=boolean(values, "stream"),
+            output_tokens=min(sglang.output_limit(params), MAX_OUTPUT_TOKENS),
+            stream=boolean(document, "stream"),
             include_usage=False,
             headers=headers,
-            changes={**changes, **without_reserved(values, sglang.RESERVED_FIELDS)},
-            prompt=Prompt(values),
+            changes={**changes, **without_reserved(document, sglang.RESERVED_FIELDS)},
+            prompt=Prompt(document),
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
@@ -245,7 +244,7 @@ def _parts(call: Call, attempt: AnsweredAttempt) -> _PrefillerParts | _LonePrefi
 
 
 def _needs_prefiller(call: Call) -> bool:
-    return sglang.wants_prefillers_answer({**call.values, **call.changes})
+    return sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
 
 
 def _media(value: object) -> int:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.openai import ChatCompletions
-from proxy.dialects.requests import check
 from proxy.errors import BadRequest, UpstreamError
 from proxy.wire.document import Document
 
@@ -34,13 +33,12 @@ class Translated(ChatCompletions):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """The chat that engines are asked for; see Dialect."""
-        check(document)
         try:
-            raw = orjson.dumps(self.chat(document.values))
+            raw = orjson.dumps(self.chat(document))
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
-        call = super().parse(Document.unchecked(raw), cost, headers)
-        return replace(call, asked=self.asked(document.values))
+        call = super().parse(Document(raw), cost, headers)
+        return replace(call, asked=self.asked(document))
 
     @abstractmethod
     def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:

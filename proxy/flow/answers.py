@@ -12,7 +12,7 @@ from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay, TokenClock
 from proxy.resume.observed import observed
-from proxy.wire.document import REMOVED
+from proxy.wire.document import REMOVED, joined
 
 if TYPE_CHECKING:
     from proxy.call import Call
@@ -70,20 +70,21 @@ class EngineBody(Answer):
         body = await response.read()
         attempt.kv_arrived()
         answer = parse_answer(response, body)
-        dialect.check_answer(response, answer.values)
-        attempt.saw_usage(dialect.usage(answer.values))
-        self._corrections = await dialect.corrections(self.call, answer.values, attempt)
+        values = dict(answer)
+        dialect.check_answer(response, values)
+        attempt.saw_usage(dialect.usage(values))
+        self._corrections = await dialect.corrections(self.call, values, attempt)
         self._raw, self._answer = body, answer
 
     def body(self) -> bytes:
         """See Whole."""
         assert self._answer is not None
-        return self._answer.with_changes(self._corrections) if self._corrections else self._raw
+        return joined(self._answer.with_changes(self._corrections)) if self._corrections else self._raw
 
     def values(self) -> dict[str, Any]:
         """See Whole."""
         assert self._answer is not None
-        values = {**self._answer.values, **self._corrections}
+        values = {**self._answer, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
 
 

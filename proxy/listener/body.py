@@ -32,8 +32,8 @@ _PIECE_BYTES: Final = 256 * 1024
 async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object]) -> bytes:
     """As `read_body`, for a body that is to be read as JSON: one that would take too long is refused with 413.
 
-    `grow` is called with what the body will take in memory once it was read; for the rest see `memory_bytes`. What
-    takes milliseconds is done piece by piece, so that tokens of others pass in between.
+    `grow` is called with the most that the body may take in memory, if that is much; for the rest see `memory_bytes`.
+    What takes milliseconds is done piece by piece, so that tokens of others pass in between.
     """
     raw = await read_body(request, listen, grow)
     most = listen.max_body_elements
@@ -56,14 +56,11 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
     return raw
 
 
-def memory_bytes(raw: bytes, values: object, listen: Listen) -> int:
-    """What a body that was read takes in memory, beyond what was told before. Of one that is light it is faster to look
-    at the values than at the bytes.
-    """
+def memory_bytes(raw: bytes, values: object) -> int:
+    """What a body takes in memory of which these values were read, as a list."""
     if len(raw) <= SLIGHT_BYTES:
-        return 0
-    told_now = object_bytes(raw, values) if is_light(raw, listen.max_body_elements) else 0
-    return told_now + wide_bytes(raw, values)
+        return len(raw)
+    return len(raw) + object_bytes(raw, values) + wide_bytes(raw, values)
 
 
 async def read_body(

@@ -120,7 +120,9 @@ class Connection(asyncio.Protocol):
         """Has any of a streamed answer arrived since silence was last checked?"""
         return self._active
 
-    def begin(self, exchange: Exchange, request: Sequence[bytes], *, answer_seconds: float, now: float) -> None:
+    def begin(
+        self, exchange: Exchange, request: Sequence[bytes | memoryview], *, answer_seconds: float, now: float
+    ) -> None:
         """Send a request, head and body in any pieces, and tell the exchange of its answer.
 
         `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.

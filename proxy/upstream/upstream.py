@@ -14,6 +14,7 @@ from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
+from proxy.wire.document import length_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
+    from proxy.wire.document import Body
 
 # Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE), and
 # one whose event loop is late does so without a look at what has arrived meanwhile. The distance is such that a reused
@@ -98,7 +100,7 @@ class Upstream:
         self,
         backend: Backend,
         path: str,
-        body: bytes,
+        body: Body,
         headers: Mapping[str, str],
         *,
         answer_seconds: float,
@@ -114,7 +116,7 @@ class Upstream:
         have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
         Raises UpstreamError.
         """
-        request = self.head(backend, path, len(body), headers), body
+        request = self.head(backend, path, length_of(body), headers), *pieces_of(body)
         connection = self.take_idle(backend) or await self.connect(backend)
         while True:
             response = Response(connection)
@@ -139,7 +141,7 @@ class Upstream:
         self,
         backend: Backend,
         path: str,
-        body: bytes,
+        body: Body,
         headers: Mapping[str, str],
         *,
         answer_seconds: float,

@@ -1,260 +1,254 @@
-"""A JSON object that is sent on with a few members changed, without being serialised again.
+"""A JSON object that is sent on with a few members changed, without being built or serialised again.
 
-A multimodal request carries megabytes of base64. It is parsed once, for validation and for the few fields the gateway
-reads; a changed copy is joined from slices of the original bytes. Members that nobody changes keep their exact bytes:
-their order, number spelling and escapes reach the engine as the client wrote them. A short object that is spelled just
-as it would be serialised, as most SDKs do, is serialised instead: the bytes are the same. So is an object of very many
-strings, arrays and objects, however it is spelled, because that is many times as fast as to look for slices of it.
+A request carries a prompt of kilobytes, or megabytes of base64, which nobody here looks at. All of it is checked, and
+only members that somebody asks for become Python objects; a changed copy is made of slices of the original bytes.
+Members that nobody changes keep their exact bytes: their order, number spelling and escapes reach the engine as the
+client wrote them.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import orjson
 
-from proxy.wire.weight import LONG_BYTES, load, without_escapes
+from proxy.wire.elision import excerpt, text_bytes
+from proxy.wire.weight import load, without_escapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Sequence
 
 REMOVED: Final = object()
 """As the new value of a member in `Document.with_changes`: leave the member out."""
 
-# No possessive repeats in here: Python before 3.11.5 matches them wrongly (python/cpython#106052).
-_KEY_BEGINS = re.compile(rb'[\s,]*"')
-# What follows a key; the value when it is a number or a literal, nothing when it is a string, an array or an object.
-_VALUE_BEGINS = re.compile(rb'\s*:\s*([^\s,{}\[\]"]*)')
-_STRUCTURE = re.compile(rb'["\[\]{}]')
-_SIGNS: Final = (b'"', b"[", b"]", b"{", b"}")
+JOINED_BYTES: Final = 64 * 1024
+"""A copy of an object that is no longer than this is made in one piece; a longer one refers to the original."""
 
-# Where finding slices (about 0.5 µs an element) has cost more than serialising would have. Elements are members,
-# brackets and strings.
-_MAX_ELEMENTS = 10_000
+Body = bytes | list[bytes | memoryview]
+"""The bytes of a request, or the pieces of a long one, whose order counts."""
 
-# Where a copy of it all without its escapes costs less than looking at more of them before quotes.
-_MAX_ESCAPES = 1_000
+# Up to the value: what is before a key, the key, if it has no escapes, and what is behind it. No possessive repeats in
+# here: Python before 3.11.5 matches them wrongly (python/cpython#106052).
+_TO_VALUE: Final = re.compile(rb'[\s,{]*("[^"\\]*"\s*:\s*)')
+_TO_KEY: Final = re.compile(rb"[\s,{]*")
+_BEHIND_KEY: Final = re.compile(rb"[\s:]*")
+# The longest spelling of a character: two escapes of six bytes each.
+_MAX_SPELLING_BYTES: Final = 12
 
-# A longer object is tried to be serialised only if it has so many escapes in its first bytes: prose has, and finding
-# slices of that takes longer. A picture has none.
-_SHORT_BYTES = 8 * 1024
-_MANY_ESCAPES = 64
+# A longer value is read when somebody asks for it. Nearly all that are asked for are shorter, and read at once cost
+# less than one of them does by itself.
+_SHORT_BYTES: Final = 256
+_UNREAD: Final = object()
 
-# Numbers and space are looked at byte by byte up to so many, and behind that, in arrays, in steps of a window.
-_NEAR_BYTES = 64
-_WINDOW_BYTES = 4 * 1024
-# More space in a row, or digits, is no reason to look at all of it.
-_MAX_SPACE_BYTES = 64 * 1024
+# More members than any client sends take too long to find.
+_MAX_MEMBERS: Final = 10_000
 
-# A whole number that needs more than 64 bits has at least so many digits.
-_LONG_DIGITS = 19
-_DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte) in "0123456789" else byte for byte in range(256))
-_LONG_INTEGER = re.compile(rb"-?(?<![0-9.eE+])[0-9]{%d,}(?![0-9.eE])" % _LONG_DIGITS)
+# Decoded in steps: Python keeps a whole text in as many bytes as the widest of its characters needs.
+_STEP_BYTES: Final = 256 * 1024
 
-_QUOTE, _BACKSLASH = 0x22, 0x5C
+_members_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class InvalidDocument(ValueError):
     """The bytes are not one JSON object, or one that no sane client sends; the message is safe to show."""
 
 
-class Document:
-    """One JSON object: parsed values, and the raw bytes of each top-level member.
+class Document(Mapping[str, Any]):
+    """One JSON object: a mapping from names to values, which are read when they are asked for, and their raw bytes.
 
     Raises InvalidDocument for bytes that are not a JSON object or that name a member twice: parsers disagree on which
     of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
     """
 
-    __slots__ = ("_members", "_raw", "values")
+    __slots__ = ("_raw", "_spans", "_values")
 
-    def __init__(self, raw: bytes) -> None:
-        self._load(raw)
-        self.check()
-
-    @classmethod
-    def unchecked(cls, raw: bytes) -> Document:
-        """Half of what it takes to make one, where it would hold others up to do all at once: `check` is the rest.
-
-        Until then there are only the values.
-        """
-        document = cls.__new__(cls)
-        document._load(raw)
-        return document
-
-    def _load(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes | bytearray) -> None:
         try:
-            values = load(raw)
-        except orjson.JSONDecodeError as error:
-            # Only the position: the message must not echo a prompt.
-            raise InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})") from None
-        if not isinstance(values, dict):
-            raise InvalidDocument("the body must be a JSON object")
-        self.values: dict[str, Any] = values
+            _check_utf8(raw)
+            members = _members_of(raw)
+            spans = _spans(raw, members)
+            short = [name for name, value in members.items() if len(value) <= _SHORT_BYTES]
+            read = orjson.loads(b"[%b]" % b",".join([members[name] for name in short]))
+        except (msgspec.DecodeError, orjson.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            raise _refusal(raw) from None
+        values: dict[str, Any] = dict.fromkeys(members, _UNREAD)
+        values.update(zip(short, read, strict=True))
         self._raw = raw
+        self._spans = spans
+        self._values = values
 
-    def check(self) -> None:
-        """Find the members. Raises InvalidDocument where they could mean something else to somebody else."""
-        raw = self._raw
-        self._members: dict[str, tuple[int, int, int]] | None = None
-        """Where each member's key begins, and its value begins and ends; None: a copy is made from the values."""
-        if not _is_plainly_spelled(raw, self.values):
-            self._members = _find_members(raw)
-            if self._members is None:
-                _check_can_be_serialised(raw, self.values)
-        # Not kept beside the values where it is not needed any more: a call lives as long as its answer takes.
-        self._raw = raw if self._members is not None else b""
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        return self._read(name) if value is _UNREAD else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A member's value; what it is if there is none."""
+        value = self._values.get(name, default)
+        return self._read(name) if value is _UNREAD else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _read(self, name: str) -> Any:
+        raw = self.view(name)
+        assert raw is not None
+        try:
+            value = load(raw)
+        except orjson.JSONDecodeError:  # JSON that orjson does not read: a number beyond all numbers
+            value = json.loads(bytes(raw))
+        self._values[name] = value
+        return value
+
+    @property
+    def read_values(self) -> Sequence[Any]:
+        """Those that are Python objects by now."""
+        return [value for value in self._values.values() if value is not _UNREAD]
+
+    def let_mean(self, values: Mapping[str, object]) -> None:
+        """Have members that engines take for other values than they are read as the same here; their bytes stay."""
+        self._values.update(values)
+
+    def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
+        """A member's value, None when there is no such member, which is not kept; see `elision.excerpt`."""
+        span = self._spans.get(name)
+        if span is None or (value := self._values[name]) is not _UNREAD:
+            return (None if span is None else value), text_bytes
+        try:
+            return excerpt(self._raw, span[1], span[2])
+        except orjson.JSONDecodeError:
+            return self._read(name), text_bytes
+
+    def view(self, name: str) -> memoryview | None:
+        """The bytes of a member's value, which keep all others; None when there is no such member."""
+        span = self._spans.get(name)
+        return None if span is None else memoryview(self._raw)[span[1] : span[2]]
 
     def raw_value(self, name: str) -> bytes | None:
-        """The bytes of a member's value; None when there is no such member."""
-        if self._members is None:
-            return trimmed(orjson.dumps(self.values[name])) if name in self.values else None
-        span = self._members.get(name)
-        return None if span is None else self._raw[span[1] : span[2]]
+        """A copy of the bytes of a member's value; None when there is no such member."""
+        view = self.view(name)
+        return None if view is None else bytes(view)
 
-    def with_changes(self, changes: Mapping[str, object]) -> bytes:
+    def with_changes(self, changes: Mapping[str, object]) -> Body:
         """The object with members replaced, added at the end, or left out (REMOVED).
 
-        A new value is anything orjson serialises; `orjson.Fragment` puts bytes in verbatim. The copy is joined once.
+        A new value is anything orjson serialises; `orjson.Fragment` puts bytes in verbatim. What is between members
+        that stay beside each other stays, too.
         """
-        if self._members is None:
-            members = {**self.values, **changes}
-            return orjson.dumps({name: value for name, value in members.items() if value is not REMOVED})
         source = memoryview(self._raw)
-        parts: list[bytes | memoryview] = [b"{"]
-        for name, (key_start, value_start, value_end) in self._members.items():
+        pieces: list[bytes | memoryview] = [b"{"]
+        start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
+        for name, (key, value, value_end) in self._spans.items():
             if name not in changes:
-                parts += (source[key_start:value_end], b",")
-            elif changes[name] is not REMOVED:
-                parts += (source[key_start:value_start], orjson.dumps(changes[name]), b",")
-        for name, value in changes.items():
-            if name not in self._members and value is not REMOVED:
-                parts += (orjson.dumps(name), b":", orjson.dumps(value), b",")
-        if len(parts) > 1:
-            parts.pop()
-        parts.append(b"}")
-        return b"".join(parts)
-
-
-def trimmed(serialised: bytes) -> bytes:
-    """A copy of what orjson wrote, for keeping: orjson does not give back what it had allocated beyond it, which may be
-    ten times as much.
-    """
-    return bytes(memoryview(serialised))
-
-
-def _is_plainly_spelled(raw: bytes, values: dict[str, Any]) -> bool:
-    """Whether serialising gives these very bytes, as far as it is worth trying. If so, no name stands twice."""
-    if len(raw) > _SHORT_BYTES and (len(raw) > LONG_BYTES or raw.count(b"\\", 0, _SHORT_BYTES) < _MANY_ESCAPES):
-        return False
-    try:
-        return orjson.dumps(values) == raw
-    except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
-        return False
-
-
-def _check_can_be_serialised(raw: bytes, values: dict[str, Any]) -> None:
-    """Raise InvalidDocument for what would not mean the same if it were written anew."""
-    try:
-        orjson.dumps(values)
-    except orjson.JSONEncodeError:
-        raise InvalidDocument("the body is nested too deeply") from None
-    if _has_longer_integers(raw):
-        raise InvalidDocument("the body has a whole number of more than 64 bits among very many elements")
-
-
-def _has_longer_integers(raw: bytes) -> bool:
-    """Whether orjson takes a whole number of this JSON for a fraction, and so would write another one."""
-    if raw.translate(_DIGITS_AS_ZEROS).find(b"0" * _LONG_DIGITS) < 0:
-        return False
-    outside = b'""'.join(without_escapes(raw).split(b'"')[::2])
-    found = (number[0] for number in _LONG_INTEGER.finditer(outside))
-    return any(len(number) > _LONG_DIGITS + 1 or not -(2**63) <= int(number) < 2**64 for number in found)
-
-
-def _find_members(raw: bytes) -> dict[str, tuple[int, int, int]] | None:
-    """Start of the key, start and end of the value of each member of a *valid* JSON object, in the order of the bytes.
-
-    None when there are too many elements to look at, or too much space. Raises InvalidDocument for a name that comes
-    twice.
-    """
-    members: dict[str, tuple[int, int, int]] = {}
-    scan = _Scan(raw)
-    position = raw.index(b"{") + 1
-    try:
-        while (begins := _KEY_BEGINS.match(raw, position, position + _MAX_SPACE_BYTES)) is not None:
-            key_start = begins.end() - 1
-            key_end = scan.string_end(key_start)
-            value = _VALUE_BEGINS.match(raw, key_end, key_end + _MAX_SPACE_BYTES)
-            if value is None or value.end() == key_end + _MAX_SPACE_BYTES:
-                return None
-            value_start, position = value.span(1)
-            if value_start == position:
-                is_string = raw[position] == _QUOTE
-                position = scan.string_end(position) if is_string else scan.container_end(position)
-            key = orjson.loads(raw[key_start:key_end])
-            if key in members:
-                raise InvalidDocument("the body names a member twice")
-            members[key] = (key_start, value_start, position)
-    except _TooManyElements:
-        return None
-    return members if raw[position : position + _MAX_SPACE_BYTES].lstrip().startswith(b"}") else None
-
-
-class _TooManyElements(Exception):
-    pass
-
-
-class _Scan:
-    """Finds where values of a valid JSON text end, as long as its elements are few."""
-
-    def __init__(self, raw: bytes) -> None:
-        self._text = raw
-        self._elements_left = _MAX_ELEMENTS
-        self._escapes_left = _MAX_ESCAPES
-
-    def string_end(self, start: int) -> int:
-        """Position after the string that begins at `start`. The quote is searched at memory speed: strings are long."""
-        self._count()
-        text, quote = self._text, start
-        while True:
-            quote = text.index(b'"', quote + 1)
-            first = quote
-            while text[first - 1] == _BACKSLASH and self._escapes_left:
-                first -= 1
-                self._escapes_left -= 1
-            if not self._escapes_left and text[quote - 1] == _BACKSLASH:
-                text = self._text = without_escapes(text)
-                return text.index(b'"', start + 1) + 1
-            if (quote - first) % 2 == 0:  # an odd number of backslashes escapes the quote
-                return quote + 1
-
-    def container_end(self, start: int) -> int:
-        """Position after the array or object that begins at `start`."""
-        text, depth, position = self._text, 0, start
-        while (token := self._next_sign(position)) is not None:
-            position = token.end()
-            sign = text[position - 1]
-            if sign == _QUOTE:
-                position = self.string_end(position - 1)
+                if start < 0:
+                    start = key
+                end = value_end
                 continue
-            self._count()
-            depth += 1 if sign in b"[{" else -1
-            if depth == 0:
-                break
-        return position
+            new = changes[name]
+            if new is not REMOVED:
+                pieces += (source[key if start < 0 else start : value], orjson.dumps(new), b",")
+            elif start >= 0:
+                pieces += (source[start:end], b",")
+            start = -1
+        if start >= 0:
+            pieces += (source[start:end], b",")
+        added = {name: new for name, new in changes.items() if new is not REMOVED and name not in self._spans}
+        if added:
+            pieces.append(memoryview(orjson.dumps(added))[1:])
+        elif len(pieces) > 1:
+            pieces[-1] = b"}"
+        else:
+            pieces.append(b"}")
+        return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
 
-    def _next_sign(self, position: int) -> re.Match[bytes] | None:
-        """The next quote or bracket. What has none of them, long lists of numbers, is passed over at memory speed."""
-        text = self._text
-        token = _STRUCTURE.search(text, position, position + _NEAR_BYTES)
-        if token is not None:
-            return token
-        while position < len(text) and all(text.find(sign, position, position + _WINDOW_BYTES) < 0 for sign in _SIGNS):
-            position += _WINDOW_BYTES
-        return _STRUCTURE.search(text, position)
 
-    def _count(self) -> None:
-        self._elements_left -= 1
-        if self._elements_left < 0:
-            raise _TooManyElements
+def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
+    """What to write one after the other."""
+    return (body,) if isinstance(body, bytes) else body
+
+
+def length_of(body: Body) -> int:
+    """In bytes."""
+    return len(body) if isinstance(body, bytes) else sum(map(len, body))
+
+
+def joined(body: Body) -> bytes:
+    """A body in one piece."""
+    return body if isinstance(body, bytes) else b"".join(body)
+
+
+def _check_utf8(raw: bytes | bytearray) -> None:
+    """Raise UnicodeDecodeError: what is not read is not looked at by the parser either."""
+    if raw.isascii():
+        return
+    if len(raw) <= _STEP_BYTES:
+        raw.decode()
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(raw)
+    for start in range(0, len(raw), _STEP_BYTES):
+        decoder.decode(view[start : start + _STEP_BYTES])
+    decoder.decode(b"", final=True)
+
+
+def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> dict[str, tuple[int, int, int]]:
+    """Where each member's key begins, and where its value begins and ends. Raises InvalidDocument.
+
+    Of equal names the parser keeps the place of the first and the value of the last. So the members are found one after
+    the other only if no name stands twice: each value must stand where its key ends, and then the object must end.
+    """
+    if len(members) > _MAX_MEMBERS:
+        raise InvalidDocument(f"the body has more than {_MAX_MEMBERS} members")
+    spans: dict[str, tuple[int, int, int]] = {}
+    end = 0
+    to_value, stands_at = _TO_VALUE.match, raw.startswith
+    for name, value in members.items():
+        found = to_value(raw, end)
+        key, start = _to_value_behind_escapes(raw, end, name) if found is None else found.span(1)
+        if not stands_at(value, start):
+            raise _named_twice()
+        end = start + len(value)
+        spans[name] = key, start, end
+    if raw[end:].strip(b" \t\r\n,{") != b"}":
+        raise _named_twice()
+    return spans
+
+
+def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -> tuple[int, int]:
+    """Where a key begins that has escapes, and where the value behind it. Raises InvalidDocument for another name."""
+    key = _end(_TO_KEY, raw, position)
+    spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
+    key_end = spelled.find(b'"', 1)
+    if key_end < 0 or not spelled.startswith(b'"'):
+        raise _named_twice()
+    return key, _end(_BEHIND_KEY, raw, key + key_end + 1)
+
+
+def _end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> int:
+    found = pattern.match(raw, position)
+    assert found is not None
+    return found.end()
+
+
+def _named_twice() -> InvalidDocument:
+    return InvalidDocument("the body names a member twice")
+
+
+def _refusal(raw: bytes | bytearray) -> InvalidDocument:
+    """Why a body is not read. Only the position: the message must not echo a prompt."""
+    try:
+        value = load(raw)
+    except orjson.JSONDecodeError as error:
+        return InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})")
+    is_object = isinstance(value, dict)
+    return InvalidDocument("the body is nested too deeply" if is_object else "the body must be a JSON object")

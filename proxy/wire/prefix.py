@@ -29,6 +29,7 @@ _MAX_PIECES: Final = 512
 _PROMPTS: Final = ("prompt", "text", "input_ids")
 # What decides how the engine renders or looks up the prompt, beside the prompt itself.
 _SALT: Final = ("model", "cache_salt", "chat_template", "chat_template_kwargs")
+_READ: Final = (*_SALT, *_PROMPTS, "messages", "tools")
 # Of a message. Reasoning is no part of it: templates drop that of earlier turns (Kimi K2's chat_template.jinja does).
 _RENDERED: Final = ("role", "name", "content", "tool_calls", "tool_call_id")
 
@@ -49,25 +50,26 @@ class PrefixKeys:
 class Prompt:
     """The prompt of a request body. Its keys are computed when somebody asks, and once for all calls that share it."""
 
-    __slots__ = ("_keys", "_values")
+    __slots__ = ("_changes", "_keys", "_values")
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """`values`: the members of the body."""
+    def __init__(self, values: Mapping[str, Any], changes: Mapping[str, object] | None = None) -> None:
+        """`values`: the members of the body. `changes`: those that are others by now, or REMOVED."""
         self._values = values
+        self._changes = changes or {}
         self._keys: PrefixKeys | None = None
 
     def changed(self, changes: Mapping[str, object]) -> Prompt:
         """The prompt of a body with some members changed, as by `Document.with_changes`; often the same one."""
         if changes.keys().isdisjoint(_PROMPTS):
             return self
-        members = {**self._values, **changes}
-        return Prompt({name: value for name, value in members.items() if value is not REMOVED})
+        return Prompt(self._values, {**self._changes, **changes})
 
     @property
     def keys(self) -> PrefixKeys:
         """About 0.2 ms for 64 KiB of text."""
         if self._keys is None:
-            self._keys = prefix_keys(self._values)
+            members = {name: self._changes.get(name, self._values.get(name)) for name in _READ}
+            self._keys = prefix_keys({name: value for name, value in members.items() if value is not REMOVED})
         return self._keys
 
 

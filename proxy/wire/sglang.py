@@ -118,6 +118,10 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
     ]
 
 
+ABOUT_PROMPT: Final = ("return_logprob", "logprob_start_len", "return_routed_experts", "sampling_params")
+"""What decides whether only the prefiller has a part of what is asked for."""
+
+
 def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
     """Whether only the prefiller has a part of what is asked for."""
     return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))

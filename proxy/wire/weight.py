@@ -58,14 +58,18 @@ def weigh(raw: bytes) -> Weight:
     commas = quotes = brackets = escapes = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
-        if raw.find(b'"', start, end) >= 0:
-            quotes += raw.count(b'"', start, end)
-            escapes += _count(raw, b"\\", start, end)
-        elif raw[start : start + 64].strip(_NO_STRING):
-            continue  # no quote, and no number: all of it is in one string
+        if is_within_string(raw, start, end):
+            continue
+        quotes += _count(raw, b'"', start, end)
+        escapes += _count(raw, b"\\", start, end)
         commas += raw.count(b",", start, end)
         brackets += _count(raw, b"[", start, end) + _count(raw, b"{", start, end)
     return Weight(commas, quotes, brackets, escapes)
+
+
+def is_within_string(raw: bytes | bytearray, start: int, end: int) -> bool:
+    """Whether a part of a text is the middle of a long string, or of a key: no quote, and no number."""
+    return raw.find(b'"', start, end) < 0 and bool(raw[start : min(start + 64, end)].strip(_NO_STRING))
 
 
 def bounds(raw: bytes) -> tuple[int, int]:
@@ -115,7 +119,7 @@ def without_escapes(raw: bytes) -> bytes:
     return raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in raw else raw
 
 
-def load(raw: bytes) -> Any:
+def load(raw: bytes | bytearray | memoryview) -> Any:
     """What `orjson.loads` makes of a text, in a time that does not depend on what else there is.
 
     Python's collector would look at the same new objects again and again while there come more, and find nothing.
@@ -130,7 +134,7 @@ def load(raw: bytes) -> Any:
 
 
 def object_bytes(raw: bytes, value: Any) -> int:
-    """The most that Python's objects of a text that was read take, besides the text of strings; as `bounds` tells,
+    """The most that Python's objects of a text that was read take, besides the text of strings; as `weigh` tells,
     where there is too much to look at.
     """
     members = containers = 0
@@ -140,7 +144,7 @@ def object_bytes(raw: bytes, value: Any) -> int:
         containers += 1
         members += len(item)
         if members > _MAX_LOOKS:
-            return bounds(raw)[1]
+            return weigh(raw).memory_bytes
         left += [each for each in (item.values() if isinstance(item, dict) else item) if isinstance(each, dict | list)]
     return 100 * members + 120 * containers
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.dialects.openai import ChatCompletions
-from proxy.dialects.requests import check
 from proxy.errors import BadRequest
 from proxy.wire.document import Document
 
@@ -38,17 +37,15 @@ class EchoChat(ChatCompletions):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """The chat that engines are asked for."""
-        check(document)
-        values = document.values
-        if not isinstance(values.get("say"), str):
+        if not isinstance(document.get("say"), str):
             raise BadRequest("say must be text", param="say")
         chat: dict[str, Any] = {
-            "model": values.get("model"),
-            "messages": [{"role": "user", "content": values["say"]}],
-            "max_tokens": values.get("tokens"),
-            "stream": values.get("stream"),
+            "model": document.get("model"),
+            "messages": [{"role": "user", "content": document["say"]}],
+            "max_tokens": document.get("tokens"),
+            "stream": document.get("stream"),
         }
-        return super().parse(Document.unchecked(orjson.dumps(chat)), cost, headers)
+        return super().parse(Document(orjson.dumps(chat)), cost, headers)
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
         """What was said, and how much that is."""

@@ -12,6 +12,7 @@ from proxy.dialects.base import Unit
 from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
 from proxy.errors import BadRequest
 from proxy.settings import Cost
+from proxy.wire.document import joined
 from proxy.wire.openai import Api
 from tests.parsing import parse
 
@@ -38,7 +39,7 @@ def split_up(call: Call) -> list[Unit]:
 
 
 def bodies(units: list[Unit]) -> list[dict[str, Any]]:
-    return [json.loads(unit.call.body({})) for unit in units]
+    return [json.loads(joined(unit.call.body({}))) for unit in units]
 
 
 # Split

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from proxy.errors import BadRequest
 from proxy.settings import Cost
+from proxy.wire.document import joined
 from proxy.wire.openai import RESERVED_FIELDS, Api
 from tests.parsing import parse
 
@@ -123,13 +124,13 @@ def test_a_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: in
     for text in (raw, b" " + raw):
         call = parse(Api.CHAT, text, COST)
         assert (call.values[name], type(call.values[name])) == (meant, int)
-        assert b'"%b":%d' % (name.encode(), meant) in call.body({}).replace(b": ", b":")
+        assert b'"%b":%d' % (name.encode(), meant) in joined(call.body({})).replace(b": ", b":")
 
 
 @pytest.mark.parametrize("number", [1e19, 1e300, -1e19, "9" * 30])
 def test_a_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) -> None:
     call = chat(max_tokens=number)
-    assert json.loads(call.body({}))["max_tokens"] == number
+    assert json.loads(joined(call.body({})))["max_tokens"] == number
     assert call.output_limit is None
 
 
@@ -139,11 +140,11 @@ def test_a_number_of_more_than_64_bits_reaches_the_engine_as_it_is(number: Any) 
 def test_a_flag_is_what_engines_take_it_for(spelled: Any, meant: bool) -> None:
     call = chat(return_token_ids=spelled, logprobs=spelled)
     assert (call.values["return_token_ids"], call.shows_single_tokens) == (meant, meant)
-    assert json.loads(call.body({}))["logprobs"] is meant
+    assert json.loads(joined(call.body({})))["logprobs"] is meant
 
 
 def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
-    assert json.loads(completion(logprobs="2").body({}))["logprobs"] == 2
+    assert json.loads(joined(completion(logprobs="2").body({})))["logprobs"] == 2
     assert completion(logprobs=0).shows_single_tokens
 
 
@@ -158,7 +159,7 @@ def test_a_body_nobody_changes_keeps_every_member_as_it_was_written() -> None:
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_fields_that_steer_engines_are_removed(name: str) -> None:
     body = chat(**{name: {"remote_host": "10.6.6.6"}}).body({})
-    assert name not in json.loads(body)
+    assert name not in json.loads(joined(body))
     assert b"10.6.6.6" not in body
 
 
@@ -170,28 +171,28 @@ def test_a_reserved_field_is_removed_however_its_name_is_spelled() -> None:
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_they_are_removed_where_vllm_would_read_them_too(name: str) -> None:
     extra = {name: "10.6.6.6", "mine": [1, "two"]}
-    assert json.loads(chat(vllm_xargs=extra).body({}))["vllm_xargs"] == {"mine": [1, "two"]}
-    assert json.loads(completion(vllm_xargs={name: 1}).body({}))["vllm_xargs"] == {}
+    assert json.loads(joined(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == {"mine": [1, "two"]}
+    assert json.loads(joined(completion(vllm_xargs={name: 1}).body({})))["vllm_xargs"] == {}
 
 
 @pytest.mark.parametrize("extra", [None, "kv_transfer_params", ["kv_transfer_params"], {}, {"mine": 1}])
 def test_other_extra_arguments_are_the_engines_business(extra: Any) -> None:
-    assert json.loads(chat(vllm_xargs=extra).body({}))["vllm_xargs"] == extra
+    assert json.loads(joined(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == extra
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 def test_a_stream_always_reports_its_usage_to_the_gateway(options: dict[str, Any]) -> None:
     call = chat(stream=True, **options)
     assert not call.include_usage
-    assert json.loads(call.body({}))["stream_options"] == {"include_usage": True}
+    assert json.loads(joined(call.body({})))["stream_options"] == {"include_usage": True}
 
 
 def test_a_client_that_wants_usage_keeps_its_own_options() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     call = chat(stream=True, stream_options=options)
     assert call.include_usage
-    assert json.loads(call.body({}))["stream_options"] == options
+    assert json.loads(joined(call.body({})))["stream_options"] == options
 
 
 def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
-    assert "stream_options" not in json.loads(chat().body({}))
+    assert "stream_options" not in json.loads(joined(chat().body({})))

@@ -16,6 +16,7 @@ from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action
+from proxy.wire.document import joined
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, ask, request
 from tests.canned import CannedEngine, data, http, json_answer
@@ -140,7 +141,7 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: st
         aiohttp.ClientSession() as session,
     ):
         expected = await ask(session, engine.url, body)
-        stream = await ask(session, engine.url, orjson.loads(observed(call_of(body)).body({})))
+        stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(body)).body({}))))
     got = put_together(body, stream.body)
     assert comparable(got) == comparable(expected.json)
     assert list(got["choices"][0]) == list(expected.json["choices"][0])
@@ -153,7 +154,7 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
         for max_tokens in range(1, 60):
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
             expected = await ask(session, engine.url, body)
-            stream = await ask(session, engine.url, orjson.loads(observed(call_of(body)).body({})))
+            stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(body)).body({}))))
             choice = put_together(body, stream.body)["choices"][0]
             assert choice["message"] == expected.json["choices"][0]["message"]
             assert choice["finish_reason"] == "length"
@@ -163,7 +164,7 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
 async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
-        stream = await ask(session, engine.url, orjson.loads(observed(call_of(request(api))).body({})))
+        stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(request(api))).body({}))))
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 
 

@@ -19,6 +19,7 @@ from proxy.resume.seam import Seam
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action
+from proxy.wire.document import Body, joined
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
@@ -83,9 +84,9 @@ def delivered(body: dict[str, Any], stream: bytes) -> bytes:
     return take(Delivery(call_of(body), is_observed=True), stream)[0]
 
 
-async def said_by(engine: SimulatedEngine, body: dict[str, Any] | bytes) -> bytes:
+async def said_by(engine: SimulatedEngine, body: dict[str, Any] | Body) -> bytes:
     """An engine's stream for a request, without what differs from time to time."""
-    fields = orjson.loads(body) if isinstance(body, bytes) else body
+    fields = body if isinstance(body, dict) else orjson.loads(joined(body))
     async with aiohttp.ClientSession() as session:
         answer = await ask(session, engine.url, fields, x_request_id="r")
     return re.sub(rb'"created":\d+', b'"created":1', answer.body)

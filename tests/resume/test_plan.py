@@ -25,6 +25,7 @@ from proxy.resume.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.terms import Action
+from proxy.wire import document
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import ask, request
@@ -96,7 +97,7 @@ def body_of(resumption: Resumption) -> Any:
     """What the next engine is sent, on both legs."""
     assert resumption.call is not None
     changes = {"kv_transfer_params": dict(resumption.call.kv_params)} if resumption.call.kv_params else {}
-    return orjson.loads(resumption.call.body(changes))
+    return orjson.loads(document.joined(resumption.call.body(changes)))
 
 
 def nobody_tells(ids: Sequence[int]) -> None:
@@ -514,7 +515,9 @@ async def resumed(
     output = b""
     for segment, engine in enumerate(engines, 1):
         changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
-        answer = await ask(session, engine.url, orjson.loads(call.body(changes)), x_request_id=f"{name}-{segment}")
+        answer = await ask(
+            session, engine.url, orjson.loads(document.joined(call.body(changes))), x_request_id=f"{name}-{segment}"
+        )
         assert answer.status == 200, answer.body
         part, ended = take(delivery, answer.body)
         output += part

@@ -1,0 +1,62 @@
+"""What is known of a long text without reading all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.wire.elision import excerpt, text_bytes
+from proxy.wire.weight import LONG_BYTES
+
+KIB = 1024
+UNITS = ["x", "QUJD", "é", "日本", "🙂", "a\n", 'say "no" ', "\\", "1, ", " ", "null", "0123456789"]
+
+
+def lengths(value: Any, length: Any) -> Any:
+    """A value with the length of each string in its place."""
+    match value:
+        case str():
+            return length(value)
+        case list():
+            return [lengths(item, length) for item in value]
+        case dict():
+            return {name: lengths(item, length) for name, item in value.items()}
+    return value
+
+
+@settings(deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(UNITS), st.integers(0, 300 * KIB)), min_size=1, max_size=6),
+    offset=st.integers(0, 9),
+)
+def test_how_long_each_string_is_is_known_exactly(parts: list[tuple[str, int]], offset: int) -> None:
+    value = [{"content": unit * (size // len(unit)), "n": [1.5, None, list(range(size // 8))]} for unit, size in parts]
+    value.append({"content": "x" * (LONG_BYTES - 100)})
+    raw = b" " * offset + orjson.dumps(value) + b", " * offset
+    told, length = excerpt(raw, offset, len(raw) - 2 * offset)
+    assert lengths(told, length) == lengths(value, text_bytes)
+
+
+def test_a_short_text_is_read_as_it_is() -> None:
+    raw = orjson.dumps(["x" * 900 * KIB])
+    assert excerpt(raw, 0, len(raw)) == (["x" * 900 * KIB], text_bytes)
+
+
+@pytest.mark.parametrize("unit", [b"1,", b"0.5, ", b" ", b"null,", b"[],"])
+def test_nothing_is_left_out_between_strings(unit: bytes) -> None:
+    raw = b"[" + unit * (2 * LONG_BYTES // len(unit)) + b'0, "x"]'
+    assert excerpt(raw, 0, len(raw))[0] == orjson.loads(raw)
+
+
+def test_a_picture_is_not_read() -> None:
+    picture = "data:image/png;base64," + "QUJD" * 2 * KIB * KIB
+    raw = orjson.dumps([{"type": "image_url", "image_url": {"url": picture}}])
+    told, length = excerpt(bytearray(raw), 0, len(raw))
+    url = told[0]["image_url"]["url"]
+    assert told[0]["type"] == "image_url"
+    assert len(url) < 128 * KIB
+    assert length(url) == len(picture)

@@ -1,0 +1,32 @@
+"""Lists of token ids are known by their bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.wire.token_ids import are_token_ids, count_token_ids, is_list
+
+SCALARS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.none() | st.booleans()
+
+
+@given(value=st.lists(SCALARS | st.text(max_size=3) | st.lists(SCALARS, max_size=3), max_size=6) | SCALARS | st.text())
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n ", ":")])
+def test_they_are_counted_where_there_is_nothing_else(value: Any, separators: tuple[str, str]) -> None:
+    written = memoryview(json.dumps(value, separators=separators).encode())
+    begins_with_id = isinstance(value, list) and bool(value) and type(value[0]) is int
+    is_flat = begins_with_id and not any(isinstance(item, str | list) for item in value)
+    assert is_list(written) == isinstance(value, list)
+    assert are_token_ids(written) == begins_with_id
+    assert count_token_ids(written) == (len(value) if is_flat else None)
+
+
+@pytest.mark.parametrize(
+    "written", [b"[]", b"[ ]", b"{}", b'"[1]"', b"[1.5]", b"[1e3,2]", b"[true]", b"[-1.0 ,2]", b"12"]
+)
+def test_nothing_else_is_taken_for_them(written: bytes) -> None:
+    assert not are_token_ids(memoryview(written))
