@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ENDS_WITHIN_SECONDS = 10.0
 
+# aiohttp reads the certificates of all authorities when it is imported, twice. Nobody speaks TLS here.
+_NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull}
+
 
 @dataclass
 class Program:
@@ -71,7 +74,7 @@ async def running(
     process = await asyncio.create_subprocess_exec(
         *(*under, sys.executable, "-m", "proxy", *words),
         cwd=Path(__file__).parents[2],
-        env={**inherited, **environment},
+        env={**inherited, **_NO_CERTIFICATES, **environment},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -98,6 +101,7 @@ async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy", "--port", "0", *words),
         cwd=Path(__file__).parents[2],
+        env={**os.environ, **_NO_CERTIFICATES},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -38,14 +38,14 @@ def _parametrize(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one more than there are processors, because tests wait now and then; none for a test or a file.
+    """For `-n auto`: two more than there are processors, because tests wait now and then; none for a test or a file.
 
     A worker takes some seconds to start, because it collects all tests by itself.
     """
     option = config.option
     if option.keyword or option.usepdb or option.collectonly or any(".py" in name for name in config.args):
         return 0
-    return len(os.sched_getaffinity(0)) + 1
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_finish() -> None:
