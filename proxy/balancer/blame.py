@@ -1,8 +1,9 @@
 """Whose fault the failures of one client's request were: the engines', or its own.
 
 A request that breaks down on one engine and is served by another tells something about the first one. One that breaks
-down the same way on two engines tells nothing about either: what they have in common is the request. So what a request
-did is held against nobody before it is known how it fared elsewhere; and requests that fail everywhere eject nobody.
+down the same way on two engines tells nothing about either: what they have in common is the request. So no
+failure is held against an engine before it is known how the request fared elsewhere, and requests that fail everywhere
+eject no engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _EVERYWHERE: Final = 2
 
 
 class Blame:
-    """That of one unit of a request; `ways` is shared by all units of it. `with` it, outside of all leases."""
+    """The blame of one unit of a request; `ways` is shared by all its units. `with` it, outside of all leases."""
 
     __slots__ = ("_errors", "_ways")
 
@@ -44,7 +45,9 @@ class Blame:
             self._ways.setdefault(_way(error), set()).add(error.backend)
 
     def settle(self) -> None:
-        """It is known how the request fares elsewhere, or nobody will: tell the balancer who is to blame."""
+        """It is known how the request fares elsewhere, or that it goes nowhere else: tell the balancer who is to
+        blame.
+        """
         for error in self._errors:
             tell, error.blame = error.blame, None
             if tell is not None and len(self._ways[_way(error)]) < _EVERYWHERE:

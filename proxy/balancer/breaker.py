@@ -2,9 +2,11 @@
 
 Closed, it counts failures in a row. Too many, and the backend is ejected: the n-th time in a row for n times as long.
 When that time is over it is on probation: one request at a time is tried on it, and how this trial ends closes the
-breaker or ejects the backend again. It decides for itself alone; whether the others can do without it Health says.
+breaker or ejects the backend again. It decides for one backend alone; whether the others can do without it is for
+Health to say.
 
-The times are those of Envoy's outlier detection, the single trial is linkerd's.
+The times are those of Envoy's outlier detection. The trial is what Fowler calls the trial call of a half-open breaker,
+and linkerd the probe of its probation; here a probe is a health check.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Breaker:
         return "failures" if self.failures >= eject_after else None
 
     def eject(self, cause: Cause, now: float, checks: HealthChecks, jitter: float) -> float:
-        """Take it out, for so many seconds. `jitter` is a factor."""
+        """Take it out; for how many seconds. `jitter` is a factor."""
         self.ends_with_connection = cause == "connect" and (self.phase is Phase.CLOSED or self.ends_with_connection)
         self.rest(now, checks.eject_seconds)
         if self._ejections * checks.eject_seconds < checks.max_eject_seconds:

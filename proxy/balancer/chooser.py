@@ -1,7 +1,7 @@
 """Which of a role's eligible backends a request gets: what holds for every policy, around the policy's own choice.
 
-Those short of KV memory are passed over for a while, and those that work on as many requests as they can, as long as
-there are others. Those that came back are spared.
+Backends that are short of KV memory are passed over for a while, and so are those at their limit, as long as there are
+others. Backends that came back start slowly.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Chooser:
         self._pressed[backend] = self._clock() + self.pressure_seconds
 
     def has_room(self) -> bool:
-        """Whether somebody is below its limit, or nobody is there."""
+        """Whether some candidate is below its limit, or there are none."""
         return not self._has_limits or any(candidate.has_room for candidate in self._candidates)
 
     def choose(self, request: PickRequest) -> Backend:

@@ -1,8 +1,9 @@
 """Whether KV that a prefiller hands over is left to it until its lease expires, judged by its own counter. Pure.
 
-vLLM's NixlConnector counts the requests whose KV it has freed because nobody fetched it in time. Some of that this
+vLLM's NixlConnector counts the requests whose KV it has freed because no decoder fetched it in time. Some of that this
 gateway knows about: it has left KV behind itself, and a decoder that is known to fetch nothing explains what was handed
-to it. What remains was handed over and lost: decoders do not come for it, or nobody tells the prefiller that they did.
+to it. What remains was handed over and lost: decoders do not come for it, or their
+notice does not reach the prefiller.
 """
 
 from __future__ import annotations

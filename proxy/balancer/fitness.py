@@ -1,6 +1,6 @@
-"""What one worker's traffic tells of whether engines fit: hand-overs are counted, and what answers lack is noticed.
+"""What one worker's traffic tells about whether engines fit: it counts hand-overs and notices what answers lack.
 
-What is found goes to Misfits, which all workers share; who finds something new is called, to log it.
+Findings go to Misfits, which all workers share; the worker that finds something new logs it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fitness:
             self._on_change(backend, kind, hint)
 
     def handed_over(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> Verdict:
-        """A decoder has answered to a prompt of about so many tokens, whose KV it was to fetch from this one: what
+        """A decoder has answered a prompt of about `tokens` tokens whose KV it was to fetch from this prefiller: what
         becomes of that KV. From a prompt of less than `least_tokens` nothing follows.
         """
         if tokens >= least_tokens:
@@ -70,7 +70,7 @@ class Fitness:
             )
 
     def refused_key(self, backend: Backend) -> None:
-        """It has answered 401, and to nobody otherwise."""
+        """It has answered 401, and has served no request yet."""
         self.report(backend, MisfitKind.ENGINE_KEY, self._keys.advice(backend))
 
     def served(self, backend: Backend) -> None:

@@ -6,7 +6,7 @@ while, whatever its probes say, because a wedged engine still answers /health; s
 wants a backend is a third fact, and the roster's.
 
 Ejection never takes more than a share of a role's backends, nor the last one: when all fail, it is not they who are
-broken, and somebody has to be asked. Probes may take all of them down. One Health per worker.
+broken, and requests have to go somewhere. Probes may take all of them down. One Health per worker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "conn
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A change of state: returned exactly once, so that whoever gets it can log it and count it.
+    """A change of state: returned exactly once, so that the caller can log it and count it.
 
     `cause`: why it was ejected, if this is an ejection.
     """
@@ -77,7 +77,7 @@ class Health:
     # What is observed
 
     def on_added(self, backend: Backend) -> None:
-        """It exists from now on, and not from the beginning: nobody is sent there before it has answered."""
+        """It exists from now on, and not from the beginning: it gets no request before it has passed a probe."""
         condition = self._condition(backend)
         if condition.verdict is HealthState.UNKNOWN:
             condition.awaits_first_probe = True

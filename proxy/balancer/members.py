@@ -79,7 +79,7 @@ class Members:
         self.eligible = tuple(backend for backend in self.enabled if health.of(backend).is_eligible)
         self.awaiting_trial = tuple(backend for backend in self.enabled if health.of(backend).awaits_trial)
         if not self.eligible and not self.awaiting_trial:
-            # All are new, as after a reload that replaces them: who has not answered yet is better than nobody.
+            # All are new, as after a reload that replaces them: unprobed backends are better than none.
             unknown = (backend for backend in self.enabled if health.of(backend).state is HealthState.UNKNOWN)
             self.eligible = tuple(unknown)
         self.gone_at = None

@@ -1,8 +1,8 @@
-"""Which instances do not fit the others, or this gateway, though they are well: known to all workers, told once.
+"""Which healthy instances do not fit the others or this gateway: known to all workers, logged once.
 
-A misfit serves, or refuses with a good reason, so it is nothing for health; but its operator wants to know, and to be
-told when it is over. Whoever finds out, in whichever worker, reports it here, and the first one to do so logs it. What
-decoders make of the KV they are handed is kept here, too. Build it before forking.
+A misfit serves, or refuses for a good reason, so it is no matter of health; but its operator wants to know about it,
+and when it is over. The worker that finds one reports it here, and the first to do so logs it. What decoders make of
+the KV that is handed to them is kept here, too. Build it before forking.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class Misfit:
 
 
 class Misfits:
-    """Reading costs a look at the version, as long as nothing has changed; changing takes a lock of all workers."""
+    """Reading costs a look at the version as long as nothing has changed; changing takes a lock that all workers
+    share.
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_misfits: int = _MAX_MISFITS
@@ -116,7 +118,7 @@ class Misfits:
                 return False
             known[kind] = Misfit(kind, hint[:_MAX_HINT], self._clock())
             if sum(map(len, self._misfits.values())) > self._max_misfits:
-                del known[kind]  # told as often as it is found then, and not listed
+                del known[kind]  # logged as often as it is found, then, and not listed
                 return True
             self._write()
             return True

@@ -1,4 +1,4 @@
-"""How requests ended on one role's backends, and whom that is told: health, what does not fit, and the metrics."""
+"""How requests ended on one role's backends, reported to health, to fitness and to the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNAUTHORIZED: Final = 401
 
 
 class Outcomes:
-    """Leases tell it."""
+    """One role's; leases report to it."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Outcomes:
             self._on_end(backend, "ok" if error is None else error.failure.value)
 
     def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
-        """A request on a backend broke down. Whether it is held against the backend is up to whoever learns how the
-        request fares elsewhere: what is returned does it.
+        """A request on a backend broke down. What is returned holds it against the backend: to be called once it is
+        known that the request fares better elsewhere.
         """
         if self._on_end is not None:
             self._on_end(backend, error.failure.value)

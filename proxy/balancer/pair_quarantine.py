@@ -6,7 +6,7 @@ apart after fewer failures (2) than eject a backend (5): where only the way betw
 either is blamed, and both go on with others. A bad prefiller fails with one decoder after the other, two failures each
 and a success with another prefiller in between, so it ends up apart from all of them and none of them is ejected.
 
-It is advice, not a verdict: a pair that is kept apart is used where nobody else is left.
+It is advice, not a verdict: a pair that is kept apart is used where no other is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The port between what is to be chosen for and who chooses: PickRequest, Candidate, Policy.
+"""The port of policies: PickRequest, Candidate, Policy.
 
-Whoever wants a lease says by a PickRequest what the request costs and what may be known of it. The chooser shows the
-eligible backends to the role's policy as Candidates, and the policy names one of them.
+A PickRequest says what the request for a lease costs and what is known about it. The chooser shows the eligible
+backends to the role's policy as Candidates, and the policy names one of them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Pin:
     """One KV cache on `backend`, left behind at `since` and freed by the engine itself at `until`, in clock seconds.
 
-    `suspected`: the prefiller's answer was lost, so nobody knows whether there is any.
+    `suspected`: the prefiller's answer was lost, so it is not known whether there is any.
     """
 
     backend: Backend
@@ -54,7 +54,7 @@ class PinnedKv:
         self._numbers = itertools.count()
 
     def pin(self, backend: Backend, tokens: int, seconds: float, *, suspected: bool = False) -> Pin:
-        """Account for KV that the engine keeps for so many seconds more."""
+        """Account for KV that the engine keeps for `seconds` more."""
         now = self._clock()
         pin = Pin(backend, tokens, now, now + seconds, suspected)
         slot = self._slots.setdefault(backend.slot, _Slot())
@@ -74,7 +74,7 @@ class PinnedKv:
             self._publish(pin.backend.slot, slot)
 
     def expire(self) -> None:
-        """Drop what the engines have freed by now. Whoever reads the scoreboard's sums calls it first."""
+        """Drop what the engines have freed by now. To be called before the scoreboard's sums are read."""
         if not self._expiries:
             return
         now = self._clock()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
 # (per compute token, per kv token). A prefiller is busy with the prompts it computes; KV that waits to be pulled, or
-# that nobody pulls any more, only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in
+# that no decoder pulls any more, only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in
 # integers, whose total order has no residue. A decoder works on every token it holds.
 WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (1, 1), Role.ENCODE: (1, 1)}
 

@@ -1,7 +1,7 @@
 """The backends of one role: leases on them, and what is known of them.
 
-Who is eligible now is for `members` to say, who of them gets a request for `chooser`, and how it went for `outcomes`.
-When nobody is eligible there is no lease: a down backend is not tried for want of a better one. A backend on probation
+`members` says which are eligible now, `chooser` which of them gets a request, and `outcomes` reports how it went.
+When none is eligible there is no lease: a down backend is not tried for want of a better one. A backend on probation
 gets the next lease there is, and no other until that one has told something.
 """
 
@@ -203,7 +203,7 @@ class Pool:
         return None if facts is None else facts.max_num_seqs
 
     def has_room(self) -> bool:
-        """Whether some eligible backend is below its limit. True also where nobody is eligible, unless they are only
+        """Whether some eligible backend is below its limit. True also where none is eligible, unless they are only
         restarting: a lease that fails at once is nothing to wait for.
         """
         self._members.refresh()
@@ -212,13 +212,13 @@ class Pool:
         return bool(self._members.awaiting_trial) or self._chooser.has_room()
 
     def is_gone(self) -> bool:
-        """Whether nobody takes connections, and somebody did who was up."""
+        """Whether no backend takes connections any more, though at least one was up before."""
         self._members.refresh()
         return self._members.gone_at is not None
 
     def is_restarting(self) -> bool:
-        """Whether they are gone for less than `restart_seconds`, so that they may soon be back. Who never was up, or is
-        gone for longer, is not waited for.
+        """Whether they are gone for less than `restart_seconds`, so that they may soon be back. Backends that never
+        were up, or are gone for longer, are not waited for.
         """
         self._members.refresh()
         return (

@@ -1,7 +1,7 @@
 """Which backends have stopped sending, while others of their role go on. Pure: the caller has the clock.
 
-A stuck engine keeps its connections open and answers health checks, so nothing but its silence tells. Silence alone
-says little, though: it may be the gateway's own, or that of the network. So a backend is compared with its peers, and
+A stuck engine keeps its connections open and answers health checks, so only its silence gives it away. Silence alone
+says little, though: the cause may be the gateway itself, or the network. So a backend is compared with its peers, and
 with how long it has been silent before and went on.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _REMEMBERED_SECONDS: Final = 600.0
 _PATIENCE: Final = 3.0
-"""So many times the longest silence that a backend came back from is not suspicious in it."""
+"""How many times as long as the longest silence it came back from a backend may be silent without suspicion."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Progress:
         """Take in one look at all streams; the backends that are found stalled by it, each once per silence.
 
         `moving` has the backends with streams under way: whether any of these got bytes since the last look.
-        `lost_seconds` of the time since then nobody looked or listened: it counts for nothing.
+        `lost_seconds`: how much of the time since then the gateway itself did not read; it does not count.
         """
         for backend, moves in moving.items():
             self._note(backend, moves, now, lost_seconds)

@@ -1,9 +1,9 @@
 """Which connector engines need, by what they say of themselves, and whether the one that was chosen serves them.
 
-It asks nobody: `supervisor.detection` does, before anything is served and for connector `auto`, and the prober does
-whenever an engine comes up. SGLang tells everything: its kind, and at `/server_info` whether it prefills or decodes.
-vLLM tells its kind, but how its KV cache travels only with VLLM_SERVER_DEV_MODE=1, when `/server_info` has its whole
-configuration. Without it nothing at its HTTP port tells the protocols apart before a prompt was computed.
+It sends no request itself: `supervisor.detection` does, before anything is served and for connector `auto`, and so does
+the prober whenever an engine comes up. SGLang tells everything: its kind, and at `/server_info` whether it prefills or
+decodes. vLLM tells its kind, but how its KV cache travels only with VLLM_SERVER_DEV_MODE=1, when `/server_info` has its
+whole configuration. Without it nothing at its HTTP port tells the protocols apart before a prompt was computed.
 """
 
 from __future__ import annotations

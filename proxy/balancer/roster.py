@@ -2,11 +2,11 @@
 
 A backend is a member for as long as an origin wants it: the configuration, an administrator, a source of discovery.
 Origins do not know each other, so one that two of them want stays when one does not want it any more. An
-administrator's word is the last: what is removed by hand leaves whoever else wanted it, until the configuration is read
-again, or an origin that had ceased to want it wants it anew.
+administrator's word is the last: what is removed by hand leaves, whichever other origin wants it, until the
+configuration is read again, or an origin that had ceased to want it wants it anew.
 
-The roster owns the scoreboard's slots. A member that nobody wants drains: it gets no new requests, keeps its slot until
-its own last request has ended, and is then dropped by `finalize`. Build the roster before forking.
+The roster owns the scoreboard's slots. A member that no origin wants drains: it gets no new requests, keeps its slot
+until its own last request has ended, and is then dropped by `finalize`. Build the roster before forking.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Member:
 
     @property
     def draining(self) -> bool:
-        """Whether it is to get no new requests, because nobody wants it any more."""
+        """Whether it is to get no new requests, because no origin wants it any more."""
         return not self.origins
 
     def wanted_by(self, origin: str) -> Member:
@@ -130,8 +130,8 @@ class Roster:
         return self._leaving
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
-        """Let a backend drain, whoever wants it, and have it evacuated at `leaves_at`, see Member; False when there is
-        no such backend. For one that drains already the time is the last one given.
+        """Let a backend drain, whichever origins want it, and have it evacuated at `leaves_at`, see Member; False when
+        there is no such backend. For one that drains already the time is the last one given.
         """
         with self._shared.exclusive():
             members = self._read()
@@ -197,7 +197,7 @@ class Roster:
         return member.draining and self._scoreboard.requests(member.backend.slot) == 0
 
     def _free_slot(self, members: Iterable[Member]) -> int:
-        """The lowest slot of nobody whose column is zero.
+        """The lowest slot that no member has and whose column is zero.
 
         The column matters: another worker may have picked a backend just before it was removed and charge it just after
         it was dropped. Until that request ends, its load must not be taken for a new backend's.

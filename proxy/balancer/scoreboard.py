@@ -32,7 +32,7 @@ _TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """KV caches that a backend keeps though nobody is going to fetch them; see PinnedKv.
+    """KV caches that a backend keeps although no decoder is going to fetch them; see PinnedKv.
 
     `since`: when the oldest of them was left behind, in seconds of the system's monotonic clock, which all workers
     share; None when there are none.
@@ -87,7 +87,7 @@ class Row:
         self._cells[_CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
-        """Replace what this worker knows to be pinned. It is nobody's load, so nothing waits for it to go."""
+        """Replace what this worker knows to be pinned. It is no load, so nothing waits for it to go."""
         cells = self._cells
         first = _CELLS_PER_SLOT * slot
         cells[first + _PINNED_COUNT] = pinned.count

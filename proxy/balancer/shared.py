@@ -25,7 +25,7 @@ class SharedValue:
     """A versioned JSON value in memory that forked processes share.
 
     There are two places and the version's parity says which one counts. A writer fills the other place and then moves
-    the version, so a writer that dies half-way harms nobody and readers never wait. Each place carries its version and
+    the version, so a writer that dies half-way does no harm and readers never wait. Each place carries its version and
     a checksum: a reader that was overtaken, or sees the stores out of order as aarch64 allows, notices and looks again.
 
     Writers exclude each other with a POSIX record lock, because the kernel releases it when its holder dies; the lock

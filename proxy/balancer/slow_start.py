@@ -19,7 +19,7 @@ Candidate = TypeVar("Candidate")
 
 
 def percent(elapsed_seconds: float, slow_start_seconds: float) -> int:
-    """The share of a backend that came back so long ago."""
+    """The share of a backend that came back `elapsed_seconds` ago."""
     if elapsed_seconds >= slow_start_seconds:
         return FULL
     return _FIRST + int((FULL - _FIRST) * elapsed_seconds / slow_start_seconds)

@@ -1,5 +1,5 @@
 """Requests under which engines went down, remembered for a while and by all workers, so that the same request sent
-again does not begin anew. Only a keyed digest of the request is kept, and nobody outside knows the key.
+again does not begin anew. Only a keyed digest of the request is kept, and the key stays in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SuspectMemory:
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
     def remember(self, body: Body, engines: int) -> None:
-        """It has cost so many engines. That is forgotten after a while, however often it is asked for until then."""
+        """It has cost `engines` engines. This is forgotten after a while, however often it is looked up until then."""
         self._replace(body, engines)
 
     def forget(self, body: Body) -> None:

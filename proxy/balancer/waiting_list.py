@@ -1,7 +1,7 @@
 """The instances that were added while the gateway runs and did not answer yet, as all workers see them.
 
-The worker that was told to add one waits for it, and any worker may be told to stop. Should the first one die, nobody
-waits any more, so each entry has a time by which it is over. Make the list before forking.
+The worker that was told to add one waits for it, and any worker may be told to stop. Should the first one die,
+nothing waits any more, so each entry has a time by which it is over. Make the list before forking.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ class WaitingList:
     """Who waits, each with a ticket, since one that was taken off the list may be put on it again."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """For so many. `clock` is the system's monotonic one, which all workers share, except in tests."""
+        """For `capacity` instances. `clock` is the system's monotonic one, which all workers share, except in tests."""
         self._clock = clock
         self._shared = SharedValue("list of instances that join", capacity_bytes=capacity * _BYTES_PER_ENTRY)
         self._shared.write([])
 
     def enter(self, backend: Backend, seconds: float) -> int | None:
-        """Put it on the list for so long; its ticket, None if it is there already. Raises ValueError if it is full."""
+        """Put it on the list for `seconds`; its ticket, None if it is there already. Raises ValueError if it is
+        full.
+        """
         with self._shared.exclusive():
             rows = self._rows()
             if backend in map(_backend, rows):

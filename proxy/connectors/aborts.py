@@ -1,4 +1,4 @@
-"""SGLang's engines are told to stop working on what nobody waits for."""
+"""SGLang's engines are told to stop working on requests that were given up."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MAX_ABORTS_PENDING: Final = 1024
 
 
 class Aborts:
-    """Tells engines to stop working on requests that nobody waits for, beside whatever else goes on.
+    """Tells engines, in the background, to stop working on requests that were given up.
 
     An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
-    on it, so what fails is not repeated, and what is too much is left out.
+    on it, so an abort that fails is not repeated, and those beyond the bound are left out.
     """
 
     def __init__(self, upstream: Upstream, background: Background) -> None:

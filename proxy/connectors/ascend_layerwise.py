@@ -5,7 +5,7 @@ at the address that came with the request. What it posts are the KV parameters o
 prefiller sends the KV cache layer by layer as it computes it, and keeps nothing.
 
 A decoder is told nothing when the prefill fails and would wait for ever: its leg is closed then. Ids are those of one
-attempt and forgotten with it, so a callback that comes late finds nobody.
+attempt and forgotten with it, so a callback that comes late is refused.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class AscendLayerwise(Disaggregated):
             timeline.enter(Stage.PREFILL)
             answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
-            if handoff.is_settled:  # the decoder is at work, and needs nobody for it
+            if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
                 return
             raise
         timeline.usage.saw_prompt(answer.get("usage"))

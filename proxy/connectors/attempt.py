@@ -1,4 +1,4 @@
-"""One try at a call, as whoever takes its answer sees it."""
+"""One try at a call, as the taker of its answer sees it."""
 
 from __future__ import annotations
 

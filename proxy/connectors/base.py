@@ -100,8 +100,8 @@ class Connector(ABC):
         """
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The same attempt as `open` makes, for whoever drives it; see connectors.legs. None: its legs do not come one
-        after the other.
+        """The same attempt as `open` makes, as legs that its caller sends; see connectors.legs. None: its legs do not
+        come one after the other.
         """
         return None
 

@@ -1,7 +1,7 @@
-"""Decoders that call back: which attempts they may call back for, and what they say then.
+"""Callbacks of decoders: for which attempts they are accepted, and what they say.
 
-A callback is answered at once and counts once. It is refused when nobody waits for it, or when it is not what a decoder
-posts (MooncakeLayerwiseConnector.update_state_after_alloc): what a stranger sends never reaches an engine.
+A callback is answered at once and counts once. It is refused when no attempt waits for it, or when it is not what a
+decoder posts (MooncakeLayerwiseConnector.update_state_after_alloc): what a stranger sends never reaches an engine.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ async def _read(request: web.Request) -> bytes:
 def _parse(body: bytes) -> tuple[str, Document]:
     """The request's id in the engine, and the whole callback. Raises BadRequest.
 
-    Whoever knows the id, 128 random bits that only engines are told before the answer begins, is believed where the KV
-    is to go. A prefiller looks `remote_cached_tokens` up without asking whether it is there: its engine would end.
+    The id is 128 random bits that only engines are told before the answer begins, so a callback that has it is trusted
+    about where the KV is to go. A prefiller looks `remote_cached_tokens` up without asking whether it is there: its
+    engine would end.
     """
     try:
         params = Document(body)

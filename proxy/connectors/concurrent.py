@@ -1,7 +1,7 @@
 """Two legs at the same time: the prefill leg runs beside the decode leg, and neither outlives the other's failure.
 
-Whoever waits is told of the failure that came first, or of the prefiller's where both are known: what a decoder says
-when its KV cache does not come is no fault of its own.
+The failure that is raised is the one that came first, or the prefiller's where both are known: a decoder whose KV cache
+does not come is not to blame for what it says.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
     """Run the prefill leg until the end of the block at the latest; left before, it is cancelled and waited for.
 
-    What the leg raises, an UpstreamError if all is well with the program, reaches whoever waits for it in the block,
-    and takes the place of an UpstreamError with which the block is left.
+    What the leg raises, an UpstreamError unless the program has a mistake, is raised where the block waits for it, and
+    takes the place of an UpstreamError with which the block is left.
     """
     task = asyncio.create_task(leg)
-    task.add_done_callback(_error)  # which nobody may be waiting for any more
+    task.add_done_callback(_error)  # its error may not be waited for any more
     try:
         yield PrefillLeg(task)
     except UpstreamError as error:
@@ -50,7 +50,7 @@ class PrefillLeg:
         """Open the decode leg meanwhile; the response is the caller's to enter at once, as from `Upstream.open`.
 
         Raises what either leg raises, whichever fails first; the decode leg is cancelled then. When the prefill leg
-        fails later, the response is aborted with its error, unless the decoder needs nobody for it any more:
+        fails later, the response is aborted with its error, unless the decoder no longer needs the prefiller:
         `is_served`, which is asked in that moment, as the decoder's first words may come in the same one.
         """
         decode = asyncio.create_task(opening)
@@ -70,7 +70,7 @@ class PrefillLeg:
 
     async def ended(self) -> None:
         """Wait for it. Raises what it raises."""
-        await asyncio.wait([self._task])  # to await the task itself would cancel it together with whoever waits
+        await asyncio.wait([self._task])  # to await the task itself would cancel it together with the waiting task
         self._task.result()
 
 
@@ -86,7 +86,7 @@ def _error(task: asyncio.Task[Any]) -> BaseException | None:
 
 
 def _give_back(decode: asyncio.Task[Response]) -> None:
-    """Drop the response of a leg that nobody waits for any more."""
+    """Drop the response of a leg that was given up."""
     if not decode.cancelled() and decode.exception() is None:
         with decode.result():
             pass

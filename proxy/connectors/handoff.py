@@ -1,8 +1,8 @@
 """The hand-over of one attempt's KV cache from its prefiller to its decoder, and all that follows from how it ends.
 
-The protocol tells it when the prefiller has the KV cache for the decoder; whoever reads the answer tells it of the
+The protocol tells it when the prefiller has the KV cache for the decoder; the reader of the answer tells it of the
 decoder's first output. What follows is the same for all protocols: the prefiller's lease no longer counts the KV, the
-pair of engines is credited or blamed, the hand-over is counted, and KV that nobody fetches is given to the releaser.
+pair of engines is credited or blamed, the hand-over is counted, and KV that stays behind is given to the releaser.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class KvHandoff:
         self.decoder = decoder
         self.source = KvSource.PREFILLER
         self.kv: PrefilledKv | None = None
-        """What the prefiller keeps, once it is held, until the decoder has fetched it. None: nothing that somebody
-        would have to free."""
+        """What the prefiller keeps, once it is held, until the decoder has fetched it. None: nothing that would have to
+        be freed."""
         self.failed = set(request.avoid)
         """Backends that are not to be asked for help."""
         self.state = KvState.COMPUTING
@@ -189,7 +189,7 @@ class KvHandoff:
             self._context.releaser.orphaned(self._kept, self.failed)
 
     def _tell_pair(self, *, has_it: bool) -> None:
-        """Which of the two there is something wrong with, when the decoder failed to get the KV, nobody knows."""
+        """Count the hand-over for the pair: when it fails, it is not known which of the two is at fault."""
         if self.source is not KvSource.PREFILLER:
             return
         quarantine, prefiller, decoder = self._context.pools.quarantine, self.prefiller.backend, self.decoder.backend

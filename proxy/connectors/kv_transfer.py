@@ -73,6 +73,6 @@ def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bo
 
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
-    """How long a prefiller of this version, None if unknown, keeps KV that nobody fetches."""
+    """How long a prefiller of this version, None if unknown, keeps KV that no decoder fetches."""
     has_lease = transfer is KvTransfer.NIXL and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS

@@ -1,6 +1,6 @@
 """The legs of an attempt that come one after the other, as a generator: what is to be done next, and no IO.
 
-A protocol writes the order of its steps once. Whoever drives it sends what it asks for: `opened` does so from a
+A protocol writes the order of its steps once. Its driver sends what it asks for: `opened` does so from a
 coroutine, the fast path from the callbacks of its connections.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     - a Leg is sent; what comes of it is its Response, once the headers are there;
     - a Response is read; what comes of it is its whole body, as bytes;
-    - the Attempt, at last, is for whoever drives: its answer is to be taken. Then the generator is resumed once more,
+    - the Attempt, at last, is for the driver: its answer is to be taken. Then the generator is resumed once more,
       or has the error thrown in that the answer ended with. It gives every lease and connection back, and ends.
 
     Closing it early, or throwing anything else in, gives everything back, too.

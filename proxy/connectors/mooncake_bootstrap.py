@@ -126,7 +126,7 @@ class MooncakeBootstrap(Disaggregated):
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:
-            if handoff.is_settled:  # the decoder is at work, and needs nobody for it
+            if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise

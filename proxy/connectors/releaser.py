@@ -54,7 +54,7 @@ _MAX_AT_ONCE: Final = 8
 
 
 class Releaser:
-    """One worker's dealings with KV that nobody fetches. `async with` it; leaving grants pending releases a moment.
+    """One worker's dealings with KV that no decoder fetches. `async with` it; leaving grants pending releases a moment.
 
     A release waits `settle_seconds`, outlives its request, and says nothing about the health of the decoder that is
     asked. One that no decoder has answered is tried again, for as long as instances are waited for that may be
@@ -81,8 +81,8 @@ class Releaser:
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self._last_transfer = KvTransfer.OTHER
         self._doubtful: dict[Backend, deque[tuple[Backend, int, float]]] = {}
-        """By decoders of which nobody knows yet whether they fetch KV: what they were to fetch, as prefiller, tokens,
-        and the monotonic second at which the prefiller frees it anyhow."""
+        """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens, and the
+        monotonic second at which the prefiller frees it anyhow."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
         self.configure(settings)
@@ -228,7 +228,7 @@ class Releaser:
         return is_able and self._misfits.verdict(decoder) is not Verdict.COMPUTED
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
-        """How long a prefiller keeps KV that nobody fetches."""
+        """How long a prefiller keeps KV that no decoder fetches."""
         configured = self._settings.pin_seconds
         if configured is not None:
             return configured

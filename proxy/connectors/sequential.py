@@ -183,7 +183,7 @@ class Sequential(Disaggregated):
                     self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
                     continue
                 if error.failure is Failure.CONNECT:
-                    # Nobody is left to ask: another prefill would only pin more KV cache that nobody pulls.
+                    # No decoder is left: another prefill would only pin more KV cache that none pulls.
                     raise NoBackendAvailable(Role.DECODE) from error
                 raise
 

@@ -13,7 +13,7 @@ _block: list[str] = []
 
 
 def new_id() -> str:
-    """128 random bits as 32 hexadecimal digits: nobody can guess it, and no other process has it."""
+    """128 random bits as 32 hexadecimal digits: it cannot be guessed, and no other process has it."""
     if not _block:
         drawn = os.urandom(_ID_BYTES * _IDS_AT_ONCE).hex()
         _block.extend(drawn[start : start + 2 * _ID_BYTES] for start in range(0, len(drawn), 2 * _ID_BYTES))

@@ -212,7 +212,7 @@ class PrefilledParts:
 
 
 class LoneAnswer:
-    """Makes a prefiller's answer, with which nobody goes on, that of an ordinary engine. A prefiller gives one token
+    """Makes a prefiller's answer, which no decoder continues, that of an ordinary engine. A prefiller gives one token
     even if none is wanted, and does not count it in the reason for the end (seen of SGLang 0.5.23).
     """
 

@@ -1,8 +1,7 @@
-"""The event that nearly every token of a stream is: the one before it, but for the text and the token id.
+"""Nearly every token of a stream is an event that differs from the one before it only in its text and its token id.
 
-Engines serialise each chunk of an answer alike. Once one was parsed, the next ones are told by their bytes, for a third
-of what parsing costs. What is unlike it in any other place, or has an escape in its text, is no such token: it is
-parsed as ever.
+Engines serialise each chunk of an answer alike. Once one was parsed, the next ones are recognised by their bytes, for a
+third of what parsing costs. An event that differs in any other place, or has an escape in its text, is parsed as usual.
 """
 
 from __future__ import annotations

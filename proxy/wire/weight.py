@@ -21,11 +21,11 @@ those of five others, in OpenAI's form."""
 
 SLIGHT_BYTES: Final = 1024
 """What such a text becomes is no more than a connection itself takes: it need not be weighed."""
-# In steps of so many bytes it is seen where the middle of a long string is.
+# The middle of a long string is looked for in steps of this many bytes.
 _STEP_BYTES: Final = 64 * 1024
 # What may stand outside of strings.
 _NO_STRING: Final = b"0123456789+-.eE,:[]{} \t\r\ntrufalsn"
-# So many values are looked at for wide strings, in a millisecond or two.
+# How many values are searched for wide strings, in a millisecond or two.
 _MAX_LOOKS: Final = 10_000
 # A shorter text is no reason to keep the collector from looking, nor to look how wide its strings are.
 _MANY_BYTES: Final = 64 * 1024
