@@ -243,7 +243,7 @@ NOWHERE = [
         "//instances/add",
     ),
     *("/v1/chat%2fcompletions", "/v1/chat/completions/x", "/V1/chat/completions", "/v1/chat"),
-    *("/_mock/faults", "/v1/responses", "/v1/chat/completions%00", "/v1/chat/completions;x", "/.env", "/invocations"),
+    *("/_mock/faults", "/v1/response", "/v1/chat/completions%00", "/v1/chat/completions;x", "/.env", "/invocations"),
 ]
 
 

@@ -61,6 +61,8 @@ def cases(draw: st.DrawFn, profile: str) -> Case:
     if connector == "plain":
         body.pop("n", None)  # such an answer is not continued
     chats = draw(st.sampled_from(["auto", "auto", "completions"]))
+    if connector == "plain" and "messages" in body and "chat_template_kwargs" not in body:
+        chats = "auto"  # a completion does not tell that engines count the reasoning of a chat that has none
     return Case(connector, body, draw(st.sampled_from(TOKENS_IN_A_CHUNK)), chats, faults)
 
 
