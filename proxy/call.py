@@ -55,6 +55,8 @@ class Call:
     """Members of the document that are replaced or REMOVED on every leg."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
+    alias: str | None = None
+    """What the client calls the model, if engines call it otherwise."""
     asked: Any = None
     """What its dialect keeps of the client's own words for the answer; None where it needs nothing."""
     prompt: Prompt | None = None
@@ -114,6 +116,11 @@ class Call:
     # What the client asks for
 
     @property
+    def model(self) -> object:
+        """The name of the model, as the client says it, whatever that is; None when it says none."""
+        return self.values.get("model") if self.alias is None else self.alias
+
+    @property
     def values(self) -> Mapping[str, Any]:
         """The client's fields, as engines take them."""
         return self.document
@@ -165,6 +172,7 @@ class Call:
             headers=self.headers,
             changes={**self.changes, **changes},
             kv_params=self.kv_params,
+            alias=self.alias,
             asked=self.asked,
             prompt=prompt or self.prompt,
         )

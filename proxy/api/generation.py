@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy.call import FIRST_TOKEN_HEADER
+from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
@@ -51,12 +52,13 @@ class GenerationApi:
         self._gateway = gateway
         self._keys = keys
         self._drain = drain
-        self._settings = settings
         self._observers = observers
+        self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         self._settings = settings
+        self._names = ModelNames(settings.models.aliases)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """One for each dialect and method."""
@@ -96,6 +98,8 @@ class GenerationApi:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile
             call = dialect.parse(document, self._settings.cost, self._passed_on(request))
             held.resize(memory_bytes(raw, document.read_values))
+            del raw, document  # the call has what it needs of them, which may be another document
+            call = self._names.translated(call)
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream = call.stream

@@ -12,6 +12,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
+from proxy.dialects.model_names import ModelNames
 from proxy.errors import UnknownModel, UpstreamError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics
+    from proxy.settings import Settings
 
 _PATH: Final = "/v1/models"
 _NAMED: Final = _PATH + "/{model:.+}"  # names may have slashes
@@ -44,6 +46,7 @@ class ModelsApi:
         engine_keys: EngineKeys,
         client_keys: KeyAuth,
         metrics: Metrics,
+        settings: Settings,
     ) -> None:
         self._pools = pools
         self._session = session
@@ -53,6 +56,11 @@ class ModelsApi:
         self._kept_for: str | None = None
         self._kept_until = 0.0
         self._kept: dict[str, dict[str, Any]] = {}
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self._names = ModelNames(settings.models.aliases)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -63,14 +71,16 @@ class ModelsApi:
 
     async def _models(self, request: web.Request) -> web.Response:
         models = await self._merged(self._client_keys.credential(request))
-        return _json({"object": "list", "data": list(models.values())})
+        aliases = [{**models[served], "id": said} for said, served in self._names.exact.items() if served in models]
+        return _json({"object": "list", "data": [*models.values(), *aliases]})
 
     async def _model(self, request: web.Request) -> web.Response:
         models = await self._merged(self._client_keys.credential(request))
-        model = models.get(request.match_info["model"])
+        name = request.match_info["model"]
+        model = models.get(self._names.served(name))
         if model is None:
             raise UnknownModel
-        return _json(model)
+        return _json({**model, "id": name})
 
     async def _merged(self, credential: str | None) -> dict[str, dict[str, Any]]:
         """The models by name."""

@@ -45,8 +45,7 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
-        ("POST", "/v1/chat/completions/render"),
-        ("POST", "/v1/completions/render"),
+        *(("POST", f"/v1/{api}/render") for api in ("chat/completions", "completions", "messages", "responses")),
     ),
     "pooling": (
         ("POST", "/v1/embeddings"),

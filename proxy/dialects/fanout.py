@@ -85,15 +85,16 @@ def _is_single_prompt(prompt: object) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) <= {int})
 
 
-def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]]) -> bytes:
-    """One answer out of the units' answers, which are in the order of the units."""
+def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alias: str | None = None) -> bytes:
+    """One answer out of the units' answers, which are in the order of the units. `alias`: see Call."""
     choices = [
         {**choice, "index": unit.index}
         for unit, answer in zip(units, answers, strict=True)
         for choice in answer["choices"]
     ]
     usage = merge_usage(units, [answer.get("usage") for answer in answers])
-    return orjson.dumps({**answers[0], "choices": choices, "usage": usage})
+    named = {} if alias is None else {"model": alias}
+    return orjson.dumps({**answers[0], **named, "choices": choices, "usage": usage})
 
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -118,11 +119,11 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
 class MergedStreams:
     """Makes the chunks of several streams look like those of one. Owns the common id, taken from the first chunk."""
 
-    def __init__(self, units: Sequence[Unit], *, tells_usage: bool) -> None:
-        """`tells_usage`: the client asked for the usage chunk."""
+    def __init__(self, units: Sequence[Unit], *, tells_usage: bool, alias: str | None = None) -> None:
+        """`tells_usage`: the client asked for the usage chunk. `alias`: see Call."""
         self._units = units
         self._tells_usage = tells_usage
-        self._common: dict[str, Any] = {}
+        self._common: dict[str, Any] = {} if alias is None else {"model": alias}
 
     def unit(self, unit: Unit) -> UnitRendering:
         """See Rendering."""
@@ -150,7 +151,7 @@ class _MergedUnit:
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """The payload with what all chunks have in common."""
-        if not self._common:
+        if "id" not in self._common:
             self._common.update((name, payload[name]) for name in ("id", "created") if name in payload)
         choices = [{**choice, "index": self._index} for choice in payload["choices"]]
         return data_event({**payload, **self._common, "choices": choices})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import orjson
+
 from proxy.call import Call, output_limit, prompt_tokens
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
@@ -118,13 +120,16 @@ class OpenAi(Dialect):
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
         """A single unit's own, or one answer with the choices of all."""
-        if len(units) == 1:
-            return answers[0].body()
-        return fanout.merge_answers(units, [answer.values() for answer in answers])
+        if len(units) > 1:
+            return fanout.merge_answers(units, [answer.values() for answer in answers], call.alias)
+        (answer,) = answers
+        return answer.body() if call.alias is None else orjson.dumps({**answer.values(), "model": call.alias})
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """A single stream passes as it is."""
-        return _AsItIs() if len(units) == 1 else fanout.MergedStreams(units, tells_usage=call.include_usage)
+        """A single stream passes as it is, unless the client calls the model otherwise."""
+        if len(units) == 1 and call.alias is None:
+            return _AsItIs()
+        return fanout.MergedStreams(units, tells_usage=call.include_usage, alias=call.alias)
 
 
 class ChatCompletions(OpenAi):

@@ -92,6 +92,14 @@ def _origins(value: object) -> list[object]:
     return found
 
 
+def _aliases(value: object) -> list[object]:
+    found = _list(value)
+    for item in found:
+        if not (isinstance(item, str) and all(item.rpartition("="))):
+            raise ValueError("must be a list of name=served name, such as claude-*=kimi")
+    return found
+
+
 _number = BeforeValidator(_not_boolean)
 
 Seconds = Annotated[float, _number, Field(gt=0)]
@@ -108,6 +116,7 @@ Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_endpoints)]
 ConnectorName = Annotated[str, AfterValidator(known_connector)]
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
+ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]

@@ -20,6 +20,7 @@ from proxy.settings.kinds import (
     FilePath,
     ListenPort,
     LogLevel,
+    ModelAliases,
     Natural,
     Networks,
     Origins,
@@ -100,6 +101,15 @@ class Admin(Section):
     )
     """Networks in which instances may be added at run time. Link-local, multicast and unspecified addresses and the
     metadata services of clouds are never allowed."""
+
+
+class Models(Section):
+    """What clients call models."""
+
+    aliases: ModelAliases = ()
+    """Names that clients may use for models that engines call otherwise, as name=served name; the first that fits
+    counts. In a name * and ? stand for anything, so claude-*=kimi sends all of Claude Code's models to kimi, and *=kimi
+    every name that is not the served name of an alias. Answers have the name that was asked for."""
 
 
 class Admission(Section):
@@ -408,6 +418,7 @@ class Settings(Section):
     """Groups of routes that are passed through to one engine: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
     listen: Listen = Listen()
     admin: Admin = Admin()
+    models: Models = Models()
     admission: Admission = Admission()
     balance: Balance = Balance()
     cost: Cost = Cost()

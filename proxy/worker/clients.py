@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.api.cors import Cors
+from proxy.api.count_tokens import CountTokensApi
 from proxy.api.generation import GenerationApi
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
@@ -57,7 +58,20 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     keys = _client_keys(basis)
     generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
-    routes = [*generation.routes(), *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes)]
+    counting = CountTokensApi(
+        pool=engines.serving[engines.connector.roles[0]],
+        upstream=engines.lines.upstream,
+        client_keys=keys,
+        admission=gateway.admission,
+        settings=basis.settings,
+        metrics=basis.metrics,
+    )
+    basis.live.add(counting.configure)
+    routes = [
+        *generation.routes(),
+        *counting.routes(),
+        *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes),
+    ]
     signposts = Signposts(routes)
     cors = Cors(signposts.is_clients, basis.settings.listen)
     basis.live.add(lambda new: cors.configure(new.listen))
@@ -69,7 +83,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app.middlewares.append(drain.middleware)
     app.add_routes([*routes, *signposts.routes()])
     app[replies.LOST] = lost
-    app[replies.ERROR_BODIES] = generation.error_bodies()
+    app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app.on_response_prepare.append(cors.on_prepare)
     front = http_listener(basis, app)
     return Clients(gateway=gateway, observers=observers, probes=probes, app=app, front=front)
@@ -117,7 +131,9 @@ def _engine_routes(
         engine_keys=keys,
         client_keys=client_keys,
         metrics=metrics,
+        settings=basis.settings,
     )
+    basis.live.add(models.configure)
     passthrough = PassthroughApi(
         pool=engines.serving[engines.connector.roles[0]],
         session=session,

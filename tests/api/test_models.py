@@ -17,7 +17,7 @@ from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.backend import Role
-from proxy.settings import ClientKey
+from proxy.settings import ClientKey, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,7 +47,7 @@ def saying(status: int, body: bytes = b"") -> Answer:
 async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: ApiKeys | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
-    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, client_keys, gateway.metrics)
+    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, client_keys, gateway.metrics, Settings())
     return await gateway.serve(api.routes())
 
 

@@ -113,7 +113,7 @@ class MessageEvents(Parts):
 def _head(call: Call, completion: Mapping[str, Any]) -> dict[str, Any]:
     """With the engine's id, as far as it is one: its log has it, too."""
     name = str(completion.get("id") or new_id()).removeprefix("chatcmpl-")
-    model = call.values.get("model") or completion.get("model")
+    model = call.model or completion.get("model")
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
 
 

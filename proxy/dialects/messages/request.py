@@ -23,6 +23,9 @@ _SAME: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs"),
     *("kv_transfer_params", "priority", "seed", "min_p", "min_tokens", "repetition_penalty", "thinking_token_budget"),
 )
+_OF_THE_PROMPT: Final = (
+    *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
+)
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 # What templates call the switch: those of Kimi and DeepSeek, and those of Qwen and GLM.
 _THINKING: Final = ("thinking", "enable_thinking")
@@ -37,7 +40,7 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
     chat["max_tokens"] = chat["max_completion_tokens"] = limit
     if values.get("mcp_servers"):
         raise BadRequest("mcp_servers are not served here; let the client speak to them", param="mcp_servers")
-    chat |= conversation(values)
+    chat |= _conversation(values)
     if values.get("stop_sequences"):
         chat["stop"] = values["stop_sequences"]
     if chat.get("stream"):
@@ -54,7 +57,13 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def conversation(values: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_body(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the chat, what vLLM's tokenizer is told (TokenizeChatRequest). Raises BadRequest."""
+    chat = chat_of({**values, "max_tokens": 1})
+    return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
+
+
+def _conversation(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the prompt is made of: `messages`, `tools` and what says how they may be used. Raises BadRequest."""
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -189,7 +189,7 @@ def _content(part: Part) -> dict[str, Any]:
 def _head(call: Call, asked: Asked, completion: Mapping[str, Any]) -> dict[str, Any]:
     """With the engine's id, as far as it is one: its log has it, too."""
     name = str(completion.get("id") or new_id()).removeprefix("chatcmpl-")
-    model = call.values.get("model") or completion.get("model")
+    model = call.model or completion.get("model")
     created = completion.get("created") or 0
     return {"id": f"resp_{name}", "object": "response", "created_at": created, "model": model, **asked.echo}
 

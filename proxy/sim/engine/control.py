@@ -157,7 +157,8 @@ class ControlRoutes:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
-        if not isinstance(body, dict) or not ("prompt" in body or "messages" in body):
+        takes_chats = not self._core.options.profile.is_sglang
+        if not isinstance(body, dict) or not ("prompt" in body or (takes_chats and "messages" in body)):
             return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body"))
         tokens = render_chat(body) if "messages" in body else encode(str(body["prompt"]))
         max_model_len = self._core.options.max_model_len

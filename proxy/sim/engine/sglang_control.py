@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from proxy.sim.engine.replies import json_response, read_json
+from proxy.sim.model.tokenizer import render_chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +39,14 @@ class SglangRoutes:
             web.get("/flush_cache", self._flush_cache),
             web.post("/flush_cache", self._flush_cache),
             web.post("/abort_request", self._abort_request),
+            web.post("/v1/messages/count_tokens", self._count_tokens),
             web.get("/metrics", self._metrics),
         ]
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Of Anthropic's API it speaks no more, and so does not read `system`."""
+        body, _ = await read_json(request)
+        return json_response({"input_tokens": len(render_chat(body))})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -1,0 +1,105 @@
+"""`models.aliases`: clients say one name, engines serve another, and answers have the client's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import ValidationError
+
+from proxy.dialects.model_names import ModelNames
+from proxy.settings import Settings
+from proxy.wire.openai import Api
+from tests.asking import Answer, read, request
+from tests.deployment import generations
+from tests.dialects import messages, responses
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+ALIASES = {"aliases": ["gpt-5=sim", "claude-*=sim"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("gpt-5", "kimi"),
+        ("claude-sonnet-5", "kimi"),
+        ("claude-haiku-5", "small"),
+        ("kimi", "kimi"),
+        ("small", "small"),
+        ("claude-exact", "exact"),
+        ("anything", "kimi"),
+        ("a=b", "c"),
+    ],
+)
+def test_the_first_that_fits_counts_and_served_names_are_themselves(name: str, served: str) -> None:
+    names = ModelNames(["claude-haiku-*=small", "claude-*=kimi", "gpt-5=kimi", "claude-exact=exact", "a=b=c", "*=kimi"])
+    assert names.served(name) == served
+
+
+def test_without_aliases_every_name_is_itself() -> None:
+    assert ModelNames(()).served("anything") == "anything"
+
+
+@pytest.mark.parametrize("aliases", ["kimi", ["=kimi"], ["gpt="], [7]])
+def test_what_is_no_alias_is_refused(aliases: Any) -> None:
+    with pytest.raises(ValidationError, match="name=served name"):
+        Settings.model_validate({"models": {"aliases": aliases}})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
+@pytest.mark.parametrize("mode", ["exact", "off"])
+async def test_an_answer_has_the_name_that_was_asked_for(
+    deploy: Deploy, api: Api, samples: int, stream: bool, mode: str
+) -> None:
+    gateway = await deploy(models=ALIASES, resume={"mode": mode, "repeat_up_to_tokens": 0})
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    asked = request(api, n=samples, **options)
+    answer, same = await gateway.ask({**asked, "model": "gpt-5"}), await gateway.ask({**asked, "model": "sim"})
+    assert answer.is_done
+    assert (answer.texts, answer.usage) == (same.texts, same.usage)
+    assert _models(answer) == {"gpt-5"}
+    assert _models(same) == {"sim"}
+    assert {seen.body["model"] for seen in generations(*gateway.engines)} == {"sim"}
+
+
+def _models(answer: Answer) -> set[str]:
+    told = [event for event in answer.events if event != "[DONE]"] if answer.is_stream else [answer.json]
+    return {payload["model"] for payload in told}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_other_dialects_say_it_too(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(models=ALIASES)
+    asked = {"model": "claude-opus-5", "stream": stream}
+    assert messages.message(await messages.ask(gateway, messages.question(**asked)))["model"] == "claude-opus-5"
+    assert responses.response(await responses.ask(gateway, responses.question(**asked)))["model"] == "claude-opus-5"
+
+
+async def test_an_answer_goes_on_under_its_name(deploy: Deploy) -> None:
+    """Where the tokenizer is asked, too."""
+    gateway = await deploy(1, 2, models=ALIASES, resume={"repeat_up_to_tokens": 0})
+    for decoder in gateway.decoders:
+        decoder.faults.add("recompute", tokens=20, times=1)
+    answer = await gateway.ask(request(Api.CHAT, model="gpt-5", stream=True, max_tokens=40))
+    assert answer.is_done
+    assert _models(answer) == {"gpt-5"}
+    assert sum(gateway.metrics("pdproxy_resumes_total").values()) == 1
+
+
+async def test_names_that_can_be_listed_are(deploy: Deploy) -> None:
+    gateway = await deploy(models=ALIASES)
+    listed = (await _get(gateway, "/v1/models")).json["data"]
+    assert [model["id"] for model in listed] == ["sim", "gpt-5"]
+    for name in ("gpt-5", "claude-opus-5", "sim"):
+        assert (await _get(gateway, f"/v1/models/{name}")).json["id"] == name
+    assert (await _get(gateway, "/v1/models/other")).status == 404
+
+
+async def _get(gateway: Deployment, path: str) -> Answer:
+    async with gateway.session.get(gateway.url + path) as response:
+        return await read(response)
