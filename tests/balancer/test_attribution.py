@@ -108,6 +108,20 @@ def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
     assert decoder.read() is None
 
 
+def test_nor_does_what_was_known_before_an_engine_told_nothing() -> None:
+    """As while it starts: nobody knows what it has counted meanwhile."""
+    decoder = Decoder()
+    for _ in range(2):
+        decoder.serve(1, fetches=False)
+    assert decoder.read() == {}
+    assert decoder.watch.read(None, decoder.sent, decoder.sent) is None
+    decoder.serve(1, fetches=False)
+    assert decoder.read() is None
+    for _ in range(3):
+        decoder.serve(1, fetches=False)
+    assert decoder.read() == {1: Verdict.COMPUTED}
+
+
 def test_nor_does_what_another_prefiller_had_left_in_its_lane() -> None:
     decoder = Decoder()
     for _ in range(2):

@@ -177,6 +177,14 @@ async def test_another_backend_in_the_same_slot_is_another(clock: Clock) -> None
         assert await bootstraps.engines(PREFILLER, other.address) == ((0, "other"),)  # its port was changed
 
 
+async def test_a_server_that_was_forgotten_meanwhile_may_have_been_met(clock: Clock) -> None:
+    async with BootstrapServer() as server, asking(clock) as bootstraps:
+        await bootstraps.engines(PREFILLER, server.address)
+        bootstraps.forget(PREFILLER)
+        bootstraps.met(PREFILLER)
+        assert await bootstraps.engines(PREFILLER, server.address) == TWO
+
+
 DOUBTS = [
     (Failure.RESET, None, True),
     (Failure.STATUS, 500, True),

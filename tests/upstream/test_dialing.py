@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from proxy.balancer.engine_keys import EngineKeys
 from proxy.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
+from proxy.upstream.dialing import Dialer
 from tests.upstream.desk import Desk, desk
 from tests.upstream.raw import SHORT, Link, deaf, engine, failure_of, fetch
 
@@ -143,6 +144,24 @@ async def test_the_address_that_worked_last_is_tried_first(clock: Clock, monkeyp
             monkeypatch.setattr("proxy.upstream.dialing._STAGGER_SECONDS", 3600.0)
             at.upstream.configure(Timeouts(connect_seconds=3600.0), 30.0)
             await at.ask()
+
+
+async def test_dead_addresses_are_tried_last(clock: Clock) -> None:
+    tried: list[str] = []
+    refusing = {DEAF}
+
+    async def connect(address: str) -> Any:
+        tried.append(address)
+        if address in refusing:
+            raise ConnectionRefusedError
+        return address
+
+    dialer, addresses = Dialer(clock, lambda *_: True), (DEAF, GOOD, REFUSED)
+    assert await dialer.dial("engine", 1, addresses, connect, 1.0) == GOOD
+    refusing.add(GOOD)
+    assert await dialer.dial("engine", 1, addresses, connect, 1.0) == REFUSED
+    await dialer.close()
+    assert tried == [DEAF, GOOD, GOOD, REFUSED]
 
 
 async def test_an_address_that_worked_is_left_when_it_does_so_no_longer(clock: Clock) -> None:

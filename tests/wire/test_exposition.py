@@ -33,6 +33,8 @@ sglang:realtime_tokens_total{engine_type="decode",mode="decode",tp_rank="0"} 70.
         (VLLM.replace(b"\n", b"\r\n").replace(b"\r", b" 1763793000"), PromptTokens(2268.0, 15.0, 32.0)),
         (OLDER, PromptTokens(64.0, 20.0, 16.0)),
         (SGLANG, PromptTokens(90.0, 10.0, 0.0)),
+        (SGLANG.replace(b"prefill_compute", b"other"), PromptTokens(100.0, 0.0, 0.0)),  # none was computed so far
+        (SGLANG.replace(b'mode="decode"', b'mode="other"'), PromptTokens(90.0, 10.0, 0.0)),
         (b"x" * 100_000 + b"\n" + SGLANG, PromptTokens(90.0, 10.0, 0.0)),
     ],
 )

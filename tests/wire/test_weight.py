@@ -149,8 +149,14 @@ def test_what_wide_characters_take_is_told(text: str) -> None:
 def test_a_text_with_too_much_to_look_at_may_be_wide_all_over() -> None:
     raw = '{"x":["🙂",'.encode() + b"1," * 40_000 + b"0]}"
     assert wide_bytes(raw, load(raw)) == 3 * len(raw)
-    plain = raw.replace("🙂".encode(), b"a")
-    assert wide_bytes(plain, load(plain)) == 0
+    for spelled, wide in ((b"a", 0), (b"a\\n", 0), (b"\\u00e9", 3)):
+        other = raw.replace("🙂".encode(), spelled)
+        assert wide_bytes(other, load(other)) == wide * len(other)
+
+
+def test_every_array_and_object_costs_memory_also_if_it_is_empty() -> None:
+    raw = b'{"x":[' + b",".join([b"[]"] * 1_000) + b"]}"
+    assert object_bytes(raw, load(raw)) == 100 * 1_001 + 120 * 1_002
 
 
 def test_only_long_texts_can_be_heavy() -> None:
