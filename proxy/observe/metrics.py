@@ -13,7 +13,7 @@ import platform
 from bisect import bisect_left
 from collections import Counter as Tally
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import aiohttp
 import prometheus_client
@@ -27,6 +27,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
+from proxy.balancer.breaker import Cause
 from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
 from proxy.observe.instances import Instances
@@ -62,7 +63,7 @@ REJECTIONS: Final = (
     "suspect_request",
     *("malformed_http", "slow_header", "slow_body", "content_encoding"),
 )
-EJECTIONS: Final = ("failures", "connect", "timeouts", "stall")
+EJECTIONS: Final[tuple[str, ...]] = get_args(Cause)
 BROKEN_STREAMS: Final = (
     *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
     *(("client", reason) for reason in ("left", "write_timeout")),

@@ -7,17 +7,15 @@ of its role.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import pytest
 
 from proxy.backend import Backend, Role
 from proxy.balancer.backend_health import HealthState
-from proxy.balancer.breaker import Cause
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health, Transition
 from proxy.errors import Failure, UpstreamError
-from proxy.observe.metrics import EJECTIONS
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 
@@ -208,10 +206,6 @@ def test_an_ejection_has_a_cause_and_nothing_else_has(words: str, causes: list[s
     story = Story()
     story.states(words)
     assert story.causes == causes
-
-
-def test_the_causes_are_those_the_metric_knows() -> None:
-    assert get_args(Cause) == EJECTIONS
 
 
 def test_a_change_is_told_exactly_once() -> None:
