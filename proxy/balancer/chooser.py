@@ -40,7 +40,12 @@ class Chooser:
         self.policy = policy
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
-        self._candidates: tuple[Candidate, ...] = ()
+        self.candidates: tuple[Candidate, ...] = ()
+        self._slots: tuple[int, ...] = ()  # theirs
+        self.passes_over = False
+        """Some of them may have to be passed over, whatever the policy says: they are short of KV memory."""
+        self.has_limits = False
+        """Some of them work on so many requests at a time and no more."""
         self._role = role
         self._per_compute, self._per_kv = WEIGHTS[role]
         self._scoreboard = scoreboard
@@ -49,31 +54,38 @@ class Chooser:
         self._rng = rng or random.Random()
         self._pressed: dict[Backend, float] = {}  # short of KV memory, until when
         self._is_any_slow = False
-        self._has_limits = False
 
     def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
         """Choose among these from now on. `limits[i]`: requests that `backends[i]` works on at a time; None: any
         number.
         """
         both = zip(backends, limits, strict=True)
-        self._candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
-        self._has_limits = any(limit is not None for limit in limits)
+        self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
+        self._slots = tuple(backend.slot for backend in backends)
+        self.has_limits = any(limit is not None for limit in limits)
         self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
 
     def press(self, backend: Backend) -> None:
         """It ran out of KV memory: pass it over for a while."""
         self._pressed[backend] = self._clock() + self.pressure_seconds
+        self.passes_over = True
 
     def has_room(self) -> bool:
         """Whether some candidate is below its limit, or there are none."""
-        return not self._has_limits or any(candidate.has_room for candidate in self._candidates)
+        if not self.has_limits:
+            return True
+        running = self._scoreboard.running
+        for candidate in self.candidates:
+            if candidate.limit is None or running(candidate.backend.slot) < candidate.limit:
+                return True
+        return False
 
     def choose(self, request: PickRequest) -> Backend:
         """The backend for a request. Raises NoBackendAvailable."""
-        candidates: Sequence[Candidate] = self._candidates
+        candidates: Sequence[Candidate] = self.candidates
         if avoid := request.avoid:
             candidates = [candidate for candidate in candidates if candidate.backend not in avoid]
-        if self._pressed:
+        if self.passes_over:
             candidates = self._without_pressed(candidates)
         if not candidates:
             raise NoBackendAvailable(self._role)
@@ -82,27 +94,31 @@ class Chooser:
             for candidate in candidates:
                 if candidate.backend == prefer and candidate.has_room:
                     return candidate.backend
-        chosen = self._ask(candidates, request)
-        if self._has_limits and not chosen.has_room:
+        return self.ask(candidates, request).backend
+
+    def ask(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        """The one among these, at least one, that the policy chooses, with room if there is any. What `choose` comes to
+        for a request without `avoid` and `prefer`, while no backend is passed over.
+        """
+        asked = self._spared(candidates) if self._is_any_slow else candidates
+        slots = self._slots if asked is self.candidates else [candidate.backend.slot for candidate in asked]
+        weights = self._scoreboard.weigh(slots, self._per_compute, self._per_kv)
+        if self._is_any_slow and self.policy.weighs_load:
+            weights = self._slowed(asked, weights, request)
+        for candidate, weight in zip(asked, weights, strict=True):
+            candidate.weight = weight
+        chosen = self.policy.choose(asked, request)
+        if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:
-                chosen = self._ask(roomy, request)
-        return chosen.backend
+                return self.ask(roomy, request)
+        return chosen
 
-    def _ask(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """What the policy says of these, with those that came back spared."""
-        scoreboard, per_compute, per_kv = self._scoreboard, self._per_compute, self._per_kv
-        if self._is_any_slow:
-            candidates = self._spared(candidates)
-        weights = scoreboard.weigh([candidate.backend.slot for candidate in candidates], per_compute, per_kv)
-        if self._is_any_slow and self.policy.weighs_load:
-            load = request.load(self._role)
-            cost = per_compute * load.compute + per_kv * load.kv
-            percents = [candidate.share_percent for candidate in candidates]
-            weights = slow_start.slowed(weights, percents, max(1, cost))
-        for candidate, weight in zip(candidates, weights, strict=True):
-            candidate.weight = weight
-        return self.policy.choose(candidates, request)
+    def _slowed(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> list[int]:
+        load = request.load(self._role)
+        cost = self._per_compute * load.compute + self._per_kv * load.kv
+        percents = [candidate.share_percent for candidate in candidates]
+        return slow_start.slowed(weights, percents, max(1, cost))
 
     def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """With the share of each, and only some of those that came back if the policy does not look at weights."""
@@ -117,4 +133,5 @@ class Chooser:
         """Those with KV memory to spare, or all of them if none has."""
         now = self._clock()
         self._pressed = {backend: until for backend, until in self._pressed.items() if until > now}
+        self.passes_over = bool(self._pressed)
         return [candidate for candidate in candidates if candidate.backend not in self._pressed] or candidates

@@ -36,6 +36,9 @@ class Fitness:
         self._row = row
         self._keys = keys
         self._on_change = on_change
+        self.versions = misfits.versions
+        self.takes_key_at = -1
+        """The version of misfits at which all backends took this gateway's key: none of them has to be looked up."""
         self._without_params: dict[Backend, int] = {}  # answers in a row
 
     def report(self, backend: Backend, kind: MisfitKind, hint: str | None) -> None:
@@ -75,8 +78,11 @@ class Fitness:
 
     def served(self, backend: Backend) -> None:
         """It has served a request."""
+        version = self.versions[0]
         if self.misfits.has(backend, MisfitKind.ENGINE_KEY):
             self.report(backend, MisfitKind.ENGINE_KEY, None)
+        elif not self.misfits.has_any(MisfitKind.ENGINE_KEY):
+            self.takes_key_at = version
 
     def forget(self, backend: Backend) -> None:
         """It has left."""

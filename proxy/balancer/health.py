@@ -66,9 +66,11 @@ class Health:
         self._clock = clock
         self._rng = rng or random.Random()
         self._conditions: dict[Backend, BackendHealth] = {}
-        self._events = 0  # outcomes so far: their order, without asking the clock
+        self.events = 0
+        """Outcomes so far: their order, without asking the clock."""
         self._trials = 0
-        self._due = math.inf  # clock time of the next change that time alone makes
+        self.due = math.inf
+        """Clock time of the next change that time alone makes."""
 
     def configure(self, checks: HealthChecks) -> None:
         """Take changed settings. An ejection lasts as long as was said when it began."""
@@ -111,7 +113,7 @@ class Health:
         condition = self._condition(backend)
         old = condition.state
         is_trial = self._end_trial(condition, trial)
-        self._events += 1
+        self.events += 1
         if error is not None and error.failure is Failure.CONNECT:
             if not condition.is_unreachable:
                 self.version += 1
@@ -120,12 +122,12 @@ class Health:
             condition.reached()
             self.version += 1
         if error is not None and error.is_backends_fault and (is_proof or error.failure is Failure.CONNECT):
-            condition.breaker.blame(error.failure, self._events)
+            condition.breaker.blame(error.failure, self.events)
             return self._blamed(backend, condition, error, peers, is_trial)
         if is_proof:
             condition.breaker.forgive()
             if error is None:
-                condition.served_at = self._events
+                condition.served_at = self.events
         else:
             condition.breaker.connected()
         if old is HealthState.UP:
@@ -159,23 +161,23 @@ class Health:
 
     def advance(self) -> Sequence[Transition]:
         """Let happen what is due by now. Nearly free while nothing is."""
-        if self._due == math.inf or (now := self._clock()) < self._due:
+        if self.due == math.inf or (now := self._clock()) < self.due:
             return ()
-        self._due = math.inf
+        self.due = math.inf
         released = []
         for backend, condition in self._conditions.items():
             if condition.breaker.phase is Phase.EJECTED:
                 if condition.breaker.until <= now:
                     released.append(self._release(backend, condition, "the next request decides"))
                 else:
-                    self._due = min(self._due, condition.breaker.until)
+                    self.due = min(self.due, condition.breaker.until)
             if condition.back_since is not None:
                 full_at = condition.back_since + self._checks.slow_start_seconds
                 if full_at <= now:
                     condition.back_since = None
                     self.version += 1
                 else:
-                    self._due = min(self._due, full_at)
+                    self.due = min(self.due, full_at)
         return [transition for transition in released if transition is not None]
 
     def relieve(self, peers: Collection[Backend]) -> Sequence[Transition]:
@@ -261,7 +263,7 @@ class Health:
     def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
         old = condition.state
         seconds = condition.breaker.eject(cause, self._clock(), self._checks, self._rng.uniform(*_JITTER))
-        self._due = min(self._due, condition.breaker.until)
+        self.due = min(self.due, condition.breaker.until)
         if condition.breaker.ends_with_connection:
             condition.facts = None  # it may come back as another version
         return self._changed(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
@@ -284,6 +286,6 @@ class Health:
         if new is HealthState.UP:
             if old is not HealthState.UNKNOWN or condition.awaits_first_probe:
                 condition.back_since = self._clock()
-                self._due = min(self._due, condition.back_since + self._checks.slow_start_seconds)
+                self.due = min(self.due, condition.back_since + self._checks.slow_start_seconds)
             condition.awaits_first_probe = False
         return Transition(backend, old, new, reason, cause)

@@ -6,8 +6,9 @@ All of it is synchronous, so no cancellation can fall in between, and nothing el
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
+from proxy.balancer.scoreboard import CELLS_PER_SLOT, COMPUTE, KV, REQUESTS, RUNNING
 from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
@@ -26,15 +27,22 @@ class Lease:
     """
 
     __slots__ = (
-        *("_pool", "_request", "_has_outcome", "_backend", "_trial", "_listener"),
+        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "_trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
     )
+
+    backend: Backend
+    """Since it was entered; RuntimeError before."""
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self._pool = pool
         self._request = request
         self._has_outcome = has_outcome
-        self._backend: Backend | None = None
+        self._is_entered = False
+        # The cells of this worker's row, and where those of the backend begin: they are written without a call, since
+        # every request does so half a dozen times.
+        self._cells = pool.row.cells
+        self._first = 0
         self._trial = 0
         self._listener: Policy | None = None  # who was told that this began, and not yet how it ended
         # What the backend is charged with once entered, and so what is still to be given back.
@@ -43,15 +51,17 @@ class Lease:
         self._has_served = False
         self._reported: UpstreamError | None = None
 
-    @property
-    def backend(self) -> Backend:
-        if self._backend is None:
-            raise RuntimeError("a lease has a backend only after it was entered")
-        return self._backend
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Only for a slot that is not filled yet.
+            if name == "backend":
+                raise RuntimeError("a lease has a backend only after it was entered")
+            raise AttributeError(name)
 
     def __enter__(self) -> Self:
         """Pick and charge. Raises NoBackendAvailable."""
-        if self._backend is not None:
+        if self._is_entered:
             raise RuntimeError("a lease is entered once; ask the pool for a new one")
         if self._has_outcome:
             backend, trial = self._pool.take(self._request)
@@ -63,20 +73,23 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        backend = self.backend
-        self._uncharge(backend)
-        self._pool.released()
+        backend, pool = self.backend, self._pool
+        self._uncharge()
+        if pool.on_release is not None:
+            pool.on_release()
         if not self._has_outcome:
             return
-        if isinstance(error, UpstreamError) and error.backend == backend:
+        if error is None:
+            if not self._has_served:
+                pool.outcomes.served(backend, self._trial, self._request.proves_generation)
+            pool.outcomes.count_served(backend)
+        elif isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
         elif self._has_served:
-            self._pool.outcomes.count_served(backend)
-        elif error is None:
-            self._pool.outcomes.report(backend, None, self._trial, self._request.proves_generation)
+            pool.outcomes.count_served(backend)
         else:
             # The client left, or another part failed: that says nothing about this backend.
-            self._pool.outcomes.abandon(backend, self._trial)
+            pool.outcomes.abandon(backend, self._trial)
         if self._listener is not None:
             self._tell_end(served=error is None)
 
@@ -86,20 +99,24 @@ class Lease:
         A decoder's answer may take many minutes, for which it would get no other request.
         """
         if self._trial and self._request.proves_generation:
-            self._pool.outcomes.confirm(self.backend, self._trial)
+            self._pool.outcomes.served(self.backend, self._trial)
             self._trial = 0
 
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
-        backend = self.backend
+        pool = self._pool
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            self._pool.outcomes.confirm(backend, self._trial, self._request.proves_generation)
+            pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
-        self._pool.row.add(backend.slot, running=-self._running, compute=-self._compute)
-        self._running = self._compute = 0
-        self._pool.released()
+        if self._running:
+            cells, first = self._cells, self._first
+            cells[first + RUNNING] -= self._running
+            cells[first + COMPUTE] -= self._compute
+            self._running = self._compute = 0
+        if pool.on_release is not None:
+            pool.on_release()
         if self._listener is not None:
             self._tell_end(served=True)
 
@@ -107,10 +124,13 @@ class Lease:
         """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
         done its work, too. May be called again.
         """
-        requests = self._requests if self._has_served else 0
-        self._pool.row.add(self.backend.slot, requests=-requests, kv=-self._kv)
-        self._requests -= requests
-        self._kv = 0
+        cells, first = self._cells, self._first
+        if self._has_served and self._requests:
+            cells[first + REQUESTS] -= self._requests
+            self._requests = 0
+        if self._kv:
+            cells[first + KV] -= self._kv
+            self._kv = 0
         self._holds_kv = False
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
@@ -127,7 +147,7 @@ class Lease:
         new, trial = self._pool.take(request)
         if self._listener is not None:
             self._tell_end(served=False)
-        self._uncharge(old)
+        self._uncharge()
         self._request = request
         self._charge(new, trial)
         self._pool.released()
@@ -136,22 +156,34 @@ class Lease:
     def _charge(self, backend: Backend, trial: int) -> None:
         """Begin on a backend. What the policy does comes first: should it fail, nothing has been charged."""
         pool, request = self._pool, self._request
-        load = request.load(backend.role) if pool.cost_of is None else pool.cost_of(backend, request)
+        if pool.cost_of is not None:
+            load = pool.cost_of(backend, request)
+        else:
+            load = request.decode if pool.is_decode else request.prefill
         if pool.listener is not None and self._has_outcome and not self._has_served:
             pool.listener.dispatched(backend, request)
             self._listener = pool.listener
-        self._backend = backend
+        self.backend = backend
+        self._is_entered = True
         self._trial = trial
+        cells = self._cells
+        first = self._first = CELLS_PER_SLOT * backend.slot
         self._requests = 1
+        cells[first + REQUESTS] += 1
         if not self._has_served:
             self._running, self._compute = 1, load.compute
+            cells[first + RUNNING] += 1
+            cells[first + COMPUTE] += load.compute
         if self._holds_kv:
             self._kv = load.kv
-        pool.row.add(backend.slot, requests=1, running=self._running, compute=self._compute, kv=self._kv)
+            cells[first + KV] += load.kv
 
-    def _uncharge(self, backend: Backend) -> None:
-        charge = self._pool.row.add
-        charge(backend.slot, requests=-self._requests, running=-self._running, compute=-self._compute, kv=-self._kv)
+    def _uncharge(self) -> None:
+        cells, first = self._cells, self._first
+        cells[first + REQUESTS] -= self._requests
+        cells[first + RUNNING] -= self._running
+        cells[first + COMPUTE] -= self._compute
+        cells[first + KV] -= self._kv
         self._requests = self._running = self._compute = self._kv = 0
 
     def _tell_end(self, served: bool) -> None:

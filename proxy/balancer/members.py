@@ -5,6 +5,7 @@ Eligible means enabled, which the operator says through the roster, and healthy,
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.balancer.backend_health import HealthState
@@ -57,18 +58,20 @@ class Members:
         self._on_transition = on_transition
         self._on_change = on_change
         self._has_looked = False
-        self._versions: tuple[int, int] | None = None  # of roster and health, when all above was computed
+        self.seen_roster = self.seen_health = -1
+        """The versions of both when all above was computed."""
 
     def refresh(self) -> None:
         """Recompute who there is, only when roster or health have changed: every pick and every scrape comes by here,
         and in each worker at least the prober.
         """
-        if self._pinned_kv is not None:
+        if self._pinned_kv is not None and self._pinned_kv.expiries:
             self._pinned_kv.expire()
-        for transition in self._health.advance():
-            self._on_transition(transition)
-        roster_version = self._roster.version  # read before the members: another worker may change them meanwhile
-        if self._versions == (roster_version, self._health.version):
+        if self._health.due != math.inf:
+            for transition in self._health.advance():
+                self._on_transition(transition)
+        roster_version = self._roster.versions[0]  # read before the members: another worker may change them meanwhile
+        if roster_version == self.seen_roster and self._health.version == self.seen_health:
             return
         members = self._roster.members(self._role)
         self._meet(tuple(member.backend for member in members))
@@ -86,7 +89,7 @@ class Members:
         if all(health.of(backend).is_unreachable for backend in (*self.eligible, *self.awaiting_trial)):
             gone = (health.of(backend).gone_at for backend in self.enabled)
             self.gone_at = max((since for since in gone if since is not None), default=None)
-        self._versions = (roster_version, health.version)
+        self.seen_roster, self.seen_health = roster_version, health.version
         self._on_change()
 
     def _meet(self, backends: tuple[Backend, ...]) -> None:

@@ -70,6 +70,8 @@ class Misfits:
         self._max_misfits = max_misfits
         capacity_bytes = max_misfits * _BYTES_PER_MISFIT + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
         self._shared = SharedValue("list of misfits", capacity_bytes)
+        self.versions = self._shared.head
+        """Its first cell moves with every change, whichever worker made it."""
         self._read_version = -1
         self._misfits: dict[str, dict[MisfitKind, Misfit]] = {}  # by names of backends, which have one role each
         self._verdicts: dict[str, Verdict] = {}
@@ -87,13 +89,18 @@ class Misfits:
 
     def has(self, backend: Backend, kind: MisfitKind) -> bool:
         """Whether it is known not to fit in this."""
-        if self._shared.version != self._read_version:
+        if self.versions[0] != self._read_version:
             self._read()
         return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
+    def has_any(self, kind: MisfitKind) -> bool:
+        """Whether some backend is known not to fit in this."""
+        self._read()
+        return any(kind in known for known in self._misfits.values())
+
     def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> Verdict:
         """What it makes of KV that is handed over to it: from this prefiller where that is known, or altogether."""
-        if self._shared.version != self._read_version:
+        if self.versions[0] != self._read_version:
             self._read()
         verdict = self._verdicts.get(decoder.name, Verdict.UNKNOWN)
         if self._divided and prefiller is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.backend_health import BackendHealth, HealthState
+from proxy.balancer.breaker import Phase
 from proxy.errors import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.chooser import Chooser
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
 
 _UNAUTHORIZED: Final = 401
+_NOT_ELIGIBLE: Final[tuple[None, BackendHealth]] = (None, BackendHealth())
 
 
 class Outcomes:
@@ -39,23 +42,29 @@ class Outcomes:
         self._fitness = fitness
         self._on_transition = on_transition
         self._on_end = on_end
+        self._conditions: dict[int, tuple[Backend, BackendHealth]] = {}  # by slot, of those that may get requests
+
+    def consider(self, backends: Sequence[Backend]) -> None:
+        """These may get requests from now on."""
+        self._conditions = {backend.slot: (backend, self._health.of(backend)) for backend in backends}
 
     def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
         """How a request on a backend ended; None means well."""
-        if error is not None and error.failure is Failure.REMOVED:
+        if error is None:
+            self.served(backend, trial, is_proof)
+            self.count_served(backend)
+            return
+        if error.failure is Failure.REMOVED:
             self.abandon(backend, trial)
             return
-        if error is not None:
-            if error.failure is Failure.RECOMPUTED:
-                self._chooser.press(backend)
-            self._members.refresh()
-            if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.of(backend).has_served:
-                self._fitness.refused_key(backend)
-        elif self._fitness is not None:
-            self._fitness.served(backend)
+        if error.failure is Failure.RECOMPUTED:
+            self._chooser.press(backend)
+        self._members.refresh()
+        if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.of(backend).has_served:
+            self._fitness.refused_key(backend)
         self._tell(self._health.on_outcome(backend, error, self._members.enabled, trial=trial, is_proof=is_proof))
         if self._on_end is not None:
-            self._on_end(backend, "ok" if error is None else error.failure.value)
+            self._on_end(backend, error.failure.value)
 
     def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
         """A request on a backend broke down. What is returned holds it against the backend: to be called once it is
@@ -78,14 +87,31 @@ class Outcomes:
         self._tell(self._health.on_stall(backend, self._members.enabled))
         return backend not in self._members.enabled or not self._health.of(backend).is_healthy
 
-    def confirm(self, backend: Backend, trial: int, is_proof: bool = True) -> None:
-        """A request has gone well before its lease ended, or a trial before its request did."""
-        self._tell(self._health.on_outcome(backend, None, trial=trial, is_proof=is_proof))
+    def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
+        """A request has gone well, perhaps before its lease ends, or a trial before its request does."""
+        health = self._health
+        known, condition = self._conditions.get(backend.slot, _NOT_ELIGIBLE)
+        if (
+            known is backend
+            and not trial
+            and is_proof
+            and condition.verdict is HealthState.UP
+            and condition.breaker.phase is Phase.CLOSED
+            and not condition.is_unreachable
+        ):
+            # What `on_outcome` comes to for a backend that is well, without a call: every request comes by here.
+            health.events += 1
+            condition.served_at = health.events
+            if condition.breaker.failures:
+                condition.breaker.forgive()
+            return
+        self._tell(health.on_outcome(backend, None, self._members.enabled, trial=trial, is_proof=is_proof))
 
     def count_served(self, backend: Backend) -> None:
         """The lease of such a request has ended."""
-        if self._fitness is not None:
-            self._fitness.served(backend)
+        fitness = self._fitness
+        if fitness is not None and fitness.takes_key_at != fitness.versions[0]:
+            fitness.served(backend)
         if self._on_end is not None:
             self._on_end(backend, "ok")
 

@@ -41,7 +41,8 @@ class PairQuarantine:
         self._seconds = seconds
         self._clock = clock
         self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # those that failed since their last success
-        self._apart: dict[Backend, dict[Backend, float]] = {}  # the partners quarantined with each, until when
+        self.apart: dict[Backend, dict[Backend, float]] = {}
+        """The partners quarantined with each, until when; empty while no pair ever was."""
 
     def configure(self, after: int, seconds: float) -> None:
         """Take changed settings for the failures from now on."""
@@ -57,8 +58,8 @@ class PairQuarantine:
             return False
         pair.quarantines = min(pair.quarantines + 1, _LONGEST)
         pair.until = now + pair.quarantines * self._seconds
-        self._apart.setdefault(prefiller, {})[decoder] = pair.until
-        self._apart.setdefault(decoder, {})[prefiller] = pair.until
+        self.apart.setdefault(prefiller, {})[decoder] = pair.until
+        self.apart.setdefault(decoder, {})[prefiller] = pair.until
         return True
 
     def succeeded(self, prefiller: Backend, decoder: Backend) -> None:
@@ -68,7 +69,7 @@ class PairQuarantine:
 
     def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
         """Those quarantined with it now. Costs one look-up while there are none."""
-        partners = self._apart.get(backend)
+        partners = self.apart.get(backend)
         if not partners:
             return _NOBODY
         now = self._clock()
@@ -82,5 +83,5 @@ class PairQuarantine:
     def _clear(self, prefiller: Backend, decoder: Backend) -> None:
         pair = self._pairs.pop((prefiller, decoder), None)
         if pair is not None and pair.quarantines:
-            del self._apart[prefiller][decoder]
-            del self._apart[decoder][prefiller]
+            del self.apart[prefiller][decoder]
+            del self.apart[decoder][prefiller]

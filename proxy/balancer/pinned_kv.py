@@ -50,7 +50,9 @@ class PinnedKv:
         self._clock = clock
         # By slot and not by backend: one that was removed and added again is equal, but it is elsewhere.
         self._slots: dict[int, _Slot] = {}
-        self._expiries: list[tuple[float, int, Pin]] = []  # a heap; the number keeps pins from being compared
+        # A heap; the number keeps pins from being compared.
+        self.expiries: list[tuple[float, int, Pin]] = []
+        """When what ends, the soonest first; empty while nothing is pinned."""
         self._numbers = itertools.count()
 
     def pin(self, backend: Backend, tokens: int, seconds: float, *, suspected: bool = False) -> Pin:
@@ -61,7 +63,7 @@ class PinnedKv:
         slot.pins[pin] = None
         self._row.count_pinned(backend.slot)
         slot.tokens += tokens
-        heapq.heappush(self._expiries, (pin.until, next(self._numbers), pin))
+        heapq.heappush(self.expiries, (pin.until, next(self._numbers), pin))
         self._publish(backend.slot, slot)
         return pin
 
@@ -75,11 +77,11 @@ class PinnedKv:
 
     def expire(self) -> None:
         """Drop what the engines have freed by now. To be called before the scoreboard's sums are read."""
-        if not self._expiries:
+        if not self.expiries:
             return
         now = self._clock()
-        while self._expiries and self._expiries[0][0] <= now:
-            self.unpin(heapq.heappop(self._expiries)[2])
+        while self.expiries and self.expiries[0][0] <= now:
+            self.unpin(heapq.heappop(self.expiries)[2])
 
     def forget(self, backend: Backend) -> None:
         """Drop everything on a backend that has left."""

@@ -6,8 +6,7 @@ These know no more of a request than that there is one, and keep at most a memor
 from __future__ import annotations
 
 import pkgutil
-from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.balancer.pick import Policy
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 # that no decoder pulls any more, only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in
 # integers, whose total order has no residue. A decoder works on every token it holds.
 WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (1, 1), Role.ENCODE: (1, 1)}
-
-
-_weight: Final = attrgetter("weight")
 
 
 def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
@@ -61,8 +57,16 @@ class LeastLoad(_Turns):
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """The request does not matter."""
-        lowest = min(candidates, key=_weight).weight
-        return self._take_turn([candidate for candidate in candidates if candidate.weight == lowest])
+        lowest, equal = candidates[0].weight, [candidates[0]]
+        for candidate in candidates[1:]:
+            if candidate.weight < lowest:
+                lowest, equal = candidate.weight, [candidate]
+            elif candidate.weight == lowest:
+                equal.append(candidate)
+        if len(equal) > 1:
+            return self._take_turn(equal)
+        self._last_slot = equal[0].backend.slot
+        return equal[0]
 
 
 class RoundRobin(_Turns):

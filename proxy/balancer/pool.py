@@ -7,11 +7,12 @@ gets the next lease there is, and no other until that one has told something.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Load
+from proxy.backend import Load, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection
 
-    from proxy.backend import Backend, Role
+    from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
@@ -74,12 +75,16 @@ class Pool:
         `quarantine`, `fitness` and it forget the backends that leave.
         """
         self.role = role
+        self.is_decode = role is Role.DECODE
+        """For leases: which of its two costs a request has here."""
         self.row = row
         self.on_release: Callable[[], None] | None = None
         """Called when there may be room where there was none: a lease has given its request back, or backends have
         come, come back or gone."""
         self._scoreboard = scoreboard
         self._health = health
+        self._roster_versions = roster.versions
+        self._pinned_kv = pinned_kv
         on_transition = on_transition or _nobody_asks
         self._clock = clock
         self._room: object = None  # who could take requests, and how many, at the last look
@@ -135,8 +140,15 @@ class Pool:
         """The backend for a lease, and the number of the trial that the lease is, 0 if it is none: see Lease. Raises
         NoBackendAvailable.
         """
-        self._members.refresh()
-        members = self._members
+        members, health, chooser = self._members, self._health, self._chooser
+        # What `refresh` looks at, without a call: every request comes by here.
+        if (
+            members.seen_roster != self._roster_versions[0]
+            or members.seen_health != health.version
+            or health.due != math.inf
+            or (self._pinned_kv is not None and self._pinned_kv.expiries)
+        ):
+            members.refresh()
         if members.awaiting_trial:
             avoid = request.avoid
             is_wanted_elsewhere = not request.proves_generation or (
@@ -145,8 +157,10 @@ class Pool:
             if not is_wanted_elsewhere or all(backend in avoid for backend in members.eligible):
                 for backend in members.awaiting_trial:
                     if backend not in avoid:
-                        return backend, self._health.begin_trial(backend)
-        return self._chooser.choose(request), 0
+                        return backend, health.begin_trial(backend)
+        if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
+            return chooser.choose(request), 0
+        return chooser.ask(chooser.candidates, request).backend, 0
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""
@@ -209,7 +223,7 @@ class Pool:
         self._members.refresh()
         if self._members.gone_at is not None and self.is_restarting():
             return False
-        return bool(self._members.awaiting_trial) or self._chooser.has_room()
+        return bool(self._members.awaiting_trial) or not self._chooser.has_limits or self._chooser.has_room()
 
     def is_gone(self) -> bool:
         """Whether no backend takes connections any more, though at least one was up before."""
@@ -242,6 +256,7 @@ class Pool:
         members = self._members
         limits = tuple(map(self.limit, members.eligible))
         self._chooser.consider(members.eligible, limits)
+        self.outcomes.consider(members.eligible)
         room = (members.eligible, members.awaiting_trial, limits)
         if room != self._room:
             self._room = room

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from proxy.balancer.lease import Lease
 from proxy.balancer.pair_quarantine import PairQuarantine
 
 if TYPE_CHECKING:
     from proxy.backend import Backend, Role
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
 
@@ -36,9 +36,8 @@ class Pools:
 
         Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
         """
-        apart = self.quarantine.partners_to_avoid(decoder)
-        if apart:
+        if self.quarantine.apart and (apart := self.quarantine.partners_to_avoid(decoder)):
             both = apart.union(request.avoid)
             if any(prefiller not in both for prefiller in self.prefill.eligible()):
                 request = request.avoiding(both)
-        return self.prefill.lease(request)
+        return Lease(self.prefill, request)

@@ -77,6 +77,8 @@ class Roster:
         """Who is to be a member as soon as it answers."""
         self._scoreboard = scoreboard
         self._shared = SharedValue("list of instances", capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
+        self.versions = self._shared.head
+        """Its first cell is `version`, without a call."""
         self._read_version = -1
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}

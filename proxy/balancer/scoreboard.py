@@ -20,9 +20,15 @@ from proxy.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_CELLS_PER_SLOT = 8
-_REQUESTS, _RUNNING, _COMPUTE, _KV = range(4)
-_PINNED_COUNT, _PINNED_TOKENS, _PINNED_SINCE, _PINNED_EVER = range(4, _CELLS_PER_SLOT)
+CELLS_PER_SLOT: Final = 8
+REQUESTS: Final = 0
+RUNNING: Final = 1
+COMPUTE: Final = 2
+KV: Final = 3
+_PINNED_COUNT: Final = 4
+_PINNED_TOKENS: Final = 5
+_PINNED_SINCE: Final = 6
+_PINNED_EVER: Final = 7
 _CELL_BYTES = 8
 # Hand-overs are counted by decoder and lane, a count and tokens each. One lane for each possible prefiller would take
 # 16 MB for each worker.
@@ -56,24 +62,25 @@ class Handovers:
 class Row:
     """The part of the scoreboard that one worker or guest writes."""
 
-    __slots__ = ("_cells", "_lanes")
+    __slots__ = ("cells", "_lanes")
 
     def __init__(self, cells: memoryview[int], lanes: memoryview[int]) -> None:
-        self._cells = cells
+        self.cells = cells
+        """`CELLS_PER_SLOT` for each slot; leases write theirs without a call."""
         self._lanes = lanes
 
     def add(self, slot: int, *, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot; negative numbers give back."""
-        cells = self._cells
-        first = _CELLS_PER_SLOT * slot
+        cells = self.cells
+        first = CELLS_PER_SLOT * slot
         if requests:
-            cells[first + _REQUESTS] += requests
+            cells[first + REQUESTS] += requests
         if running:
-            cells[first + _RUNNING] += running
+            cells[first + RUNNING] += running
         if compute:
-            cells[first + _COMPUTE] += compute
+            cells[first + COMPUTE] += compute
         if kv:
-            cells[first + _KV] += kv
+            cells[first + KV] += kv
 
     def hand_over(self, prefiller: int, decoder: int, tokens: int) -> None:
         """Count one more KV cache sent from slot to slot, which is never taken back."""
@@ -84,12 +91,12 @@ class Row:
 
     def count_pinned(self, slot: int) -> None:
         """Count one more KV cache that is left behind, which is never taken back."""
-        self._cells[_CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
+        self.cells[CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
         """Replace what this worker knows to be pinned. It is no load, so nothing waits for it to go."""
-        cells = self._cells
-        first = _CELLS_PER_SLOT * slot
+        cells = self.cells
+        first = CELLS_PER_SLOT * slot
         cells[first + _PINNED_COUNT] = pinned.count
         cells[first + _PINNED_TOKENS] = pinned.tokens
         cells[first + _PINNED_SINCE] = 0 if pinned.since is None else max(1, round(pinned.since * _TICKS_PER_SECOND))
@@ -103,7 +110,7 @@ class Scoreboard:
         self.workers = workers
         self.slots = slots
         self._rows = workers + guests
-        self._width = _CELLS_PER_SLOT * slots
+        self._width = CELLS_PER_SLOT * slots
         self._cells = memoryview(mmap.mmap(-1, self._rows * self._width * _CELL_BYTES)).cast("q")
         self._lanes_width = 2 * LANES * slots
         self._lanes = memoryview(mmap.mmap(-1, self._rows * self._lanes_width * _CELL_BYTES)).cast("q")
@@ -113,14 +120,16 @@ class Scoreboard:
         return Row(self._cells_of(number), self._lanes_of(number))
 
     def load(self, slot: int) -> Load:
-        return Load(compute=self._sum(slot, _COMPUTE), kv=self._sum(slot, _KV))
+        return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
 
     def requests(self, slot: int) -> int:
-        return self._sum(slot, _REQUESTS)
+        return self._sum(slot, REQUESTS)
 
     def running(self, slot: int) -> int:
         """Of the requests those that are worked on: for the others it only holds the cache."""
-        return self._sum(slot, _RUNNING)
+        if self._rows == 1:
+            return self._cells[CELLS_PER_SLOT * slot + RUNNING]
+        return self._sum(slot, RUNNING)
 
     def pinned(self, slot: int) -> Pinned:
         """Of all workers: sums, and the oldest."""
@@ -158,17 +167,16 @@ class Scoreboard:
         One pass over plain integers, because every pick pays for it: a Load per candidate would triple its price.
         """
         cells, width = self._cells, self._width
-        firsts = [_CELLS_PER_SLOT * slot for slot in slots]
-        if self._rows == 1:
-            return [
-                per_compute * cells[first + _COMPUTE] + per_kv * (cells[first + _KV] + cells[first + _PINNED_TOKENS])
-                for first in firsts
-            ]
-        return [
-            per_compute * sum(cells[first + _COMPUTE :: width])
-            + per_kv * (sum(cells[first + _KV :: width]) + sum(cells[first + _PINNED_TOKENS :: width]))
-            for first in firsts
-        ]
+        weights = []
+        for slot in slots:
+            first = CELLS_PER_SLOT * slot
+            if self._rows == 1:
+                compute, kv = cells[first + COMPUTE], cells[first + KV] + cells[first + _PINNED_TOKENS]
+            else:
+                compute = sum(cells[first + COMPUTE :: width])
+                kv = sum(cells[first + KV :: width]) + sum(cells[first + _PINNED_TOKENS :: width])
+            weights.append(per_compute * compute + per_kv * kv)
+        return weights
 
     def erase(self, number: int) -> None:
         """Forget what a row had been charged with. Only for a worker that is dead, as it would go on from zero, or by
@@ -190,7 +198,7 @@ class Scoreboard:
         return range(2 * LANES * slot, len(self._lanes), self._lanes_width)
 
     def _column(self, slot: int, kind: int) -> memoryview[int]:
-        return self._cells[_CELLS_PER_SLOT * slot + kind :: self._width]
+        return self._cells[CELLS_PER_SLOT * slot + kind :: self._width]
 
     def _sum(self, slot: int, kind: int) -> int:
         return sum(self._column(slot, kind))

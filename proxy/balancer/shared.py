@@ -38,14 +38,15 @@ class SharedValue:
         self._noun = noun
         self._capacity = capacity_bytes
         self._memory = mmap.mmap(-1, 8 * _HEAD_CELLS + 2 * capacity_bytes)
-        self._head = memoryview(self._memory)[: 8 * _HEAD_CELLS].cast("q")
+        self.head = memoryview(self._memory)[: 8 * _HEAD_CELLS].cast("q")
+        """Read only. Its first cell is the version, which costs no call there."""
         self._lock = os.memfd_create("lock")
         weakref.finalize(self, os.close, self._lock)
 
     @property
     def version(self) -> int:
         """Moves with every write; 0 before the first."""
-        return self._head[0]
+        return self.head[0]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -62,8 +63,8 @@ class SharedValue:
             version = self.version
             place = version % 2
             start = self._start(place)
-            text = self._memory[start : start + self._head[1 + 2 * place]]
-            if zlib.crc32(text) == self._head[2 + 2 * place]:
+            text = self._memory[start : start + self.head[1 + 2 * place]]
+            if zlib.crc32(text) == self.head[2 + 2 * place]:
                 written_version, value = orjson.loads(text)
                 if written_version == version:
                     return version, value
@@ -84,11 +85,11 @@ class SharedValue:
         if len(text) > self._capacity:
             raise ValueError(f"the {self._noun} is too long")
         self._memory[start : start + len(text)] = text
-        self._head[1 + 2 * place] = len(text)
-        self._head[2 + 2 * place] = zlib.crc32(text)
+        self.head[1 + 2 * place] = len(text)
+        self.head[2 + 2 * place] = zlib.crc32(text)
 
         def commit() -> None:
-            self._head[0] = version
+            self.head[0] = version
 
         return commit
 

@@ -44,9 +44,14 @@ class Admission:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         absent: Callable[[], Role | None] = lambda: None,
+        on_wait: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
+        in between `notify` has to be called.
+        """
         self._has_room = has_room
         self._absent = absent
+        self._on_wait = on_wait
         self._metrics = metrics
         self._clock = clock
         self._lines: dict[str, _Line] = {}  # of the keys under which requests wait
@@ -140,6 +145,8 @@ class Admission:
             gives_way = self._dispensable(entry.key)
             if gives_way is None:
                 raise _queue_full()
+        if not self._lines:
+            self._on_wait(True)
         line = self._lines.get(entry.key)
         if line is None:
             # As if it had just been served: a key whose requests come and go must not overtake those that stay.
@@ -164,6 +171,8 @@ class Admission:
             self._metrics.queued_requests.dec()
         if not line.entries:
             del self._lines[entry.key]
+            if not self._lines:
+                self._on_wait(False)
         if not self._lines and self._timer is not None:
             self._timer.cancel()
             self._timer = None

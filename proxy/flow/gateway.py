@@ -44,7 +44,9 @@ class Gateway:
         metrics: Metrics,
     ) -> None:
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
-        self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
+        self.admission = Admission(
+            settings.admission, self._has_room, metrics, absent=self._absent, on_wait=self._on_wait
+        )
         self._connector = connector
         self._pools = pools
         self._parts = FlowParts(
@@ -57,8 +59,11 @@ class Gateway:
             metrics=metrics,
             settings=settings,
         )
-        for role in connector.roles:
-            pools.of(role).on_release = self.admission.notify
+
+    def _on_wait(self, is_waiting: bool) -> None:
+        """Have the pools tell of room only while a unit waits for it: otherwise each request would cost three calls."""
+        for role in self._connector.roles:
+            self._pools.of(role).on_release = self.admission.notify if is_waiting else None
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is decided from now on."""

@@ -328,8 +328,13 @@ class Metrics:
         self._instances = Instances(tuple(pools), scoreboard, health, misfits)
 
     def settle_first(self, settle: Callable[[], None]) -> None:
-        """From now on every scrape calls this first: whoever counts in batches counts what it has."""
+        """From now on this is called before every scrape and at every `settle`: it counts what waits to be counted."""
         self._settles.append(settle)
+
+    def settle(self) -> None:
+        """Count what waits to be counted. To be called now and then: other workers are asked for these counts, too."""
+        for settle in self._settles:
+            settle()
 
     def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
         """From now on every scrape tells how many workers were replaced, by reason."""
@@ -342,8 +347,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What prometheus-client's encoders ask for."""
-        for settle in self._settles:
-            settle()
+        self.settle()
         existing = set() if self._instances is None else set(self._instances.names())
         for name in existing:
             self.instance_requests_total.labels(*name, "ok")

@@ -110,7 +110,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         monitor = Monitor(
             metrics,
             Memory(basis.settings.workers),
-            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index)),
+            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
             is_ready=clients.probes.is_ready,
         )
         upstream = engines.lines.upstream
@@ -136,7 +136,10 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             callback_front=_callback_front(basis, engines),
         )
         async with watcher, monitor:
-            yield worker
+            try:
+                yield worker
+            finally:
+                metrics.settle()
 
 
 def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:

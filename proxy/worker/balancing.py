@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.health import Transition
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.worker.basis import Basis
 
@@ -56,7 +58,7 @@ def build_balancing(basis: Basis) -> Balancing:
     quarantine = PairQuarantine(settings.health.quarantine_after, settings.health.quarantine_seconds)
     live.add(lambda new: quarantine.configure(new.health.quarantine_after, new.health.quarantine_seconds))
     on_transition = _transitions(basis)
-    on_end = _ends(basis)
+    ends = _InstanceRequests(basis.metrics)
 
     def pool(role: Role) -> Pool:
         context = PolicyContext(worker=basis.index, facts=lambda backend: health.of(backend).facts)
@@ -69,7 +71,7 @@ def build_balancing(basis: Basis) -> Balancing:
             health=health,
             limits=_limits(settings, role),
             on_transition=on_transition,
-            on_end=on_end,
+            on_end=ends.of(role),
             pinned_kv=pinned_kv if role is Role.PREFILL else None,
             quarantine=quarantine,
             fitness=fitness,
@@ -105,14 +107,30 @@ def _transitions(basis: Basis) -> Callable[[Transition], None]:
     return on_transition
 
 
-def _ends(basis: Basis) -> Callable[[Backend, str], None]:
-    # Finding a series by its labels costs more than counting with it, and there are few.
-    counters = cache(basis.metrics.instance_requests_total.labels)
+class _InstanceRequests:
+    """Counts how leases end, many at a time."""
 
-    def on_end(backend: Backend, result: str) -> None:
-        counters(backend.role.value, backend.name, result).inc()
+    def __init__(self, metrics: Metrics) -> None:
+        # Finding a series by its labels costs more than counting with it, and there are few.
+        self._counters = cache(metrics.instance_requests_total.labels)
+        self._untold: dict[Role, Counter[tuple[str, str]]] = {role: Counter() for role in Role}
+        metrics.settle_first(self.count)
 
-    return on_end
+    def of(self, role: Role) -> Callable[[Backend, str], None]:
+        """To be called at the end of each lease on one of this role's backends."""
+        untold = self._untold[role]
+
+        def on_end(backend: Backend, result: str) -> None:
+            untold[backend.name, result] += 1
+
+        return on_end
+
+    def count(self) -> None:
+        """Count what has ended so far."""
+        for role, untold in self._untold.items():
+            for (name, result), count in untold.items():
+                self._counters(role.value, name, result).inc(count)
+            untold.clear()
 
 
 def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:

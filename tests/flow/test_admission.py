@@ -44,7 +44,7 @@ class Unit:
                 await self._end.wait()
             finally:
                 self.is_in = False
-                gate.admission.notify()
+                gate.notify()
                 gate.taken -= 1
 
     async def leave(self) -> None:
@@ -70,13 +70,25 @@ class Gate:
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
         self.absent: Role | None = None
-        self.admission = Admission(Limits(), self.has_room, self.metrics, clock, lambda: self.absent)
+        self.listens = False
+        self.admission = Admission(
+            Limits(), self.has_room, self.metrics, clock, lambda: self.absent, on_wait=self._on_wait
+        )
         self.units: list[Unit] = []
         self.admitted: list[Unit] = []
 
     def has_room(self) -> bool:
         self.asked += 1
         return self.taken < self.places
+
+    def _on_wait(self, is_waiting: bool) -> None:
+        assert is_waiting is not self.listens
+        self.listens = is_waiting
+
+    def notify(self) -> None:
+        """Say that there is room to whoever wants to hear it."""
+        if self.listens:
+            self.admission.notify()
 
     def limit(self, **limits: float) -> None:
         self.admission.configure(Limits.model_validate(limits))
@@ -93,7 +105,7 @@ class Gate:
     async def open(self, places: int = 1) -> None:
         """More room, and somebody who says so."""
         self.places += places
-        self.admission.notify()
+        self.notify()
         await settled(2 * places)
 
     def is_waking(self) -> bool:
@@ -119,6 +131,7 @@ class Gate:
         assert (admission.waiting, admission.running, admission.held_bytes, self.taken) == (0, 0, 0, 0)
         assert (admission._lines, admission._queue, admission._running) == ({}, {}, {})
         assert admission._timer is None
+        assert not self.listens
         assert self.queued_requests() == 0
 
 

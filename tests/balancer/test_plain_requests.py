@@ -1,0 +1,199 @@
+"""What a request costs that is like most others was made short: it comes to the same as the general way, whatever went
+before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.health import Health
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.pinned_kv import PinnedKv
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Row, Scoreboard
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.settings import POLICIES, HealthChecks
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from proxy.balancer.health import Transition
+
+BACKENDS = 3
+ELSEWHERE = Backend(Role.PREFILL, "p", 1)
+
+places = st.integers(0, BACKENDS - 1)
+tokens = st.integers(0, 3)  # few, so that there are equals
+
+
+class Side:
+    """A pool of decoders, as one of several workers sees it."""
+
+    def __init__(self, policy: str, workers: int, worker: int, max_running: int | None) -> None:
+        self.clock = Clock()
+        self.board = Scoreboard(workers, slots=8)
+        self.rows: list[Row] = [self.board.row(number) for number in range(workers)]
+        self.roster = Roster([], [("d", port) for port in range(BACKENDS)], self.board)
+        self.health = Health(HealthChecks(eject_after=3, slow_start_seconds=30.0), self.clock, random.Random(1))
+        self.pinned_kv = PinnedKv(self.rows[0], self.clock)
+        self.transitions: list[Transition] = []
+        self.pool = Pool(
+            Role.DECODE,
+            policy=make_policy(policy, PolicyContext(worker, random.Random(1), self.clock)),
+            scoreboard=self.board,
+            row=self.rows[worker],
+            roster=self.roster,
+            health=self.health,
+            limits=PoolLimits(max_running=max_running),
+            on_transition=self.transitions.append,
+            pinned_kv=self.pinned_kv,
+            clock=self.clock,
+            rng=random.Random(1),
+        )
+        self.backends = self.pool.backends()
+
+    def backend(self, place: int) -> Backend:
+        return self.backends[place]
+
+    # What may happen before a request, each a step with two numbers
+
+    def charge(self, place: int, amount: int) -> None:
+        slot = self.backend(place).slot
+        self.rows[amount % len(self.rows)].add(slot, requests=1, running=1, compute=amount, kv=amount // 2)
+
+    def pin(self, place: int, amount: int) -> None:
+        self.pinned_kv.pin(self.backend(place), amount, 15.0)
+
+    def press(self, place: int, amount: int) -> None:
+        self.fail(place, Failure.RECOMPUTED)
+
+    def refuse(self, place: int, amount: int) -> None:
+        self.fail(place, Failure.CONNECT)
+
+    def break_down(self, place: int, amount: int) -> None:
+        self.fail(place, Failure.BROKEN)
+
+    def fail(self, place: int, failure: Failure) -> None:
+        backend = self.backend(place)
+        self.pool.outcomes.report(backend, UpstreamError(failure, backend, "it failed"))
+
+    def probe(self, place: int, amount: int) -> None:
+        self.health.on_probe(self.backend(place), amount > 0, "probed")
+
+    def tell(self, place: int, amount: int) -> None:
+        self.health.note_facts(self.backend(place), EngineFacts((0, 20), max_num_seqs=amount or None))
+
+    def drain(self, place: int, amount: int) -> None:
+        self.roster.remove(Role.DECODE, "d", place)
+
+    def come_back(self, place: int, amount: int) -> None:
+        self.roster.add(Role.DECODE, "d", place)
+
+    def replace(self, place: int, amount: int) -> None:
+        """By another in its slot, unless it has requests."""
+        self.roster.remove(Role.DECODE, "d", place)
+        self.roster.finalize()
+        self.roster.add(Role.DECODE, "e", place)
+
+    def wait(self, place: int, amount: int) -> None:
+        self.clock.now += 10.0 * amount
+
+
+Step = Callable[[Side, int, int], None]
+Steps = list[tuple[Step, int, int]]
+STEPS: list[Step] = [
+    *(Side.charge, Side.pin, Side.press, Side.refuse, Side.break_down),
+    *(Side.probe, Side.tell, Side.drain, Side.come_back, Side.replace, Side.wait),
+]
+steps = st.lists(st.tuples(st.sampled_from(STEPS), places, tokens), min_size=1, max_size=12)
+sides = st.tuples(st.sampled_from(list(POLICIES)), st.integers(1, 2), st.sampled_from([None, 1]))
+
+
+def taken(pool: Pool, request: PickRequest) -> tuple[str, int] | None:
+    """Which backend it gets, and as which trial; None if there is nobody."""
+    try:
+        backend, trial = pool.take(request)
+    except NoBackendAvailable:
+        return None
+    return backend.name, trial
+
+
+@given(sides, steps)
+def test_it_gets_the_backend_that_it_would_get_if_it_avoided_one_of_another_role(
+    side: tuple[str, int, int | None], happened: Steps
+) -> None:
+    policy, workers, max_running = side
+    short, general = (Side(policy, workers, workers - 1, max_running) for _ in range(2))
+    for step, place, amount in [*happened, (Side.wait, 0, 3)]:
+        step(short, place, amount)
+        step(general, place, amount)
+        for compute in range(BACKENDS):
+            load = Load(compute=compute, kv=1)
+            general.pool.eligible()  # it looks at all that may have changed
+            chosen = taken(general.pool, PickRequest.of(load, avoid=[ELSEWHERE]))
+            assert taken(short.pool, PickRequest.of(load)) == chosen
+
+
+@given(st.lists(st.tuples(steps, places), max_size=6))
+def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps, int]]) -> None:
+    short, general = (Side("least_load", 1, 0, None) for _ in range(2))
+    for some, place in happened:
+        for side in (short, general):
+            for step, at, amount in some:
+                step(side, at, amount)
+        short.pool.outcomes.served(short.backend(place))
+        if transition := general.health.on_outcome(general.backend(place), None):
+            general.transitions.append(transition)
+        assert short.transitions == general.transitions
+        assert short.health.version == general.health.version
+        for one, other in zip(short.backends, general.backends, strict=True):
+            assert short.health.of(one) == general.health.of(other)
+        assert short.pool.eligible() == general.pool.eligible()
+
+
+def test_it_gets_what_time_alone_has_changed() -> None:
+    side = Side("least_load", 1, 0, None)
+    plain = PickRequest.of(Load(compute=1))
+    side.pinned_kv.pin(side.backend(0), 100, 15.0)
+    assert [taken(side.pool, plain) for _ in range(3)] == [("d:1", 0), ("d:2", 0), ("d:1", 0)]
+    side.clock.now += 20.0
+    assert taken(side.pool, plain) == ("d:2", 0)
+    assert taken(side.pool, plain) == ("d:0", 0)
+    assert side.pool.outcomes.report_stall(side.backend(1))
+    assert {taken(side.pool, plain) for _ in range(3)} == {("d:0", 0), ("d:2", 0)}
+    side.clock.now += 3600.0
+    assert taken(side.pool, plain) == ("d:1", 1)
+
+
+def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
+    side = Side("least_load", 1, 0, None)
+    for place in range(BACKENDS):
+        side.probe(place, 1)
+    side.pool.eligible()
+    for _ in range(2):
+        side.refuse(0, 0)
+    assert side.transitions[-1].cause == "connect"
+    side.pool.outcomes.served(side.backend(0))
+    assert side.transitions[-1].new is HealthState.UP
+
+
+def test_its_success_is_not_that_of_the_next_backend_in_the_slot() -> None:
+    side = Side("least_load", 1, 0, None)
+    old = side.backend(0)
+    side.replace(0, 0)
+    new = next(backend for backend in side.pool.backends() if backend.host == "e")
+    assert new.slot == old.slot
+    side.health.on_probe(new, True, "200")
+    side.pool.eligible()
+    side.pool.outcomes.served(old)
+    assert side.health.of(old).has_served
+    assert not side.health.of(new).has_served
