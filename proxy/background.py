@@ -53,3 +53,21 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._logger.error("%s failed unexpectedly", self._noun, exc_info=error)
+
+
+class BackgroundOwner:
+    """The base of a part that has tasks of its own, in `self._background`. `async with` it: leaving ends them."""
+
+    _background: Background
+
+    def _begin(self) -> None:
+        """What the part does at the beginning of the block, such as starting a task."""
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._background.__aexit__(kind, error, trace)

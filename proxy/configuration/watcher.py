@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from proxy.configuration.configuration import Change, Configuration
     from proxy.configuration.snapshot import ConfigSnapshot, Stamp
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ConfigWatcher:
+class ConfigWatcher(BackgroundOwner):
     """It applies what is published, by whichever worker. `async with` it, and have it `look` every so often.
 
     `applied` is what the worker was built from; `apply` is called with every later one, and must not fail.
@@ -40,15 +39,8 @@ class ConfigWatcher:
         self._stamp_seen: Stamp | None = None
         self._background = Background(logger, "a reload")
 
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
+    def _begin(self) -> None:
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     async def reload(self, by: str) -> Change:
         """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 from proxy.balancer.handovers import Verdict
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -23,7 +23,6 @@ from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from types import TracebackType
 
     from proxy.backend import Backend
     from proxy.balancer.misfits import Misfits
@@ -53,7 +52,7 @@ _MAX_DOUBTFUL: Final = 256
 _MAX_AT_ONCE: Final = 8
 
 
-class Releaser:
+class Releaser(BackgroundOwner):
     """One worker's dealings with KV that no decoder fetches. `async with` it; leaving grants pending releases a moment.
 
     A release waits `settle_seconds`, outlives its request, and says nothing about the health of the decoder that is
@@ -91,15 +90,6 @@ class Releaser:
         """Take changed settings for KV that is left behind from now on."""
         self._settings = settings.kv
         self._restart_seconds = settings.admission.wait_seconds
-
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     @property
     def pending(self) -> int:

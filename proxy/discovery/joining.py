@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Backend
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
-    from types import TracebackType
 
     import aiohttp
 
@@ -32,7 +31,7 @@ _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_SECONDS: Final = 5.0
 
 
-class Joiner:
+class Joiner(BackgroundOwner):
     """One worker's. `async with` it."""
 
     def __init__(
@@ -53,15 +52,6 @@ class Joiner:
         self._on_joined = on_joined
         self._background = Background(logger, "waiting for an instance")
         self._waits: dict[Backend, asyncio.Task[None]] = {}
-
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, settings: Joining) -> None:
         """Take changed settings for the questions from now on."""

@@ -12,10 +12,10 @@ import logging
 import math
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from proxy import SERVER, logs
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,
@@ -33,7 +33,6 @@ from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     import aiohttp
 
@@ -67,7 +66,7 @@ def log_transition(transition: Transition, *, is_news: bool = True) -> None:
     logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
 
 
-class Prober:
+class Prober(BackgroundOwner):
     """One worker's view of which backends are well. `async with` it."""
 
     def __init__(
@@ -93,15 +92,8 @@ class Prober:
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
+    def _begin(self) -> None:
         self._background.start(self._keep_probing())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, checks: HealthChecks) -> None:
         """Take changed settings for the probes from now on."""

@@ -11,13 +11,12 @@ import logging
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from types import TracebackType
 
     from proxy.backend import Role
     from proxy.balancer.roster import Roster
@@ -37,7 +36,7 @@ class _Watch:
     task: asyncio.Task[None]
 
 
-class Watcher:
+class Watcher(BackgroundOwner):
     """For the one worker that watches. `async with` it."""
 
     def __init__(
@@ -57,15 +56,8 @@ class Watcher:
         self._watches: dict[str, _Watch] = {}
         self._background = Background(logger, "discovery")
 
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
+    def _begin(self) -> None:
         self.configure(self._settings)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, settings: Settings) -> None:
         """Watch the sources that these settings want. One that they want otherwise than before is begun anew; what one

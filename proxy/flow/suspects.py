@@ -102,11 +102,6 @@ class Suspects:
         elif not self._memory.is_empty:
             self._memory.forget(call.body({}))
 
-    @property
-    def remembers_nothing(self) -> bool:
-        """Whether no request is remembered."""
-        return self._memory.is_empty
-
     def now(self) -> float:
         """Clock seconds."""
         return self._clock()

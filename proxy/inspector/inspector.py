@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.background import Background
+from proxy.background import Background, BackgroundOwner
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.models import odd_ones
 from proxy.balancer.recognition import EngineReport, unsuited
@@ -20,7 +20,6 @@ from proxy.settings import CONNECTOR_TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     import aiohttp
 
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
 
 
-class Inspector:
+class Inspector(BackgroundOwner):
     """One worker's. `async with` it. `reads`: this is the worker that reads decoders' counters."""
 
     def __init__(
@@ -88,15 +87,8 @@ class Inspector:
                 lease_seconds=lease_seconds,
             )
 
-    async def __aenter__(self) -> Self:
-        await self._background.__aenter__()
+    def _begin(self) -> None:
         self._background.start(self._keep_looking())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._background.__aexit__(kind, error, trace)
 
     def configure(self, interval_seconds: float) -> None:
         """Take a changed interval for the looks from now on."""
