@@ -99,7 +99,7 @@ class PairWatch:
 
 
 def _growth(before: Mapping[int, Handovers], after: Mapping[int, Handovers]) -> dict[int, Handovers]:
-    """Of the lanes that have changed, by how much."""
+    """The lanes that have changed, and by how much."""
     growth = {}
     for lane, handovers in after.items():
         old = before.get(lane, Handovers())
@@ -112,10 +112,10 @@ def _growth(before: Mapping[int, Handovers], after: Mapping[int, Handovers]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Culprits(Generic[Instance]):
-    """Who is to blame for pairs between which no KV is fetched, each pair for one reason."""
+    """The instances and pairs to blame where no KV is fetched; each bad pair is explained once."""
 
     decoders: frozenset[Instance]
-    """They fetch from no prefiller."""
+    """Decoders that fetch from no prefiller."""
     prefillers: frozenset[Instance]
     """No decoder fetches from them, though not all of these fetch nothing anyway."""
     pairs: frozenset[tuple[Instance, Instance]]

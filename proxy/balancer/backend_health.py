@@ -32,27 +32,27 @@ class HealthState(StrEnum):
 
 @dataclass(slots=True)
 class BackendHealth:
-    """One backend's. Times are clock seconds."""
+    """The health of one backend. Times are clock seconds."""
 
     verdict: HealthState = HealthState.UNKNOWN
-    """Of the probes: UNKNOWN, UP or DOWN. A request that is served confirms what is unknown, too."""
+    """What the probes say: UNKNOWN, UP or DOWN. A served request confirms an unknown backend, too."""
     probe_streak: int = 0
     """Probes in a row that contradict the verdict."""
     awaits_first_probe: bool = False
-    """It was added while others served, and has not passed a probe yet."""
+    """The backend was added while others served, and has not passed a probe yet."""
     breaker: Breaker = field(default_factory=Breaker)
     back_since: float | None = None
-    """It came back then, and starts slowly."""
+    """When it came back, while it still starts slowly; None otherwise."""
     served_at: int = 0
     """Event of its last success; see Breaker."""
     is_unreachable: bool = False
-    """It took no connection when one was tried last, and nothing has shown since that it does."""
+    """The last attempt to connect failed, and nothing has shown since that the backend accepts connections."""
     was_up_until: float | None = None
     """When it was last known to be up and reachable; None: it is, or it never was up."""
     reason: str | None = None
-    """Of the last change of `state`; None: there was none."""
+    """Why `state` changed last; None: it never did."""
     changed_at: float | None = None
-    """When that was."""
+    """When `state` changed last."""
     facts: EngineFacts | None = None
     """What the engine says of itself; None: it has not been asked since it came up."""
 
@@ -108,7 +108,7 @@ class BackendHealth:
         return self.verdict is HealthState.UP and (is_refusing or self.is_unreachable)
 
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
-        """Of the work that falls to it, how much it is to get: less than all after it came back."""
+        """How much of its share of the work it is to get: less than all of it after it came back."""
         if self.back_since is None:
             return slow_start.FULL
         return slow_start.percent(now - self.back_since, slow_start_seconds)
@@ -127,25 +127,25 @@ class BackendHealth:
             self.judge(verdict, now, checks)
 
     def connected(self, now: float) -> None:
-        """It accepts connections."""
+        """The backend accepts connections."""
         self.reached()
         self.breaker.connected()
         if self.breaker.ends_with_connection:
             self.breaker.close(now)
 
     def reached(self) -> None:
-        """It has answered, and so there was a connection."""
+        """The backend has answered, and so there was a connection."""
         self.is_unreachable = False
         if self.verdict is HealthState.UP:
             self.was_up_until = None
 
     def refused(self, now: float) -> None:
-        """It took no connection."""
+        """The backend refused a connection."""
         self.is_unreachable = True
         self._leave(now)
 
     def judge(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
-        """It is up, or down, from now on."""
+        """The backend is up, or down, from now on."""
         if verdict is HealthState.DOWN:
             self._leave(now)
             self.breaker.rest(now, checks.eject_seconds)

@@ -38,15 +38,15 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """One backend's. Times are clock seconds, events are numbers that only grow."""
+    """One backend's breaker. Times are clock seconds, events are numbers that only grow."""
 
     phase: Phase = Phase.CLOSED
     failures: int = 0
-    """In a row, of any kind that the backend is to blame for."""
+    """Failures in a row, of any kind that the backend is to blame for."""
     until: float = 0.0
     """When an ejection is over."""
     ends_with_connection: bool = False
-    """It is out because it refused connections, so whatever shows that it accepts them again brings it back."""
+    """The backend is out because it refused connections, so any accepted connection brings it back."""
     trial: int = 0
     """The number of the request that is being tried, 0 for none."""
     _last: Failure | None = None
@@ -58,7 +58,7 @@ class Breaker:
 
     @property
     def refused_connections(self) -> int:
-        """In a row."""
+        """How many connections in a row were refused."""
         return self._repeats if self._last is Failure.CONNECT else 0
 
     def forgive(self) -> None:
@@ -68,7 +68,7 @@ class Breaker:
             self._last = None
 
     def connected(self) -> None:
-        """It accepted a connection, which says nothing more."""
+        """The backend accepted a connection, which says nothing more."""
         if self._last is Failure.CONNECT:
             self._repeats = 0
             self._last = None
@@ -107,7 +107,7 @@ class Breaker:
         self.phase = Phase.PROBATION
 
     def close(self, now: float) -> None:
-        """It serves again."""
+        """The backend serves again."""
         self.phase = Phase.CLOSED
         self.trial = 0
         self.ends_with_connection = False
@@ -115,12 +115,12 @@ class Breaker:
         self.resume(now)
 
     def rest(self, now: float, eject_seconds: float) -> None:
-        """It is healthy no longer: every `eject_seconds` of the time that it was take one ejection off the count."""
+        """The backend is no longer healthy: each `eject_seconds` of its health take one ejection off the count."""
         if self._healthy_since is not None:
             self._ejections = max(0, self._ejections - int((now - self._healthy_since) / eject_seconds))
             self._healthy_since = None
 
     def resume(self, now: float) -> None:
-        """It is healthy from now on."""
+        """The backend is healthy from now on."""
         if self.phase is Phase.CLOSED:
             self._healthy_since = now

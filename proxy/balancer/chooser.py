@@ -66,7 +66,7 @@ class Chooser:
         self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
 
     def press(self, backend: Backend) -> None:
-        """It ran out of KV memory: pass it over for a while."""
+        """A backend ran out of KV memory: pass it over for a while."""
         self._pressed[backend] = self._clock() + self.pressure_seconds
         self.passes_over = True
 
@@ -121,7 +121,7 @@ class Chooser:
         return slow_start.slowed(weights, percents, max(1, cost))
 
     def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """With the share of each, and only some of those that came back if the policy does not look at weights."""
+        """The candidates with their shares, without some that came back if the policy does not look at weights."""
         percents = [self._share_percent(candidate.backend) for candidate in candidates]
         for candidate, percent in zip(candidates, percents, strict=True):
             candidate.share_percent = percent
@@ -130,7 +130,7 @@ class Chooser:
         return slow_start.taking_part(candidates, percents, self._rng)
 
     def _without_pressed(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Those with KV memory to spare, or all of them if none has."""
+        """The candidates that have KV memory to spare, or all of them if none has."""
         now = self._clock()
         self._pressed = {backend: until for backend, until in self._pressed.items() if until > now}
         self.passes_over = bool(self._pressed)

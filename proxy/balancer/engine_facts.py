@@ -33,9 +33,9 @@ class Identity:
     models: frozenset[str] = frozenset()
     """What its models are called; adapters, which come and go, are not among them."""
     is_gateway: bool = False
-    """It is a gateway like this one."""
+    """The address is that of a gateway like this one."""
     refused_key: bool = False
-    """It did not tell its models: it wants a key, or another one than it was sent."""
+    """The engine did not tell its models: it wants a key, or another one than it was sent."""
     setup: Setup | None = None
     """How it was started; None: it has not been asked yet."""
 
@@ -45,17 +45,17 @@ class Setup:
     """How an engine was started. SGLang tells, and vLLM with VLLM_SERVER_DEV_MODE=1. None is what it does not tell."""
 
     disaggregation_mode: str | None = None
-    """Of SGLang: `prefill`, `decode`, or `null` for neither."""
+    """SGLang only: `prefill`, `decode`, or `null` for neither."""
     bootstrap_port: int | None = None
-    """Of SGLang."""
+    """SGLang only."""
     tells_transfer: bool = False
     """vLLM tells how its KV cache travels."""
     kv_connectors: tuple[str, ...] = ()
     """Of vLLM, in its words: what moves its KV cache, several if they work together; nothing: it stays where it is."""
     kv_role: str | None = None
-    """Of vLLM: `kv_producer`, `kv_consumer` or `kv_both`."""
+    """vLLM only: `kv_producer`, `kv_consumer` or `kv_both`."""
     engine_id: str | None = None
-    """Of vLLM: what its KV connector calls it, with `_dp` and a number behind it where it has several ranks."""
+    """vLLM only: what its KV connector calls it, with `_dp` and a number behind it where it has several ranks."""
 
 
 def parse_kind(models: Any) -> str | None:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Totals(NamedTuple):
-    """Since the prefiller or the workers started."""
+    """Counts since the prefiller or the workers started."""
 
     expired: float
-    """As the prefiller counts: leases that ended without a decoder."""
+    """Leases that ended without a decoder, as the prefiller counts them."""
     orphans: int
-    """KV on it that this gateway has given up."""
+    """KV caches on it that this gateway has given up."""
     sent: Mapping[Any, int]
     """Hand-overs, by decoder."""
 
@@ -36,7 +36,7 @@ class ExpiryWatch:
     _started: float | None = None
     """When the first hand-over was seen; None: there was none."""
     _sent_before: int = 0
-    """In the window before this one, of which leases expire in this one."""
+    """Hand-overs in the window before this one, whose leases expire in this one."""
 
     def read(
         self, now: float, totals: Totals | None, fetch_nothing: Collection[Hashable], lease_seconds: float

@@ -23,7 +23,9 @@ _LEAST_WITHOUT_PARAMS: Final = 3
 
 
 class Fitness:
-    """One worker's. `row` is its own. `on_change` hears of a backend, a kind, and the hint; None: it fits again."""
+    """One worker's findings. `row` is its own. `on_change` hears of a backend, a kind, and the hint; None: it fits
+    again.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Fitness:
         self._without_params: dict[Backend, int] = {}  # answers in a row
 
     def report(self, backend: Backend, kind: MisfitKind, hint: str | None) -> None:
-        """It does not fit in this, and why; None: it does fit."""
+        """An instance does not fit in one way, and why; None: it does fit."""
         is_news = self.misfits.remove(backend, kind) if hint is None else self.misfits.add(backend, kind, hint)
         if is_news:
             self._on_change(backend, kind, hint)
@@ -73,11 +75,11 @@ class Fitness:
             )
 
     def refused_key(self, backend: Backend) -> None:
-        """It has answered 401, and has served no request yet."""
+        """A backend has answered 401, and has served no request yet."""
         self.report(backend, MisfitKind.ENGINE_KEY, self._keys.advice(backend))
 
     def served(self, backend: Backend) -> None:
-        """It has served a request."""
+        """A backend has served a request."""
         version = self.versions[0]
         if self.misfits.has(backend, MisfitKind.ENGINE_KEY):
             self.report(backend, MisfitKind.ENGINE_KEY, None)
@@ -85,6 +87,6 @@ class Fitness:
             self.takes_key_at = version
 
     def forget(self, backend: Backend) -> None:
-        """It has left."""
+        """A backend has left."""
         self._without_params.pop(backend, None)
         self.misfits.forget(backend)

@@ -79,7 +79,7 @@ class Health:
     # What is observed
 
     def on_added(self, backend: Backend) -> None:
-        """It exists from now on, and not from the beginning: it gets no request before it has passed a probe."""
+        """A backend was added while others serve: it gets no request before it has passed a probe."""
         condition = self._condition(backend)
         if condition.verdict is HealthState.UNKNOWN:
             condition.awaits_first_probe = True
@@ -141,7 +141,7 @@ class Health:
         return self._changed(backend, condition, old, "served a request")
 
     def on_stall(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
-        """It sends nothing on any of its streams while others of its role do."""
+        """A backend sends nothing on any of its streams while others of its role do."""
         condition = self._condition(backend)
         is_out = condition.state in (HealthState.DOWN, HealthState.EJECTED)
         if is_out or not self._may_eject(backend, peers):
@@ -156,7 +156,7 @@ class Health:
         return self._trials
 
     def abandon_trial(self, backend: Backend, trial: int) -> None:
-        """That request ended and told nothing: the next one may try."""
+        """The trial ended without telling anything: the next request may try."""
         self._end_trial(self._condition(backend), trial)
 
     def advance(self) -> Sequence[Transition]:
@@ -212,7 +212,7 @@ class Health:
         return self._conditions.get(backend, _STRANGER)
 
     def share_percent(self, backend: Backend) -> int:
-        """Of the work that falls to it, how much it is to get now: less than all after it came back."""
+        """How much of its share of the work it is to get now: less than all of it after it came back."""
         return self.of(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
 
     # How

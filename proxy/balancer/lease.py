@@ -32,7 +32,7 @@ class Lease:
     )
 
     backend: Backend
-    """Since it was entered; RuntimeError before."""
+    """The backend that was picked, once the lease is entered."""
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self._pool = pool

@@ -23,7 +23,7 @@ class Notes(Protocol):
     """Something that is remembered of backends."""
 
     def forget(self, backend: Backend) -> None:
-        """It has left."""
+        """A backend has left."""
 
 
 class Members:

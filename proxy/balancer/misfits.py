@@ -28,7 +28,7 @@ _MAX_PAIRS = 4096
 
 
 class MisfitKind(StrEnum):
-    """In what an instance does not fit. The values are metric labels."""
+    """The ways in which an instance may not fit. The values are metric labels."""
 
     KV_NOT_FETCHED = "kv_not_fetched"
     """A decoder computes the prompts whose KV it is handed."""
@@ -83,7 +83,7 @@ class Misfits:
     # What is known
 
     def of(self, backend: Backend) -> Sequence[Misfit]:
-        """In what it does not fit, if in anything."""
+        """The ways in which a backend does not fit."""
         self._read()
         return tuple(self._misfits.get(backend.name, {}).values())
 
@@ -115,7 +115,7 @@ class Misfits:
     # What changes it
 
     def add(self, backend: Backend, kind: MisfitKind, hint: str) -> bool:
-        """It does not fit in this. Whether that is news: it is to be told then."""
+        """A backend does not fit in this way. Whether that is news, which is to be logged."""
         if self.has(backend, kind):
             return False
         with self._shared.exclusive():
@@ -131,7 +131,7 @@ class Misfits:
             return True
 
     def remove(self, backend: Backend, kind: MisfitKind) -> bool:
-        """It fits in this. Whether that is news."""
+        """A backend fits in this way again. Whether that is news, which is to be logged."""
         if not self.has(backend, kind):
             return False
         with self._shared.exclusive():
@@ -159,7 +159,7 @@ class Misfits:
             self._write()
 
     def forget(self, backend: Backend) -> None:
-        """It has left."""
+        """A backend has left."""
         self._read()
         if not any(
             (

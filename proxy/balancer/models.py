@@ -31,6 +31,6 @@ def odd_ones(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
 
 
 def _names(models: frozenset[str]) -> str:
-    """As many as fit into a line of the log."""
+    """The names, as many as fit into a line of the log."""
     shown = [repr(name[:64]) for name in sorted(models)[:_MOST_NAMES]]
     return ", ".join(shown) + (f" and {len(models) - _MOST_NAMES} others" if len(models) > _MOST_NAMES else "")

@@ -23,7 +23,7 @@ _NOT_ELIGIBLE: Final[tuple[None, BackendHealth]] = (None, BackendHealth())
 
 
 class Outcomes:
-    """One role's; leases report to it."""
+    """The outcomes on one role; leases report to it."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Outcomes:
         self._conditions: dict[int, tuple[Backend, BackendHealth]] = {}  # by slot, of those that may get requests
 
     def consider(self, backends: Sequence[Backend]) -> None:
-        """These may get requests from now on."""
+        """Backends that may get requests from now on."""
         self._conditions = {backend.slot: (backend, self._health.of(backend)) for backend in backends}
 
     def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:

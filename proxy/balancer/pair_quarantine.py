@@ -68,7 +68,7 @@ class PairQuarantine:
             self._clear(prefiller, decoder)
 
     def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
-        """Those quarantined with it now. Costs one look-up while there are none."""
+        """The partners that are quarantined with it now. Costs one look-up while there are none."""
         partners = self.apart.get(backend)
         if not partners:
             return _NOBODY

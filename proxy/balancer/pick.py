@@ -79,7 +79,7 @@ class PickRequest:
         prefer: Backend | None = None,
         proves_generation: bool = True,
     ) -> PickRequest:
-        """For what costs a backend `load`, whatever its role, and of which no more is known."""
+        """A request that costs a backend `load`, whatever its role, and about which no more is known."""
         return cls(load, load, None, avoid, prefer, proves_generation)
 
     def avoiding(self, avoid: Collection[Backend]) -> PickRequest:
@@ -131,7 +131,7 @@ class Candidate:
     weight: int = 0
     """Its load in one number, lower is freer. It is raised while the backend starts slowly."""
     share_percent: int = 100
-    """Of the requests that it would get otherwise: less than 100 while it starts slowly."""
+    """How many of the requests that it would get otherwise: less than 100 while it starts slowly."""
 
     @property
     def running(self) -> int:

@@ -70,7 +70,7 @@ class LeastLoad(_Turns):
 
 
 class RoundRobin(_Turns):
-    """One after the other, whatever their load."""
+    """The backends one after the other, whatever their load."""
 
     weighs_load = False
 

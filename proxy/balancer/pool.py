@@ -112,7 +112,7 @@ class Pool:
 
     @property
     def policy(self) -> Policy:
-        """By which it chooses now."""
+        """The policy by which it chooses now."""
         return self._chooser.policy
 
     def use(self, policy: Policy) -> None:
@@ -181,12 +181,12 @@ class Pool:
     # What is known
 
     def eligible(self) -> tuple[Backend, ...]:
-        """Those that may get new requests, in slot order."""
+        """The backends that may get new requests, in slot order."""
         self._members.refresh()
         return self._members.eligible
 
     def backends(self) -> tuple[Backend, ...]:
-        """All there are, in slot order: also those that are down or draining."""
+        """All backends in slot order, also those that are down or draining."""
         self._members.refresh()
         return self._members.all
 
@@ -264,7 +264,7 @@ class Pool:
 
 
 def _nobody_asks(transition: Transition) -> None:
-    """For pools whose changes of health are nobody's business."""
+    """For pools whose changes of health need not be reported."""
 
 
 def _overrides(policy: Policy, name: str) -> bool:

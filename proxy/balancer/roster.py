@@ -39,7 +39,7 @@ class Member:
 
     backend: Backend
     origins: tuple[str, ...] = ()
-    """In alphabetical order. Empty: it drains."""
+    """The origins that want it, in alphabetical order. Empty: it drains."""
     leaves_at: float | None = None
     """When it is to be evacuated, if it drains, in seconds of the system's monotonic clock, which all workers share;
     None: its requests may come to their end."""
@@ -74,7 +74,7 @@ class Roster:
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
         """
         self.waiting = WaitingList(scoreboard.slots)
-        """Who is to be a member as soon as it answers."""
+        """Instances that are to become members as soon as they answer."""
         self._scoreboard = scoreboard
         self._shared = SharedValue("list of instances", capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
         self.versions = self._shared.head
@@ -100,7 +100,7 @@ class Roster:
         return self._shared.version
 
     def members(self, role: Role) -> tuple[Member, ...]:
-        """Those of one role, in slot order."""
+        """The members of one role, in slot order."""
         self._read()
         return self._by_role[role]
 
@@ -127,7 +127,7 @@ class Roster:
             return known.draining
 
     def leaving(self) -> tuple[Member, ...]:
-        """Those of all roles that have a time to be evacuated."""
+        """The members of all roles that have a time to be evacuated."""
         self._read()
         return self._leaving
 
@@ -238,7 +238,7 @@ def _slot(member: Member) -> int:
 
 
 def _row(member: Member) -> tuple[object, ...]:
-    """As it lies in shared memory."""
+    """A member as it lies in shared memory."""
     b = member.backend
     return b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.origins, member.leaves_at
 

@@ -126,13 +126,13 @@ class Scoreboard:
         return self._sum(slot, REQUESTS)
 
     def running(self, slot: int) -> int:
-        """Of the requests those that are worked on: for the others it only holds the cache."""
+        """How many of the requests are worked on: for the others the backend only holds the cache."""
         if self._rows == 1:
             return self._cells[CELLS_PER_SLOT * slot + RUNNING]
         return self._sum(slot, RUNNING)
 
     def pinned(self, slot: int) -> Pinned:
-        """Of all workers: sums, and the oldest."""
+        """The pinned KV of all workers: sums, and the oldest."""
         since = min((ticks for ticks in self._column(slot, _PINNED_SINCE) if ticks), default=None)
         return Pinned(
             count=self._sum(slot, _PINNED_COUNT),
@@ -145,7 +145,9 @@ class Scoreboard:
         return self._sum(slot, _PINNED_EVER)
 
     def handovers(self, slot: int) -> Handovers:
-        """Of all workers. A worker that died takes its part with it; a slot that changed hands keeps what it had."""
+        """The sum over all workers. A worker that died takes its part with it; a slot that changed hands keeps what it
+        had.
+        """
         firsts = self._firsts(slot)
         end = 2 * LANES
         return Handovers(
@@ -154,7 +156,9 @@ class Scoreboard:
         )
 
     def handovers_by_lane(self, slot: int) -> dict[int, Handovers]:
-        """Those of each lane that has any. A lane is shared by the prefillers whose slots are `LANES` apart."""
+        """The hand-overs of each lane that has any. A lane is shared by the prefillers whose slots are `LANES`
+        apart.
+        """
         firsts, by_lane = self._firsts(slot), {}
         for lane in range(LANES):
             if count := sum(self._lanes[first + 2 * lane] for first in firsts):
@@ -194,7 +198,7 @@ class Scoreboard:
         return self._lanes[number * self._lanes_width : (number + 1) * self._lanes_width]
 
     def _firsts(self, slot: int) -> range:
-        """Where the lanes of a decoder begin, in the row of each worker."""
+        """The index at which the lanes of a decoder begin, in the row of each worker."""
         return range(2 * LANES * slot, len(self._lanes), self._lanes_width)
 
     def _column(self, slot: int, kind: int) -> memoryview[int]:

@@ -58,11 +58,13 @@ class SuspectMemory:
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
     def remember(self, body: Body, engines: int) -> None:
-        """It has cost `engines` engines. This is forgotten after a while, however often it is looked up until then."""
+        """A request has cost `engines` engines. This is forgotten after a while, however often it is looked up until
+        then.
+        """
         self._replace(body, engines)
 
     def forget(self, body: Body) -> None:
-        """It was served, so it was not the request."""
+        """The request was served, so it was not to blame."""
         if self.engines(body):
             self._replace(body, 0)
 

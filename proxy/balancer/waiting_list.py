@@ -19,7 +19,7 @@ _BYTES_PER_ENTRY: Final = 512  # a host name has at most 253
 
 
 class WaitingList:
-    """Who waits, each with a ticket, since one that was taken off the list may be put on it again."""
+    """Instances that wait, each with a ticket, since one that was taken off the list may be put on it again."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         """For `capacity` instances. `clock` is the system's monotonic one, which all workers share, except in tests."""
@@ -54,7 +54,7 @@ class WaitingList:
         return any(_is(row, backend, ticket) for row in self._rows())
 
     def backends(self) -> list[Backend]:
-        """Those on it, the longest first."""
+        """The instances on the list, the longest first."""
         return [_backend(row) for row in self._rows()]
 
     def _rows(self) -> list[Any]:

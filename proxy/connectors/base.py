@@ -49,14 +49,14 @@ class ConnectorContext:
     upstream: Upstream
     releaser: Releaser
     session: aiohttp.ClientSession
-    """For questions to engines that are no leg of a call."""
+    """The session for questions to engines that are no leg of a call."""
     keys: EngineKeys
     settings: Settings
-    """Those of now: read them when they are needed, because they may change. See Connector.configure."""
+    """The settings of now: read them when they are needed, because they may change. See Connector.configure."""
     metrics: Metrics
     fitness: Fitness
     background: Background
-    """For what no request waits for."""
+    """For tasks that no request waits for."""
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 

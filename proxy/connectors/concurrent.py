@@ -81,7 +81,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:
-    """With what a task that is done has failed; None when it has not, or was cancelled."""
+    """The error of a task that is done; None when it has not failed, or was cancelled."""
     return None if task.cancelled() else task.exception()
 
 

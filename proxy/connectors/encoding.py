@@ -64,7 +64,7 @@ class Encoding(Connector):
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
-        """As the other connector says."""
+        """The same as for the other connector."""
         return self._connector.splits(call)
 
     def configure(self, settings: Settings) -> None:
@@ -73,7 +73,7 @@ class Encoding(Connector):
         self._connector.configure(settings)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Those of the other connector."""
+        """The routes of the other connector."""
         return self._connector.routes()
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
@@ -87,7 +87,7 @@ class Encoding(Connector):
         return self._open_encoded(call, items, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Those of the other connector, where there is nothing to encode. See Connector.legs."""
+        """The legs of the other connector, where there is nothing to encode. See Connector.legs."""
         return None if media(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager

@@ -38,7 +38,7 @@ class KvSource(Enum):
     STORE = "store"
     """From what all engines share, so it matters little who put it there."""
     DECODER = "decoder"
-    """It computes the prompt itself."""
+    """The decoder computes the prompt itself."""
 
 
 class KvState(Enum):

@@ -26,7 +26,7 @@ class KvTransfer(StrEnum):
     ASCEND_MOONCAKE = "ascend_mooncake"
     """vLLM-Ascend's MooncakeConnectorV1, alias MooncakeConnector."""
     OTHER = "other"
-    """One that has no release, or that this gateway does not know."""
+    """A connector that has no release, or that this gateway does not know."""
 
 
 @dataclass(frozen=True, slots=True)

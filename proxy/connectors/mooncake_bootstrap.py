@@ -140,11 +140,11 @@ class MooncakeBootstrap(Disaggregated):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """By what the two engines of one attempt find each other: the members of vLLM's mooncake_connector_proxy.py."""
+    """What the two engines of one attempt find each other by: the members of vLLM's mooncake_connector_proxy.py."""
 
     attempt_id: str
     address: str
-    """Of the prefiller's bootstrap server."""
+    """The address of the prefiller's bootstrap server."""
     rank: int
     engine_id: str
 

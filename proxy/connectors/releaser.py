@@ -199,7 +199,7 @@ class Releaser(BackgroundOwner):
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
     def _decoder(self, transfer: KvTransfer, failed: Collection[Backend]) -> Backend:
-        """One that can release, if possible not one that has failed. Raises NoBackendAvailable."""
+        """A decoder that can release, if possible one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
         unable = {backend for backend in decoders.eligible() if not self._can_release(backend, transfer)}
         try:
@@ -213,7 +213,7 @@ class Releaser(BackgroundOwner):
         return not decoders or any(self._can_release(decoder, transfer) for decoder in decoders)
 
     def _can_release(self, decoder: Backend, transfer: KvTransfer) -> bool:
-        """One that fetches no KV has nothing to tell a prefiller either."""
+        """Whether a decoder can release KV: one that fetches none has nothing to tell a prefiller either."""
         is_able = releases_rejected(transfer, self._pools.decode.engine_version(decoder))
         return is_able and self._misfits.verdict(decoder) is not Verdict.COMPUTED
 

@@ -75,7 +75,7 @@ class Sequential(Disaggregated):
     least_tokens = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
     source_without_kv: KvSource
-    """Where a decoder has the KV from when the prefiller's answer names none for it to fetch."""
+    """Where a decoder gets the KV from when the prefiller's answer names none for it to fetch."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)

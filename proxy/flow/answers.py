@@ -34,7 +34,7 @@ class Answer(ABC):
         self.delivery = delivery
         self._client = client
         self.call = observed(delivery.call) if delivery.is_observed else delivery.call
-        """As the engines are asked."""
+        """The call as it is sent to the engines."""
 
     @abstractmethod
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class BodyBuffers:
-    """One worker's."""
+    """One worker's request bodies."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        """Of all bodies. Only holds change it."""
+        """The bytes of all bodies. Only holds change it."""
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""

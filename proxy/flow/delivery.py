@@ -56,7 +56,7 @@ class Delivery:
         self.segment = new_segment()
         """The present decoder's stream."""
         self.usage: dict[str, Any] | None = None
-        """Of the whole answer, when it has ended; None where no engine told, and no token ids either."""
+        """The usage of the whole answer, once it has ended; None where engines tell neither usage nor token ids."""
         self.counts_reasoning = False
         """Engines tell in a chat's usage how many tokens are reasoning."""
         self.fingerprint: str | None = None
@@ -270,7 +270,7 @@ class Delivery:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.reasoning_ids}
 
     def _given(self, output: bytes) -> bytes:
-        """With what was held for the first output, and noted."""
+        """The output with what was held back before it; from now on the client has a part of the answer."""
         if not output:
             return output
         self.has_output = True

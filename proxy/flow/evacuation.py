@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evacuation:
-    """One worker's. Have it `look` every so often."""
+    """The evacuation of one worker's requests. To be called (`look`) from time to time."""
 
     def __init__(
         self,

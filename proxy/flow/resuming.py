@@ -42,7 +42,7 @@ class Resuming:
         self._delivery = answer.delivery
         self._timeline = timeline
         self._moves = 0
-        """Of the resumes those that an evacuation made."""
+        """How many of the resumes were made by an evacuation."""
         self._until = 0.0
         self._chats: ChatTokens | None = None
 

@@ -63,7 +63,7 @@ class Watch:
 
 
 class Suspects:
-    """One worker's; `memory` is that of all."""
+    """One worker's suspects; `memory` is shared by all workers."""
 
     def __init__(
         self,

@@ -42,12 +42,12 @@ class UnitHistory:
     lost: dict[Backend, float] = field(default_factory=dict)
     """The engines that went down under it: how many seconds of output it had had there."""
     doubtful: dict[Backend, float] = field(default_factory=dict)
-    """Likewise engines that broke off and yet were well a moment later."""
+    """The same for engines that broke off and yet were well a moment later."""
     reserved: list[Backend] = field(default_factory=list)
     """The engines that are reserved for it, so that it is the only suspect there."""
 
     def seconds_of_output(self, now: float) -> float:
-        """Of the attempt under way."""
+        """How long the attempt under way has had output."""
         return 0.0 if self.began_at is None else now - self.began_at
 
     def is_cleared(self, now: float) -> bool:

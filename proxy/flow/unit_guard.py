@@ -71,7 +71,7 @@ class UnitGuard:
         return self._suspicion.is_confined and self._suspicion.has_broken_down
 
     def end_attempt(self) -> None:
-        """It is over, well or not."""
+        """The attempt is over, well or not."""
         if self._history.reserved:
             self._suspects.let_go(self._history)
         self._history.began_at = None

@@ -30,7 +30,7 @@ class Situation:
     """Everything that decides how to go on."""
 
     call: Call
-    """As the client sent it, observed."""
+    """The call as the client sent it, observed."""
     head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript

@@ -34,7 +34,7 @@ _PATHS: Final = {
 }
 
 OPENAI_APIS: Final = (Api.CHAT, Api.COMPLETIONS)
-"""Those of OpenAI's API."""
+"""The endpoints of OpenAI's API."""
 
 RESERVED_FIELDS: Final = frozenset(
     {

@@ -18,13 +18,13 @@ _one_id: Final = re.compile(rb"[0-9]{1,9}(?=\])").match
 
 
 class Token(NamedTuple):
-    """Where an event's text and token id are."""
+    """The text and the token id of an event, and where its ids are."""
 
     text: bytes
     """UTF-8."""
     id: int
     ids_start: int
-    """Of the list of ids, its bracket included."""
+    """Where the list of ids begins, at its bracket."""
     ids_end: int
 
 

@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     commas: int
     quotes: int
     brackets: int
-    """That open an array or an object."""
+    """Opening brackets, of arrays and objects."""
     escapes: int
 
     @property
