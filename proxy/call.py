@@ -11,7 +11,6 @@ from proxy.balancer.pick import PickRequest
 from proxy.wire.elision import text_bytes
 from proxy.wire.openai import Api
 from proxy.wire.prefix import PrefixKeys
-from proxy.wire.token_ids import count_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -123,12 +122,13 @@ class Call:
     @property
     def values(self) -> Mapping[str, Any]:
         """The client's fields, as engines take them."""
-        return self.document
+        return self.document.values
 
     def members(self, names: Collection[str]) -> dict[str, Any]:
         """Of the fields as the engines get them those that have one of these names."""
         changes = {name: value for name, value in self.changes.items() if name in names}
-        return {name: self.document[name] for name in names if name in self.document} | changes
+        values = self.document.values
+        return {name: values[name] for name in names if name in values} | changes
 
     @property
     def samples(self) -> int:
@@ -189,10 +189,10 @@ def prompt_tokens(document: Document, cost: Cost) -> int:
     messages, length = document.excerpt("messages")
     for message in _objects(messages):
         total += _content_tokens(message.get("content"), cost, length)
-    if (tools := document.view("tools")) is not None:
-        total += len(tools) // cost.bytes_per_token
-    if (prompt := document.view("prompt")) is not None:
-        ids = count_token_ids(prompt)
+    if "tools" in document.values:
+        total += len(document.view("tools")) // cost.bytes_per_token
+    if "prompt" in document.values:
+        ids = document.count_token_ids("prompt")
         if ids is None:
             text, length = document.excerpt("prompt")
             ids = text_tokens(text, cost, length)

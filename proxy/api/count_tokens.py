@@ -70,7 +70,7 @@ class CountTokensApi:
     async def _count(self, request: web.Request) -> web.Response:
         with self._admission.hold(0) as held:
             document = read(await read_json(request, self._settings.listen, held.resize))
-        values = dict(document)
+        values = dict(document.values)
         if isinstance(said := values.get("model"), str):
             values["model"] = self._names.served(said)
         credential = self._client_keys.credential(request)

@@ -119,7 +119,7 @@ class AscendLayerwise(Disaggregated):
             if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
                 return
             raise
-        timeline.usage.saw_prompt(answer.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         # By then it has sent everything, and it keeps nothing.
         handoff.prefiller.free_compute()
         handoff.prefiller.free_kv()
@@ -145,7 +145,7 @@ class AscendLayerwise(Disaggregated):
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                prefill_body(call, version, params),
+                prefill_body(call, version, params.values),
                 headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
                 answer_seconds=prefill_seconds(settings.timeouts, call),
             )

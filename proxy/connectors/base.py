@@ -150,9 +150,9 @@ def parse_prefilled(response: Response, body: bytes) -> Document:
     if response.status != 200:
         raise refusal(response, body)
     answer = parse_answer(response, body)
-    told = answer.get("error")
-    if told or answer.get("object") == "error":
-        code = told.get("code") if isinstance(told, dict) else answer.get("code")
+    told = answer.values.get("error")
+    if told or answer.values.get("object") == "error":
+        code = told.get("code") if isinstance(told, dict) else answer.values.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
     return answer

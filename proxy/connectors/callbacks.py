@@ -87,8 +87,8 @@ def _parse(body: bytes) -> tuple[str, Document]:
         params = Document(body)
     except InvalidDocument as error:
         raise BadRequest(str(error), code="invalid_json") from None
-    engine_id, cached_tokens = params.get("request_id"), params.get("remote_cached_tokens")
-    if not isinstance(engine_id, str) or params.get("do_remote_decode") is not True:
+    engine_id, cached_tokens = params.values.get("request_id"), params.values.get("remote_cached_tokens")
+    if not isinstance(engine_id, str) or params.values.get("do_remote_decode") is not True:
         raise BadRequest("this is not a decoder's callback")
     if type(cached_tokens) is not int or cached_tokens < 0:
         raise BadRequest("remote_cached_tokens must be a number of tokens", param="remote_cached_tokens")

@@ -130,7 +130,7 @@ class MooncakeBootstrap(Disaggregated):
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        timeline.usage.saw_prompt(answer.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         rank.free()
         handoff.prefiller.free_compute()
         handoff.held()

@@ -146,7 +146,7 @@ class Sequential(Disaggregated):
             with (yield leg) as response:
                 body = yield response
         answer = parse_prefilled(response, body)
-        timeline.usage.saw_prompt(answer.get("usage"))
+        timeline.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
         return Prefilled(attempt_id, response, params, kv)
@@ -212,13 +212,13 @@ class Sequential(Disaggregated):
 
 def _kv_params(answer: Document) -> bytes | None:
     """A prefiller's `kv_transfer_params` as it wrote them; None when there are none that say anything."""
-    params = answer.get("kv_transfer_params")
+    params = answer.values.get("kv_transfer_params")
     return answer.raw_value("kv_transfer_params") if isinstance(params, dict) and params else None
 
 
 def _kept_kv(answer: Document, params: bytes, call: Call, prefiller: Backend) -> PrefilledKv | None:
     """The KV that parameters name for a decoder to fetch; None when they name none."""
-    values = answer["kv_transfer_params"]
+    values = answer.values["kv_transfer_params"]
     if values.get("do_remote_prefill") is not True:
         return None
     return PrefilledKv(prefiller, params, kv_transfer(values), call.prompt_tokens, call.headers)

@@ -16,7 +16,6 @@ from proxy.errors import BadRequest
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
-from proxy.wire.token_ids import are_token_ids, is_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,15 +69,12 @@ def is_single(call: Call) -> bool:
 
 def _prompts(call: Call) -> list[Any]:
     """The prompts of a list; [None] for a single prompt, which stays as it is."""
-    written = call.document.view("prompt") if call.api is Api.COMPLETIONS else None
-    if written is None or not is_list(written) or are_token_ids(written):
+    if call.api is not Api.COMPLETIONS or not call.document.is_list_of_prompts("prompt"):
         return [None]
-    prompt: list[Any] = call.values["prompt"]
-    if prompt and not isinstance(prompt[0], int):
-        if not all(map(_is_single_prompt, prompt)):
-            raise BadRequest("prompt must be text, token ids, or a list of either", param="prompt")
-        return prompt
-    return [None]
+    prompts: list[Any] = call.values["prompt"]
+    if not all(map(_is_single_prompt, prompts)):
+        raise BadRequest("prompt must be text, token ids, or a list of either", param="prompt")
+    return prompts or [None]
 
 
 def _is_single_prompt(prompt: object) -> bool:

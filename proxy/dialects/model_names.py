@@ -37,5 +37,5 @@ class ModelNames:
         said = call.values.get("model")
         if not self._served or not isinstance(said, str) or (served := self.served(said)) == said:
             return call
-        call.document.let_mean({"model": served})
+        call.document.values.update({"model": served})
         return replace(call, changes={**call.changes, "model": served}, alias=said)

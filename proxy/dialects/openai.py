@@ -55,18 +55,19 @@ class OpenAi(Dialect):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
-        stream = boolean(document, "stream")
-        options = document.get("stream_options")
+        values = document.values
+        stream = boolean(values, "stream")
+        options = values.get("stream_options")
         if options is not None and not isinstance(options, dict):
             raise BadRequest("stream_options must be an object", param="stream_options")
         if options and not stream:
             raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-        changes = spelled_otherwise(document, self.readings)
-        document.let_mean(changes)
-        if document.get("n") is not None and document["n"] < 1:
+        changes = spelled_otherwise(values, self.readings)
+        values.update(changes)
+        if values.get("n") is not None and values["n"] < 1:
             raise BadRequest("n must be a positive integer", param="n")
         include_usage = boolean(options or {}, "include_usage")
-        changes.update(without_reserved(document, RESERVED_FIELDS))
+        changes.update(without_reserved(values, RESERVED_FIELDS))
         if stream and not include_usage:
             # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
             # What else stands in their options (continuous_usage_stats) means nothing without it.
@@ -75,12 +76,12 @@ class OpenAi(Dialect):
             api=self.api,
             document=document,
             prompt_tokens=prompt_tokens(document, cost),
-            output_tokens=output_limit(document) or cost.default_output_tokens,
+            output_tokens=output_limit(values) or cost.default_output_tokens,
             stream=stream,
             include_usage=include_usage,
             headers=headers,
             changes=changes,
-            prompt=Prompt(document),
+            prompt=Prompt(values),
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:

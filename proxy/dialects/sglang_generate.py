@@ -44,26 +44,27 @@ class SglangGenerate(Dialect):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect. Usage is part of every answer."""
+        values = document.values
         changes: dict[str, object] = {}
-        params = document.get("sampling_params")
+        params = values.get("sampling_params")
         for each in params if isinstance(params, list) else [params]:
             if isinstance(each, dict) and (meant := spelled_otherwise(each, _READINGS)):
                 each.update(meant)
                 changes["sampling_params"] = params
-        rows = sglang.embeddings(document)
-        tokens = text_tokens(sglang.prompt_of(document), cost) if rows is None else rows
-        tokens += _media(document.get("image_data")) * cost.image_tokens
-        tokens += _media(document.get("audio_data")) * cost.audio_tokens
+        rows = sglang.embeddings(values)
+        tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
+        tokens += _media(values.get("image_data")) * cost.image_tokens
+        tokens += _media(values.get("audio_data")) * cost.audio_tokens
         return Call(
             api=self.api,
             document=document,
             prompt_tokens=max(1, tokens),
             output_tokens=min(sglang.output_limit(params), MAX_OUTPUT_TOKENS),
-            stream=boolean(document, "stream"),
+            stream=boolean(values, "stream"),
             include_usage=False,
             headers=headers,
-            changes={**changes, **without_reserved(document, sglang.RESERVED_FIELDS)},
-            prompt=Prompt(document),
+            changes={**changes, **without_reserved(values, sglang.RESERVED_FIELDS)},
+            prompt=Prompt(values),
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:

@@ -34,11 +34,11 @@ class Translated(ChatCompletions):
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """The chat that engines are asked for; see Dialect."""
         try:
-            raw = orjson.dumps(self.chat(document))
+            raw = orjson.dumps(self.chat(document.values))
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
         call = super().parse(Document(raw), cost, headers)
-        return replace(call, asked=self.asked(document))
+        return replace(call, asked=self.asked(document.values))
 
     @abstractmethod
     def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:

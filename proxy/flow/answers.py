@@ -70,7 +70,7 @@ class EngineBody(Answer):
         body = await response.read()
         attempt.kv_arrived()
         answer = parse_answer(response, body)
-        values = dict(answer)
+        values = dict(answer.values)
         dialect.check_answer(response, values)
         attempt.saw_usage(dialect.usage(values))
         self._corrections = await dialect.corrections(self.call, values, attempt)
@@ -84,7 +84,7 @@ class EngineBody(Answer):
     def values(self) -> dict[str, Any]:
         """See Whole."""
         assert self._answer is not None
-        values = {**self._answer, **self._corrections}
+        values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
 
 

@@ -14,7 +14,7 @@ from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
-from proxy.wire.document import length_of, pieces_of
+from proxy.wire.document import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,8 @@ class Upstream:
         have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
         Raises UpstreamError.
         """
-        request = self.head(backend, path, length_of(body), headers), *pieces_of(body)
+        pieces = pieces_of(body)
+        request = self.head(backend, path, sum(map(len, pieces)), headers), *pieces
         connection = self.take_idle(backend) or await self.connect(backend)
         while True:
             response = Response(connection)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_BRACKET: Final = ord("[")
 _FIRST_ID: Final = re.compile(rb"\[\s*-?[0-9]+\s*[,\]]")
-
-
-def is_list(value: memoryview) -> bool:
-    """Whether a JSON value is an array."""
-    return value[0] == _BRACKET
 
 
 def are_token_ids(value: memoryview) -> bool:

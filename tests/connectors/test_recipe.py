@@ -57,7 +57,7 @@ class Example(Connector):
                     headers,
                     answer_seconds=prefill_seconds(timeouts, call),
                 )
-                params = parse_prefilled(response, body).get("kv_transfer_params")
+                params = parse_prefilled(response, body).values.get("kv_transfer_params")
             except UpstreamError as error:
                 self._context.releaser.suspect(prefiller, call.prompt_tokens, error)
                 raise

@@ -37,13 +37,13 @@ class EchoChat(ChatCompletions):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """The chat that engines are asked for."""
-        if not isinstance(document.get("say"), str):
+        if not isinstance(document.values.get("say"), str):
             raise BadRequest("say must be text", param="say")
         chat: dict[str, Any] = {
-            "model": document.get("model"),
-            "messages": [{"role": "user", "content": document["say"]}],
-            "max_tokens": document.get("tokens"),
-            "stream": document.get("stream"),
+            "model": document.values.get("model"),
+            "messages": [{"role": "user", "content": document.values["say"]}],
+            "max_tokens": document.values.get("tokens"),
+            "stream": document.values.get("stream"),
         }
         return super().parse(Document(orjson.dumps(chat)), cost, headers)
 

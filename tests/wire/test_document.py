@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pytest
@@ -11,6 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from proxy.wire.document import REMOVED, Document, InvalidDocument, joined, length_of, pieces_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SECRET = "my-secret-prompt"
 
@@ -63,6 +66,7 @@ def object_texts(draw: st.DrawFn) -> Text:
         for name, value in values.items()
     ]
     text = draw(SPACE) + "{" + (",".join(members) or draw(SPACE)) + "}" + draw(SPACE)
+    text += draw(st.sampled_from(["", " " * 5_000]))  # long ones are read otherwise
     return Text(text.encode(), {name: value.encode() for name, value in values.items()})
 
 
@@ -105,7 +109,7 @@ def test_every_member_is_found_with_its_exact_bytes(text: Text) -> None:
     document = Document(text.raw)
     for name, value in text.members.items():
         assert document.raw_value(name) == value
-    assert list(document) == list(text.members)
+    assert list(document.values) == list(text.members)
 
 
 @given(text=object_texts(), added=st.dictionaries(STRINGS, NEW_VALUES, max_size=3), data=st.data())
@@ -286,11 +290,11 @@ def test_a_number_reaches_the_engine_as_it_was_written(template: str, number: st
 @pytest.mark.parametrize("number", ["1e400", "-1E+309", "9" * 400])
 def test_a_number_beyond_all_numbers_is_the_engines_business_in_what_nobody_reads(number: str) -> None:
     """As Python's own parser takes it, and not as orjson, which refuses it."""
-    raw = b'{"messages":["%b",%b]}' % (b"x" * 300, number.encode())
+    raw = b'{"messages":["%b",%b]}' % (b"x" * 5_000, number.encode())
     document = Document(raw)
     assert document.with_changes({}) == raw
-    assert document["messages"] == json.loads(raw)["messages"]
-    assert document.excerpt("messages")[0] == document["messages"]
+    assert document.values["messages"] == json.loads(raw)["messages"]
+    assert document.excerpt("messages")[0] == document.values["messages"]
 
 
 @pytest.mark.parametrize("space", [b" " * 200_000, b"\n" * 60_000])
@@ -307,7 +311,7 @@ def test_any_amount_of_space_may_stand_anywhere(template: bytes, space: bytes) -
 def test_a_number_may_have_any_number_of_digits() -> None:
     raw = b'{"a": 0.' + b"1" * 200_000 + b',"b":[2.' + b"1" * 200_000 + b"]}"
     assert joined(Document(raw).with_changes({})) == raw
-    assert dict(Document(raw)) == {"a": 1 / 9, "b": [19 / 9]}
+    assert dict(Document(raw).values) == {"a": 1 / 9, "b": [19 / 9]}
 
 
 @pytest.mark.parametrize("distance", [60, 64, 65, 4_000, 4_096, 4_097, 9_000, 20_000])
@@ -352,7 +356,7 @@ def test_a_long_text_is_utf8_or_refused(text: str, broken: bytes, offset: int) -
         with pytest.raises(InvalidDocument):
             Document(raw)
     else:
-        assert Document(raw)["a"] == "x" * offset + text * 400_000
+        assert Document(raw).values["a"] == "x" * offset + text * 400_000
 
 
 def test_a_long_object_is_sent_in_pieces_of_the_original() -> None:
@@ -371,25 +375,51 @@ def test_a_long_object_is_sent_in_pieces_of_the_original() -> None:
 
 
 def test_what_nobody_asks_for_is_not_read() -> None:
-    raw = b'{"messages":["%b"],"stop":["a"],"prompt":"%b"}' % (b"x" * 300, b"y" * 300)
+    raw = b'{"messages":["%b"],"stop":["a"],"prompt":"%b"}' % (b"x" * 3_000, b"y" * 3_000)
     document = Document(raw)
+    values = document.values
     assert document.read_values == [["a"]]
-    assert document["prompt"] == document.get("prompt") == "y" * 300
-    assert document.read_values == [["a"], "y" * 300]
-    assert document.excerpt("messages")[0] == ["x" * 300]
-    assert document.get("messages") is document["messages"]
-    assert list(document) == ["messages", "stop", "prompt"]
-    assert ("stop" in document, "top" in document, len(document)) == (True, False, 3)
-    assert (document.get("top"), document.get("top", 7)) == (None, 7)
+    assert values["prompt"] == values.get("prompt") == "y" * 3_000
+    assert document.read_values == [["a"], "y" * 3_000]
+    assert document.excerpt("messages")[0] == ["x" * 3_000]
+    assert document.excerpt("prompt")[0] is values["prompt"]
+    assert document.excerpt("top")[0] is None
+    assert values.get("messages") is values["messages"]
+    assert list(values) == ["messages", "stop", "prompt"]
+    assert ("stop" in values, "top" in values, len(values)) == (True, False, 3)
+    assert (values.get("top"), values.get("top", 7)) == (None, 7)
     with pytest.raises(KeyError):
-        document["top"]
+        values["top"]
 
 
-def test_a_member_may_mean_something_else_than_is_sent() -> None:
-    document = Document(b'{"n":"1","stream":true}')
-    document.let_mean({"n": 1})
-    assert dict(document) == {"n": 1, "stream": True}
-    assert document.with_changes({}) == b'{"n":"1","stream":true}'
+@pytest.mark.parametrize("length", [1, 5_000])
+def test_a_member_may_mean_something_else_than_is_sent(length: int) -> None:
+    raw = b'{ "n":"1","stream":true,"x":"%b"}' % (b"x" * length)
+    document = Document(raw)
+    document.values.update({"n": 1})
+    assert dict(document.values) == {"n": 1, "stream": True, "x": "x" * length}
+    assert document.with_changes({}) == raw.replace(b" ", b"")
+
+
+@given(
+    values=st.dictionaries(st.text(max_size=4), JSON_VALUES, max_size=6),
+    changes=st.dictionaries(st.text(max_size=4), NEW_VALUES, max_size=4),
+    spells=st.sampled_from([orjson.dumps, lambda values: json.dumps(values).encode()]),
+)
+def test_how_long_an_object_is_makes_no_difference(
+    values: dict[str, Any], changes: dict[str, Any], spells: Callable[[Any], bytes]
+) -> None:
+    """A short one may be built and serialised again."""
+    short, long = Document(spells(values)), Document(spells({**values, "long": "x" * 5_000}))
+    assert isinstance(short.values, dict)
+    assert not isinstance(long.values, dict)
+    assert dict(short.values) == {name: long.values[name] for name in long.values if name != "long"}
+    for name in values:
+        assert short.raw_value(name) == long.raw_value(name)
+        assert short.is_list_of_prompts(name) == long.is_list_of_prompts(name)
+        assert short.excerpt(name)[0] == long.excerpt(name)[0]
+    without = joined(long.with_changes({**changes, "long": REMOVED}))
+    assert orjson.loads(joined(short.with_changes(changes))) == orjson.loads(without)
 
 
 @given(
@@ -405,18 +435,22 @@ def test_how_an_object_is_spelled_makes_no_difference(values: dict[str, Any], ch
         assert orjson.loads(Document(spaced).raw_value(name) or b"") == values[name]
 
 
-@given(text=st.one_of(object_texts().map(lambda text: text.raw), st.binary(max_size=40)), data=st.data())
-def test_what_another_parser_refuses_is_refused(text: bytes, data: st.DataObject) -> None:
-    """Of spoilt texts, but for names that stand twice and numbers beyond all numbers."""
+@given(
+    text=st.one_of(object_texts().map(lambda text: text.raw), st.binary(max_size=40)),
+    space=st.sampled_from([0, 5_000]),
+    data=st.data(),
+)
+def test_what_another_parser_refuses_is_refused(text: bytes, space: int, data: st.DataObject) -> None:
+    """Of spoilt texts, but for names that stand twice and numbers beyond all numbers. A long one is read otherwise."""
     at = data.draw(st.integers(0, len(text)))
-    raw = text[:at] + data.draw(st.sampled_from(SPOILS)) + text[at + data.draw(st.integers(0, 3)) :]
+    raw = text[:at] + data.draw(st.sampled_from(SPOILS)) + text[at + data.draw(st.integers(0, 3)) :] + b" " * space
     try:
         values = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         assume("infinity" not in str(error))
         values = None
     if isinstance(values, dict) and len(json.loads(raw, object_pairs_hook=list)) == len(values):
-        assert dict(Document(raw)) == values
+        assert dict(Document(raw).values) == values
         return
     with pytest.raises(InvalidDocument):
         Document(raw)

@@ -1,0 +1,196 @@
+"""Where the members of a JSON object are, and what they are once somebody asks: nothing is built before.
+
+msgspec tells the bytes of each value and checks all of them, in a third of the time that building objects takes and
+without their memory. What it leaves open is checked here: UTF-8, and names that stand twice.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import orjson
+
+from proxy.wire.elision import excerpt, text_bytes
+from proxy.wire.weight import load, without_escapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Spans = Mapping[str, tuple[int, int, int]]
+"""By name: where the key begins, and where the value begins and ends, in the order of the bytes."""
+
+# Up to the value: what is before a key, the key, if it has no escapes, and what is behind it. No possessive repeats in
+# here: Python before 3.11.5 matches them wrongly (python/cpython#106052).
+_TO_VALUE: Final = re.compile(rb'[\s,{]*("[^"\\]*"\s*:\s*)')
+_TO_KEY: Final = re.compile(rb"[\s,{]*")
+_BEHIND_KEY: Final = re.compile(rb"[\s:]*")
+# The longest spelling of a character: two escapes of six bytes each.
+_MAX_SPELLING_BYTES: Final = 12
+
+# A longer value is read when somebody asks for it. Nearly all that are asked for are shorter, and read at once cost
+# less than one of them does by itself.
+_SHORT_BYTES: Final = 256
+_UNREAD: Final = object()
+
+# More members than any client sends take too long to find.
+_MAX_MEMBERS: Final = 10_000
+
+# Decoded in steps: Python keeps a whole text in as many bytes as the widest of its characters needs.
+_STEP_BYTES: Final = 256 * 1024
+
+_members_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class NotAnObject(Exception):
+    """Not JSON, no object, or nested too deeply."""
+
+
+class TooManyMembers(Exception):
+    """Of which some stand twice, or there are more than any client sends; the message is safe to show."""
+
+
+class Members(Mapping[str, Any]):
+    """A mapping from names to values, which are read when they are asked for.
+
+    Raises NotAnObject, TooManyMembers.
+    """
+
+    __slots__ = ("_raw", "_values", "spans")
+
+    def __init__(self, raw: bytes | bytearray) -> None:
+        try:
+            _check_utf8(raw)
+            members = _members_of(raw)
+            self.spans = _spans(raw, members)
+            short = [name for name, value in members.items() if len(value) <= _SHORT_BYTES]
+            read = orjson.loads(b"[%b]" % b",".join([members[name] for name in short]))
+        except (msgspec.DecodeError, orjson.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            raise NotAnObject from None
+        self._raw = raw
+        self._values: dict[str, Any] = dict.fromkeys(members, _UNREAD)
+        self._values.update(zip(short, read, strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        return self._read(name) if value is _UNREAD else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A member's value; what it is if there is none."""
+        value = self._values.get(name, default)
+        return self._read(name) if value is _UNREAD else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _read(self, name: str) -> Any:
+        raw = self.view(name)
+        try:
+            value = load(raw)
+        except orjson.JSONDecodeError:  # JSON that orjson does not read: a number beyond all numbers
+            value = json.loads(bytes(raw))
+        self._values[name] = value
+        return value
+
+    @property
+    def read(self) -> list[Any]:
+        """The values that are Python objects by now."""
+        return [value for value in self._values.values() if value is not _UNREAD]
+
+    def is_read(self, name: str) -> bool:
+        """Whether a member is a Python object by now."""
+        return self._values[name] is not _UNREAD
+
+    def update(self, values: Mapping[str, object]) -> None:
+        """Have members be others from now on; their bytes stay."""
+        self._values.update(values)
+
+    def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
+        """A member's value, which is not kept; see `elision.excerpt`."""
+        if self.is_read(name):
+            return self._values[name], text_bytes
+        _, start, end = self.spans[name]
+        try:
+            return excerpt(self._raw, start, end)
+        except orjson.JSONDecodeError:
+            return self._read(name), text_bytes
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of a member's value."""
+        _, start, end = self.spans[name]
+        return memoryview(self._raw)[start:end]
+
+
+def spans_of(raw: bytes | bytearray) -> Spans:
+    """Of a text that has been read before. Raises NotAnObject, TooManyMembers."""
+    try:
+        return _spans(raw, _members_of(raw))
+    except (msgspec.DecodeError, RecursionError):
+        raise NotAnObject from None
+
+
+def _check_utf8(raw: bytes | bytearray) -> None:
+    """Raise UnicodeDecodeError: what is not read is not looked at by the parser either."""
+    if raw.isascii():
+        return
+    if len(raw) <= _STEP_BYTES:
+        raw.decode()
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(raw)
+    for start in range(0, len(raw), _STEP_BYTES):
+        decoder.decode(view[start : start + _STEP_BYTES])
+    decoder.decode(b"", final=True)
+
+
+def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
+    """Where each member's key begins, and where its value begins and ends. Raises TooManyMembers.
+
+    Of equal names the parser keeps the place of the first and the value of the last. So the members are found one after
+    the other only if no name stands twice: each value must stand where its key ends, and then the object must end.
+    """
+    if len(members) > _MAX_MEMBERS:
+        raise TooManyMembers(f"the body has more than {_MAX_MEMBERS} members")
+    spans: dict[str, tuple[int, int, int]] = {}
+    end = 0
+    to_value, stands_at = _TO_VALUE.match, raw.startswith
+    for name, value in members.items():
+        found = to_value(raw, end)
+        key, start = _to_value_behind_escapes(raw, end, name) if found is None else found.span(1)
+        if not stands_at(value, start):
+            raise _named_twice()
+        end = start + len(value)
+        spans[name] = key, start, end
+    if raw[end:].strip(b" \t\r\n,{") != b"}":
+        raise _named_twice()
+    return spans
+
+
+def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -> tuple[int, int]:
+    """Where a key begins that has escapes, and where the value behind it. Raises TooManyMembers for another name."""
+    key = _end(_TO_KEY, raw, position)
+    spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
+    key_end = spelled.find(b'"', 1)
+    if key_end < 0 or not spelled.startswith(b'"'):
+        raise _named_twice()
+    return key, _end(_BEHIND_KEY, raw, key + key_end + 1)
+
+
+def _end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> int:
+    found = pattern.match(raw, position)
+    assert found is not None
+    return found.end()
+
+
+def _named_twice() -> TooManyMembers:
+    return TooManyMembers("the body names a member twice")
