@@ -99,10 +99,12 @@ class Connector(ABC):
         Raises NoBackendAvailable and UpstreamError.
         """
 
+    def goes_leg_by_leg(self, call: Call) -> bool:
+        """Whether the legs of a call come one after the other."""
+        return False
+
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The same attempt as `open` makes, as legs that its caller sends; see connectors.legs. None: its legs do not
-        come one after the other.
-        """
+        """The attempt of `open`, as legs that its caller sends; see connectors.legs. None: it goes otherwise."""
         return None
 
 

@@ -86,9 +86,13 @@ class Encoding(Connector):
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
 
+    def goes_leg_by_leg(self, call: Call) -> bool:
+        """Where there is nothing to encode, as the other connector says."""
+        return self._connector.goes_leg_by_leg(call) and not media(call)
+
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The legs of the other connector, where there is nothing to encode. See Connector.legs."""
-        return None if media(call) else self._connector.legs(call, request, timeline)
+        """The legs of the other connector. See Connector.legs."""
+        return self._connector.legs(call, request, timeline) if self.goes_leg_by_leg(call) else None
 
     @asynccontextmanager
     async def _open_encoded(

@@ -40,6 +40,10 @@ class Plain(Connector):
         """One leg. See Connector.open."""
         return self._leg.open(call, request, timeline)
 
+    def goes_leg_by_leg(self, call: Call) -> bool:
+        """All do."""
+        return True
+
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """One leg. See Connector.legs."""
         return self._leg.legs(call, request, timeline)

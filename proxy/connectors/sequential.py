@@ -83,6 +83,10 @@ class Sequential(Disaggregated):
         self._metrics = context.metrics
         self._releaser = context.releaser
 
+    def goes_leg_by_leg(self, call: Call) -> bool:
+        """All do."""
+        return True
+
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """See Disaggregated."""
         return opened(self.legs_of_both(call, request, timeline), self._upstream)

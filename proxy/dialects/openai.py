@@ -50,6 +50,8 @@ _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": W
 class OpenAi(Dialect):
     """What both have in common."""
 
+    speaks_as_engines: ClassVar[bool] = True
+    """Requests and single answers pass as they are."""
     readings: ClassVar[Mapping[str, Reading]]
     """Of the fields that the gateway acts on."""
 
@@ -108,7 +110,13 @@ class OpenAi(Dialect):
         return values.get("usage")
 
     async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """KV parameters are not for clients, and of the prompt's cached tokens only the prefiller knows."""
+        """Nothing is to be waited for."""
+        return self.corrected(values, attempt)
+
+    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """As `corrections`: KV parameters are not for clients, and of the prompt's cached tokens only the prefiller
+        knows.
+        """
         corrections: dict[str, Any] = {}
         if "kv_transfer_params" in values:
             corrections["kv_transfer_params"] = REMOVED

@@ -29,6 +29,7 @@ _MAX_WORDS: Final = 1000
 class Translated(ChatCompletions):
     """An API whose requests are chats in other words, with one answer each."""
 
+    speaks_as_engines = False
     done_event = b""  # they have last events of their own
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:

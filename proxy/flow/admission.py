@@ -112,6 +112,27 @@ class Admission:
         """
         return Entry(self, key, patient, on_wait)
 
+    def enter(self, key: str) -> None:
+        """Let a unit in that would find room at once; see `is_open`. To be left by `leave`."""
+        self._running[key] = self._running.get(key, 0) + 1
+
+    def leave(self, key: str) -> None:
+        """A unit that entered is done."""
+        left = self._running[key] - 1
+        if left:
+            self._running[key] = left
+        else:
+            del self._running[key]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a unit that came now would be let in at once."""
+        return not self._lines and not self.is_short_of_memory and self._has_room()
+
+    def readmit(self, key: str) -> Entry:
+        """Let a unit in that has been in: it waits for nobody."""
+        return Entry(self, key, is_patient=True, on_wait=None, has_been_in=True)
+
     def notify(self) -> None:
         """There may be room now. May be called from the middle of what makes it."""
         if self._lines and not self._will_look:
@@ -221,39 +242,41 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = ("_admission", "_on_wait", "key", "is_patient", "refusal", "arrived", "turn")
+    __slots__ = ("_admission", "_has_been_in", "_on_wait", "key", "is_patient", "refusal", "arrived", "turn")
 
     # Of one that waits.
     arrived: float
     turn: asyncio.Future[None]
 
-    def __init__(self, admission: Admission, key: str, is_patient: bool, on_wait: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        key: str,
+        is_patient: bool,
+        on_wait: Callable[[], None] | None,
+        has_been_in: bool = False,
+    ) -> None:
         self._admission = admission
         self._on_wait = on_wait
+        self._has_been_in = has_been_in
         self.key = key
         self.is_patient = is_patient
         self.refusal: Overloaded | NoBackendAvailable | None = None
 
     async def __aenter__(self) -> Self:
         admission, key = self._admission, self.key
-        if admission._lines or not admission._has_room():
+        if not self._has_been_in and (admission._lines or not admission._has_room()):
             if self._on_wait is not None:
                 self._on_wait()
             await admission._wait(self)
         # From here to the block's first await nothing can come in between, and no cancellation either.
-        running = admission._running
-        running[key] = running.get(key, 0) + 1
+        admission.enter(key)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        running = self._admission._running
-        left = running[self.key] - 1
-        if left:
-            running[self.key] = left
-        else:
-            del running[self.key]
+        self._admission.leave(self.key)
 
 
 class _Line:

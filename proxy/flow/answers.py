@@ -15,11 +15,15 @@ from proxy.resume.observed import observed
 from proxy.wire.document import REMOVED, joined
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
-    from proxy.flow.client import ClientStream
+    from proxy.dialects.openai import OpenAi
+    from proxy.flow.client import ClientWriter
     from proxy.flow.parts import FlowParts
+    from proxy.flow.relay import OutputListener
     from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 class Answer(ABC):
     """What the attempts of one unit work on."""
 
-    def __init__(self, delivery: Delivery, client: ClientStream | None = None) -> None:
+    def __init__(self, delivery: Delivery, client: ClientWriter | None = None) -> None:
         """`client` None: the answer is not streamed."""
         self.delivery = delivery
         self._client = client
@@ -66,15 +70,22 @@ class EngineBody(Answer):
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer. An answer that comes in one piece has no first output before its end."""
+        values = self._read(attempt, await attempt.response.read())
+        self._corrections = await self._dialect.corrections(self.call, values, attempt)
+
+    def take_at_once(self, attempt: Attempt, body: bytes, dialect: OpenAi) -> None:
+        """As `take`, of a body that has been read, in a dialect that waits for nothing. Raises UpstreamError."""
+        self._corrections = dialect.corrected(self._read(attempt, body), attempt)
+
+    def _read(self, attempt: Attempt, body: bytes) -> dict[str, Any]:
         response, dialect = attempt.response, self._dialect
-        body = await response.read()
         attempt.kv_arrived()
         answer = parse_answer(response, body)
         values = dict(answer.values)
         dialect.check_answer(response, values)
         attempt.saw_usage(dialect.usage(values))
-        self._corrections = await dialect.corrections(self.call, values, attempt)
         self._raw, self._answer = body, answer
+        return values
 
     def body(self) -> bytes:
         """See Whole."""
@@ -91,19 +102,26 @@ class EngineBody(Answer):
 class _Relayed(Answer):
     """Taken from a stream, event by event."""
 
-    def __init__(self, delivery: Delivery, parts: FlowParts, client: ClientStream | None = None) -> None:
+    def __init__(self, delivery: Delivery, parts: FlowParts, client: ClientWriter | None = None) -> None:
         super().__init__(delivery, client)
         self._metrics = parts.metrics
         self._timeouts = parts.settings.timeouts
 
     async def _relay(self, relay: Relay, attempt: Attempt) -> None:
-        delivery = self.delivery
         try:
             await relay.run(self._timeouts)
         finally:
-            if relay.malformed_events:
-                self._metrics.sse_bad_events_total.inc(relay.malformed_events)
-        segment = relay.segment
+            self.count_malformed(relay)
+        self.ended(relay, attempt)
+
+    def count_malformed(self, relay: Relay) -> None:
+        """A stream has ended, well or not."""
+        if relay.malformed_events:
+            self._metrics.sse_bad_events_total.inc(relay.malformed_events)
+
+    def ended(self, relay: Relay, attempt: Attempt) -> None:
+        """A stream has ended with the whole answer."""
+        delivery, segment = self.delivery, relay.segment
         if not segment.has_usage_chunk:
             attempt.saw_usage(segment.usage)
             return
@@ -139,7 +157,7 @@ class StreamedAnswer(_Relayed):
         self,
         call: Call,
         dialect: Dialect,
-        client: ClientStream,
+        client: ClientWriter,
         record: RequestRecord,
         parts: FlowParts,
         *,
@@ -156,13 +174,27 @@ class StreamedAnswer(_Relayed):
         self._clock = TokenClock(record, parts.metrics)
         self._rendering = rendering
         self._shares_client = shares_client
+        self._begun: Relay | None = None
+
+    def begin(self, attempt: Attempt, guard: OutputListener, wake: Callable[[], None]) -> Relay:
+        """Take an attempt's answer as far as that goes without a task, of one that the client gets in the engine's
+        bytes. `take` goes on with it.
+        """
+        self._begun = Relay(attempt, self.delivery, guard, self._stream, self._clock)
+        self._begun.begin(self._timeouts, wake)
+        return self._begun
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer."""
         rendering = self._rendering
         if rendering is not None:
             rendering.begin(attempt, goes_on=self.delivery.goes_on)
-        await self._relay(Relay(attempt, self.delivery, guard, self._stream, self._clock), attempt)
+        relay, self._begun = self._begun, None
+        if relay is None or not relay.is_of(attempt):
+            relay = Relay(attempt, self.delivery, guard, self._stream, self._clock)
+        else:
+            relay.hand_over(guard)
+        await self._relay(relay, attempt)
         if rendering is not None:
             self._stream.write(await rendering.rest())
         if self._shares_client:

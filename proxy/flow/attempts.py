@@ -14,9 +14,13 @@ from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend, Role
+    from proxy.connectors.attempt import Attempt
+    from proxy.flow.admission import Entry
     from proxy.flow.answers import Answer
+    from proxy.flow.begun import BegunAttempt
     from proxy.flow.parts import FlowParts
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
@@ -31,16 +35,26 @@ class AttemptLoop:
     An attempt that failed before its decoder said anything is *repeated*; an answer that had begun is *resumed*.
     """
 
-    def __init__(self, parts: FlowParts, answer: Answer, record: RequestRecord, suspicion: Suspicion) -> None:
-        """`suspicion`: that of the client request which this is a unit of."""
+    def __init__(
+        self,
+        parts: FlowParts,
+        answer: Answer,
+        record: RequestRecord,
+        suspicion: Suspicion,
+        begun: BegunAttempt | None = None,
+    ) -> None:
+        """`suspicion`: that of the client request which this is a unit of. `begun`: its first attempt, of a unit that
+        has been let in already.
+        """
         self._parts = parts
         self._settings = parts.settings
         self._metrics = parts.metrics
         self._answer = answer
         self._delivery = answer.delivery
         self._record = record
-        self._is_first = not record.timelines
-        self._timeline = record.timeline()
+        self._is_first = begun is not None or not record.timelines
+        self._begun = begun
+        self._timeline = record.timeline() if begun is None else begun.timeline
         self._permit = parts.budget.request()
         self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
         self._resuming = Resuming(parts, answer, self._timeline)
@@ -63,13 +77,13 @@ class AttemptLoop:
 
         Raises Overloaded, NoBackendAvailable, UpstreamError, ClientStalled.
         """
-        record, admit, guard = self._record, self._parts.admission.admit, self._guard
+        record, guard = self._record, self._guard
         waits_until = record.clock() + self._settings.admission.wait_seconds
         while True:
             try:
-                # A request that was let in is let in whole: its further units wait as long as it takes.
-                async with admit(record.key, patient=not self._is_first, on_wait=self._enter_queue):
-                    self._timeline.leave()
+                async with self._admit():
+                    if self._begun is None:
+                        self._timeline.leave()
                     if self._unreached is not None and self._is_still_gone(self._unreached):
                         raise self._unreached  # it was let in because the queue no longer waits for that role
                     # No await before the first lease: the room that was seen is still there.
@@ -85,6 +99,13 @@ class AttemptLoop:
             self._avoid.clear()
             self._failures.clear()
             self._last = self._prefer = None
+
+    def _admit(self) -> Entry:
+        admission, key = self._parts.admission, self._record.key
+        if self._begun is not None:
+            return admission.readmit(key)
+        # A request that was let in is let in whole: its further units wait as long as it takes.
+        return admission.admit(key, patient=not self._is_first, on_wait=self._enter_queue)
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
@@ -105,10 +126,15 @@ class AttemptLoop:
         guard = self._guard
         try:
             # An attempt whose place does not matter begins without an await.
-            avoid = await self._confine() if guard.bears_on_choice else self._avoid
+            begun, self._begun = self._begun, None
+            if begun is None:
+                avoid = await self._confine() if guard.bears_on_choice else self._avoid
+            else:
+                self._prefer = begun.prefiller
+                if begun.began_at is not None:
+                    guard.began_at(begun.began_at)
             try:
-                request = self._call.pick_request(avoid, self._prefer)
-                async with self._parts.connector.open(self._call, request, self._timeline) as attempt:
+                async with begun or self._open(avoid) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True
@@ -123,6 +149,10 @@ class AttemptLoop:
         finally:
             self._timeline.leave()
             guard.end_attempt()
+
+    def _open(self, avoid: Collection[Backend]) -> AbstractAsyncContextManager[Attempt]:
+        request = self._call.pick_request(avoid, self._prefer)
+        return self._parts.connector.open(self._call, request, self._timeline)
 
     async def _confine(self) -> Collection[Backend]:
         """The backends to avoid; raises the last error when its turn to be repeated does not come again."""

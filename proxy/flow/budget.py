@@ -46,6 +46,15 @@ class RetryBudget:
         """The permit of one unit of work, which is in flight from entering to leaving it."""
         return RetryPermit(self)
 
+    def enter(self) -> None:
+        """A request is in flight, until it leaves. As entering its permit, for one that is not being retried."""
+        self.in_flight += 1
+        self._grant()
+
+    def leave(self) -> None:
+        """It is no longer in flight."""
+        self.in_flight -= 1
+
     def _grant(self) -> None:
         """Give free permits to those that wait, so that later requests find none free while others are waiting."""
         while self._waiting and self.repeating < self.capacity:
@@ -67,14 +76,13 @@ class RetryPermit:
         self.is_held = False
 
     def __enter__(self) -> Self:
-        self._budget.in_flight += 1
-        self._budget._grant()
+        self._budget.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.in_flight -= 1  # before the permit goes to another, because it makes the budget smaller
+        self._budget.leave()  # before the permit goes to another, because it makes the budget smaller
         self.release()
 
     def try_acquire(self) -> bool:

@@ -9,7 +9,7 @@ costs a wait.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import HttpVersion11, web
 
@@ -30,6 +30,16 @@ _HEADERS: Final = {
 
 # An empty socket buffer takes this many bytes at once (asyncio and uvloop set their high-water mark at 64 KiB).
 _NO_WAIT_BYTES: Final = 32 * 1024
+
+
+class ClientWriter(Protocol):
+    """Where a streamed answer goes; `ClientStream` is one."""
+
+    def write(self, data: bytes) -> bool:
+        """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
+
+    async def attend(self) -> None:
+        """Wait until the client has read enough. Raises ClientStalled."""
 
 
 class _Answer(web.StreamResponse):

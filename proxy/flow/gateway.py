@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from proxy.balancer.pools import Pools
     from proxy.call import Call
     from proxy.connectors.base import Connector
-    from proxy.dialects.base import Dialect
+    from proxy.dialects.base import Dialect, UnitRendering
     from proxy.flow.answers import Answer
-    from proxy.flow.client import ClientStream
+    from proxy.flow.begun import BegunAttempt
+    from proxy.flow.client import ClientStream, ClientWriter
     from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
@@ -90,16 +91,7 @@ class Gateway:
         rendering = dialect.rendering(call, units)
         client.error_event = rendering.error_event
         answers = [
-            StreamedAnswer(
-                unit.call,
-                dialect,
-                client,
-                record,
-                self._parts,
-                is_observed=self._observes(dialect, unit.call),
-                rendering=rendering.unit(unit),
-                shares_client=len(units) > 1,
-            )
+            self.streamed(dialect, unit.call, client, record, rendering.unit(unit), shares_client=len(units) > 1)
             for unit in units
         ]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
@@ -107,6 +99,35 @@ class Gateway:
         deliveries = [answer.delivery for answer in answers]
         client.write(rendering.ending([delivery.usage for delivery in deliveries], deliveries[-1].writer.last_payload))
         await client.finish(dialect.done_event)
+
+    def streamed(
+        self,
+        dialect: Dialect,
+        call: Call,
+        client: ClientWriter,
+        record: RequestRecord,
+        rendering: UnitRendering | None = None,
+        *,
+        shares_client: bool = False,
+    ) -> StreamedAnswer:
+        """One unit's answer that is streamed to the client; see StreamedAnswer."""
+        return StreamedAnswer(
+            call,
+            dialect,
+            client,
+            record,
+            self._parts,
+            is_observed=self.observes(dialect, call),
+            rendering=rendering,
+            shares_client=shares_client,
+        )
+
+    async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt) -> None:
+        """Make the only answer of a request, whose first attempt the fast path has begun. Raises GatewayError,
+        ClientStalled.
+        """
+        with self._parts.suspects.watch(answer.delivery.call, 1) as suspicion:
+            await AttemptLoop(self._parts, answer, record, suspicion, begun).run()
 
     def _has_room(self) -> bool:
         """Whether one more unit would find room in every role, or would fail at once."""
@@ -125,11 +146,11 @@ class Gateway:
 
     def _whole(self, dialect: Dialect, call: Call) -> EngineBody | AssembledBody:
         """The answer of a unit that is not streamed to the client."""
-        if self._observes(dialect, call):
+        if self.observes(dialect, call):
             return AssembledBody(call, dialect, self._parts)
         return EngineBody(call, dialect)
 
-    def _observes(self, dialect: Dialect, call: Call) -> bool:
+    def observes(self, dialect: Dialect, call: Call) -> bool:
         """Whether an answer is watched so closely that it can be continued. It must be one sequence."""
         resume = self._parts.settings.resume
         limit = None if call.stream else call.output_limit

@@ -6,7 +6,8 @@ at the end. What the client gets of each event is the Delivery's to say.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
@@ -14,14 +15,13 @@ from proxy.resume.overlap import Mismatch
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Callable
     from typing import Any
 
     from proxy.connectors.attempt import Attempt
     from proxy.errors import UpstreamError
-    from proxy.flow.client import ClientStream
+    from proxy.flow.client import ClientWriter
     from proxy.flow.delivery import Delivery
-    from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
     from proxy.settings import Timeouts
@@ -55,6 +55,13 @@ class TokenClock:
             self._metrics.inter_token_seconds.observe(self._record.clock() - self._gap_from)
 
 
+class OutputListener(Protocol):
+    """Hears of an attempt's first output; a UnitGuard is one."""
+
+    def first_output(self) -> None:
+        """The decoder has begun to answer."""
+
+
 class Relay:
     """Copies one attempt's stream. A Sink for the engine's answer."""
 
@@ -62,8 +69,8 @@ class Relay:
         self,
         attempt: Attempt,
         delivery: Delivery,
-        guard: UnitGuard,
-        client: ClientStream | None = None,
+        guard: OutputListener,
+        client: ClientWriter | None = None,
         clock: TokenClock | None = None,
     ) -> None:
         """`client` None: the answer is collected and not streamed. The guard is told of the first output, the clock of
@@ -83,28 +90,60 @@ class Relay:
         """The answer has ended, by `[DONE]` or otherwise: what follows is not of it."""
         self._ended = False
         self._idle_seconds = 0.0
-        self._error: UpstreamError | None = None
-        self._wakeup: asyncio.Future[None] = attempt.response.loop.create_future()
+        self.error: UpstreamError | None = None
+        """Why the stream has ended; None: it is complete, if it has ended."""
+        self._has_begun = False
+        self._wake = _nobody_waits
 
-    async def run(self, timeouts: Timeouts) -> None:
-        """Copy until the answer is complete, up to `[DONE]`, which `ClientStream.finish` adds.
+    @property
+    def is_ended(self) -> bool:
+        """Nothing more comes of this stream."""
+        return self._ended
 
-        Raises UpstreamError when it ends before that, ClientStalled.
+    def begin(self, timeouts: Timeouts, wake: Callable[[], None]) -> None:
+        """Copy from now on. `wake` is called when the client must be attended to before more is read for it, and when
+        the stream has ended; from within the read callback, which may not have given all of its output then.
         """
+        self._wake = wake
+        self._has_begun = True
         response = self._attempt.response
         self._idle_seconds = timeouts.idle_seconds
         response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
         response.attach(self)
+
+    def is_of(self, attempt: Attempt) -> bool:
+        """Whether it copies this attempt's stream."""
+        return self._attempt is attempt
+
+    def hand_over(self, guard: OutputListener) -> None:
+        """Another one is told of the first output from now on: whoever runs what was begun."""
+        self._guard = guard
+        if self._opened:
+            guard.first_output()
+
+    async def run(self, timeouts: Timeouts) -> None:
+        """Copy until the answer is complete, up to `[DONE]`, which `ClientStream.finish` adds. It may have
+        begun already.
+
+        Raises UpstreamError when it ends before that, ClientStalled.
+        """
+        response = self._attempt.response
+        awake = asyncio.Event()
+        if self._has_begun:
+            self._wake = awake.set
+            awake.set()
+        else:
+            self.begin(timeouts, awake.set)
         while True:
-            await self._wakeup
-            self._wakeup = response.loop.create_future()
+            await awake.wait()
+            awake.clear()
             if self._ended:
                 break
             assert self._client is not None
             await self._client.attend()
             response.resume()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     # Sink
 
@@ -175,7 +214,7 @@ class Relay:
             delivery.opening(segment, event)
         elif meaning is Meaning.USAGE:
             details = attempt.timeline.usage.prompt_details
-            part = delivery.usage_chunk(segment, event, details, handed_over=attempt.kv_handed_over)
+            part = delivery.told_usage(segment, event, details, handed_over=attempt.kv_handed_over)
         elif meaning is Meaning.DONE:
             if not segment.is_complete:
                 self._end(self._unfinished())
@@ -215,12 +254,12 @@ class Relay:
 
     def _end(self, error: UpstreamError | None) -> None:
         if not self._ended:
-            self._ended, self._is_over, self._error = True, True, error
+            self._ended, self._is_over, self.error = True, True, error
             self._wake()
 
-    def _wake(self) -> None:
-        if not self._wakeup.done():
-            self._wakeup.set_result(None)
+
+def _nobody_waits() -> None:
+    """Before a stream is copied."""
 
 
 def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None) -> UpstreamError:

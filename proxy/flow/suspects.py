@@ -99,8 +99,18 @@ class Suspects:
             if engines := suspicion.engines(self._clock()):
                 least_poison = MOST_ENGINES if suspicion.is_convicted else 0
                 self._memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
-        elif not self._memory.is_empty:
+        else:
+            self.served(call)
+
+    def served(self, call: Call) -> None:
+        """A client request has got its whole answer."""
+        if not self._memory.is_empty:
             self._memory.forget(call.body({}))
+
+    @property
+    def remembers_nothing(self) -> bool:
+        """Whether no request is remembered, so that none has to be looked up."""
+        return self._memory.is_empty
 
     def now(self) -> float:
         """Clock seconds."""

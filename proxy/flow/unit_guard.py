@@ -52,6 +52,10 @@ class UnitGuard:
             if history.reserved or self.blame.is_open:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
+    def began_at(self, when: float) -> None:
+        """An attempt that was begun elsewhere had its first output then, in clock seconds."""
+        self._history.began_at = when
+
     async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """An attempt failed: whether the request is poison, and must not be sent to another engine."""
         self.blame.failed(error)

@@ -33,11 +33,13 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_asks_for_head", "_front")
+    __slots__ = ("_asks_for_head", "_front", "door")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
+        self.door: asyncio.Transport
+        """The transport, also when the connection is lost."""
         self._asks_for_head = False
         """Whether what aiohttp could not read began as a HEAD."""
 
@@ -52,9 +54,15 @@ class Connection(web.RequestHandler):
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._front.accept(self, cast("asyncio.Transport", transport)):
-            super().connection_made(transport)
-            self.leave_idle()
+        self.door = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        if self._front.accept(self, self.door):
+            self.take_over(self.door)
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        """Go on with a connection that was accepted."""
+        self.door = transport
+        super().connection_made(transport)
+        self.leave_idle()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
@@ -117,7 +125,7 @@ class Connection(web.RequestHandler):
             words = self._front.refuse(self, unreadable(exc), request_id)
             asks_for_head = self._asks_for_head
         else:
-            words = replies.last_words(replies.unexpected(request, exc), request_id)
+            words = replies.last_words(replies.unexpected(request.method, request.path, exc), request_id)
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer is out")
         if asks_for_head:  # the answer is only the head of what others get (RFC 9110 9.3.2)

@@ -8,16 +8,25 @@ left stays a cancellation.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
 from proxy.errors import ShuttingDown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from aiohttp.typedefs import Handler
+
+
+class CutOff(Protocol):
+    """A request that is answered without a task of its own."""
+
+    def cut_off(self) -> None:
+        """End it with ShuttingDown."""
 
 
 class Drain:
@@ -30,6 +39,7 @@ class Drain:
     def __init__(self) -> None:
         self.is_draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._without_task: set[CutOff] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -37,7 +47,18 @@ class Drain:
     @property
     def in_flight(self) -> int:
         """Client requests being answered by this worker."""
-        return len(self._tasks)
+        return len(self._tasks) + len(self._without_task)
+
+    def enter(self, request: CutOff) -> None:
+        """Count a request that has no task, until it leaves."""
+        self._without_task.add(request)
+        self._idle.clear()
+
+    def leave(self, request: CutOff) -> None:
+        """It is over, or has a task from now on."""
+        self._without_task.discard(request)
+        if not self._tasks and not self._without_task:
+            self._idle.set()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -45,15 +66,20 @@ class Drain:
         # Without being told the loop, Python 3.11 makes a system call to find it.
         task = asyncio.current_task(request.task.get_loop())
         assert task is not None
+        with self.working(task), self:
+            return await handler(request)
+
+    @contextmanager
+    def working(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Count a request as long as its task is in this block."""
         self._tasks.add(task)
         self._idle.clear()
         try:
-            with self:
-                return await handler(request)
+            yield
         finally:
             self._tasks.discard(task)
             self._cut_off.discard(task)
-            if not self._tasks:
+            if not self._tasks and not self._without_task:
                 self._idle.set()
 
     async def idle(self) -> None:
@@ -65,7 +91,10 @@ class Drain:
         for task in self._tasks - self._cut_off:
             self._cut_off.add(task)
             task.cancel()
-        return len(self._cut_off)
+        count = len(self._cut_off) + len(self._without_task)
+        for request in tuple(self._without_task):
+            request.cut_off()
+        return count
 
     def __enter__(self) -> None:
         """Nothing to do before there is something to end."""

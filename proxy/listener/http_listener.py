@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from aiohttp.http import RawRequestMessage
 
+    from proxy.listener.first_protocol import FirstProtocol
     from proxy.observe.metrics import Metrics
     from proxy.settings import Listen
 
@@ -76,9 +77,12 @@ class HttpListener:
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
-        self._open: set[Connection] = set()
-        self._heads = HeaderDeadlines[Connection](clock)
-        self._turned_away: dict[Connection, tuple[float, asyncio.Transport]] = {}
+        self.first_protocol: Callable[[], FirstProtocol] | None = None
+        """Makes what reads a new connection first, and may leave it to aiohttp by `hand_over`. None: aiohttp does."""
+        self._open: set[Connection | FirstProtocol] = set()
+        self._first: set[FirstProtocol] = set()
+        self._heads = HeaderDeadlines[asyncio.Transport](clock)
+        self._turned_away: dict[Connection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
         self.configure(listen)
 
@@ -110,13 +114,15 @@ class HttpListener:
             listener.close()
         for _, transport in self._turned_away.values():
             transport.abort()
+        for first in tuple(self._first):
+            first.cut()
         await self._runner.cleanup()
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(self._connect, sock=sock, backlog=self._listen.backlog)
+        listener = await loop.create_server(self._accept_connection, sock=sock, backlog=self._listen.backlog)
         self._listening.append((listener, sock))
 
     async def stop_accepting(self) -> None:
@@ -131,11 +137,11 @@ class HttpListener:
             queued += _accept_all(sock)  # by closing, the kernel would reset them
             listener.close()
         self._listening.clear()
-        await asyncio.gather(*(loop.connect_accepted_socket(self._connect, sock) for sock in queued))
+        await asyncio.gather(*(loop.connect_accepted_socket(self._accept_connection, sock) for sock in queued))
         for _ in range(2):
             await asyncio.sleep(0)  # a whole turn of the loop, which reads what has arrived
         for connection in tuple(self._open):
-            if connection not in self._heads:
+            if connection.door not in self._heads:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
@@ -143,57 +149,82 @@ class HttpListener:
 
     def sweep(self) -> None:
         """Close the connections on which time is up."""
-        for connection, has_begun in self._heads.late(self._listen.header_seconds):
-            connection.end(_slow_header() if has_begun else None)
-            self._heads.end(connection)
+        for door, has_begun in self._heads.late(self._listen.header_seconds):
+            cast("Connection | FirstProtocol", door.get_protocol()).end(_slow_header() if has_begun else None)
+            self._heads.end(door)
+        now = self._clock()
+        for first in tuple(self._first):
+            first.sweep(now, self._listen.keepalive_seconds)
         over = self._clock() - LINGERING_SECONDS
         for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._turned_away.values())):
             transport.abort()
 
-    # What a Connection tells
+    # What a connection tells
 
-    def accept(self, connection: Connection, transport: asyncio.Transport) -> bool:
+    @property
+    def is_closing(self) -> bool:
+        """No connection is kept for a further request."""
+        return self.close_after_each_answer or not self._listening
+
+    def accept(self, connection: Connection | FirstProtocol, transport: asyncio.Transport) -> bool:
         """Whether there is room for another connection. If not, it is told so, and closed."""
         if len(self._open) >= self._max_connections:
             self._reject(connection, transport)
             return False
         self._open.add(connection)
+        if not isinstance(connection, Connection):
+            self._first.add(connection)
         self._metrics.connections.inc()
-        self._heads.begin(connection)
+        self._heads.begin(transport)
         return True
 
-    def forget(self, connection: Connection) -> None:
+    def hand_over(self, first: FirstProtocol, data: bytes) -> None:
+        """Let aiohttp go on with a connection, on which this has come that is not answered yet."""
+        transport, connection = first.door, self._connect()
+        self._first.discard(first)
+        self._open.discard(first)
+        self._open.add(connection)
+        transport.set_protocol(connection)
+        connection.take_over(transport)
+        connection.data_received(data)
+
+    def headers_arrived(self, connection: FirstProtocol) -> None:
+        """Those of a request are whole."""
+        self._heads.end(connection.door)
+
+    def forget(self, connection: Connection | FirstProtocol) -> None:
         """It is closed."""
-        self._heads.end(connection)
+        self._heads.end(connection.door)
         self._turned_away.pop(connection, None)
+        self._first.discard(cast("FirstProtocol", connection))
         if connection in self._open:
             self._open.remove(connection)
             self._metrics.connections.dec()
 
     def on_head(self, connection: Connection, size_bytes: int) -> int:
         """Part of a request's headers has arrived; how many bytes of them there are."""
-        if connection not in self._heads:
-            self._heads.begin(connection)
+        if connection.door not in self._heads:
+            self._heads.begin(connection.door)
             connection.leave_idle()
-        return self._heads.grow(connection, size_bytes)
+        return self._heads.grow(connection.door, size_bytes)
 
-    def refuse(self, connection: Connection, error: GatewayError, request_id: str) -> bytes:
+    def refuse(self, connection: Connection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
         """Count and log an error that no middleware sees; what is to be written to the client."""
-        self._heads.end(connection)
+        self._heads.end(connection.door)
         reason = replies.rejection(error)
         if reason is not None:
             self._metrics.rejected_total.labels(reason).inc()
         self.report(connection, error, request_id)
         return replies.last_words(error, request_id)
 
-    def report(self, connection: Connection, error: GatewayError, request_id: str) -> None:
+    def report(self, connection: Connection | FirstProtocol, error: GatewayError, request_id: str) -> None:
         """Log what is wrong with a request."""
         if error.code == MALFORMED:
             self._metrics.http_parse_errors_total.inc()
         fields = {"id": request_id, "client": connection.client, "code": error.status}
         logger.info("refused a request: %s", error.message, extra={"fields": fields})
 
-    def _reject(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def _reject(self, connection: Connection | FirstProtocol, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
         if now >= self._next_full_line:
@@ -209,6 +240,9 @@ class HttpListener:
         self._turned_away[connection] = (now, transport)
 
     # What aiohttp asks for
+
+    def _accept_connection(self) -> Connection | FirstProtocol:
+        return self._connect() if self.first_protocol is None else self.first_protocol()
 
     def _connect(self) -> Connection:
         return Connection(
@@ -237,7 +271,7 @@ class HttpListener:
         return request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._heads.end(cast("Connection", request.protocol))
+        self._heads.end(cast("Connection", request.protocol).door)
         problem = refusal_of(request)
         if problem is not None:
             raise problem
@@ -246,7 +280,7 @@ class HttpListener:
     async def _on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         # HTTP/1.0 has no chunks: such a body ends with the connection (RFC 9112 6.3).
         has_no_end = request.version < HttpVersion11 and response.content_length is None
-        if has_no_end or self.close_after_each_answer or not self._listening:
+        if has_no_end or self.is_closing:
             response.force_close()
             response.headers[hdrs.CONNECTION] = "close"  # aiohttp has set its headers already
 

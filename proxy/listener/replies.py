@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from email.utils import formatdate
-from http import HTTPStatus
+from http.client import responses
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -101,24 +101,36 @@ def can_be_sent(name: str, value: str) -> bool:
 def last_words(error: GatewayError, request_id: str) -> bytes:
     """The answer for an error of our own, as it is written to a connection that is closed after it."""
     response = error_response(error)
-    assert isinstance(response.body, bytes)
     if error.status == 405:
         response.headers["Allow"] = ""  # it has to be there (RFC 9110 15.5.6), and empty means nothing is allowed
+    return written(response, request_id, closes=True)
+
+
+def written(response: web.Response, request_id: str, *, closes: bool) -> bytes:
+    """An answer as it is written to a connection, which is closed after it or not."""
+    assert isinstance(response.body, bytes)
     headers = {
         **response.headers,
         "Content-Length": str(len(response.body)),
-        "Connection": "close",
+        **({"Connection": "close"} if closes else {}),
         "Date": formatdate(usegmt=True),
         "Server": SERVER,
         "X-Request-Id": request_id,
     }
-    lines = (f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items()))
-    return "\r\n".join((*lines, "", "")).encode() + response.body
+    lines = (
+        f"HTTP/1.1 {response.status} {responses.get(response.status, '')}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    )
+    return "\r\n".join((*lines, "", "")).encode("utf-8", "surrogateescape") + response.body
 
 
 def request_id(request: web.BaseRequest) -> str:
     """The client's own id if it is a sane one, otherwise a new one."""
-    given = request.headers.get("X-Request-Id", "")
+    return accepted_id(request.headers.get("X-Request-Id", ""))
+
+
+def accepted_id(given: str) -> str:
+    """The id that a client gave, or a new one in place of one that is not sane, or empty."""
     return given if _is_acceptable_id(given) else new_request_id()
 
 
@@ -138,14 +150,21 @@ def rejection(error: GatewayError) -> str | None:
     return _REJECTIONS_BY_CODE.get(error.code)
 
 
-def unexpected(request: web.BaseRequest, error: BaseException | None) -> GatewayError:
+def count_rejection(metrics: Metrics, error: GatewayError) -> None:
+    """Count a request that was refused before anything of an answer was sent."""
+    reason = rejection(error)
+    if reason:
+        metrics.rejected_total.labels(reason).inc()
+
+
+def unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
     """Log what nobody expected, once and with its traceback; the error for the client.
 
     The text of the exception is left out: it may quote the prompt, as `int("…")` does.
     """
     kind = type(error).__name__
     trace = error.__traceback__ if error is not None else None
-    logger.error("unexpected %s in %s %s", kind, request.method, request.path, exc_info=(_Untold, _Untold(kind), trace))
+    logger.error("unexpected %s in %s %s", kind, method, path, exc_info=(_Untold, _Untold(kind), trace))
     code, message = HTTP_ERRORS[500]
     return GatewayError(message, code=code)
 
@@ -184,7 +203,7 @@ class _Replies:
         except Exception as error:
             if isinstance(error, ConnectionError) and _has_left(request):
                 return web.Response(status=499)  # written to nobody
-            return self._refuse(request, unexpected(request, error))
+            return self._refuse(request, unexpected(request.method, request.path, error))
         finally:
             logs.request_id.reset(token)
 
@@ -205,9 +224,7 @@ class _Replies:
         if not request.content.is_eof() or request.content.exception() is not None:
             response.force_close()
         if _COMMITTED not in request:
-            reason = rejection(error)
-            if reason:
-                self._metrics.rejected_total.labels(reason).inc()
+            count_rejection(self._metrics, error)
         elif request.transport is not None:
             # Part of another answer is out. Cut off it is recognisably incomplete; `response` then reaches nobody.
             request.transport.abort()

@@ -9,7 +9,7 @@ from proxy.upstream.connection import upstream_error
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from proxy.upstream.connection import Connection, Sink
@@ -21,18 +21,19 @@ class Response:
     """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches.
 
     `with` it: leaving gives the connection back, or drops it when the answer is not complete. There is nothing to wait
-    for. It is the Exchange of those who await: `Upstream.open` begins it, and gives it out when it has arrived.
+    for. It is an Exchange, which whoever takes a connection begins; `Upstream.open` does, and gives it out when the
+    headers have arrived.
     """
 
-    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_sink", "arrival", "backend", "headers", "status")
+    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_on_head", "_sink", "backend", "headers", "status")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, on_head: Callable[[UpstreamError | None], None]) -> None:
+        """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
         self.backend = connection.backend
         self.status = 0
         self.headers: Mapping[str, str] = {}
         """Lower-case names; the last one of equal names."""
-        self.arrival: asyncio.Future[None] = connection.loop.create_future()
-        """Done when status and headers have arrived; with an UpstreamError when they will not."""
+        self._on_head: Callable[[UpstreamError | None], None] | None = on_head
         self._connection = connection
         self._sink: Sink | None = None
         self._arrived: list[bytes] = []
@@ -70,9 +71,14 @@ class Response:
 
     async def read(self) -> bytes:
         """The whole body. Raises UpstreamError when it ends early or is larger than the bound."""
-        reader = _Reader(self)
-        self.attach(reader)
-        return await reader.whole
+        whole: asyncio.Future[bytes] = self.loop.create_future()
+
+        def read(body: bytes, error: UpstreamError | None) -> None:
+            if not whole.done():
+                whole.set_result(body) if error is None else whole.set_exception(error)
+
+        self.attach(BodyReader(self, read))
+        return await whole
 
     def pause(self) -> None:
         """Stop reading from the engine: TCP flow control then holds its output back."""
@@ -105,8 +111,9 @@ class Response:
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
         self.status, self.headers = status, headers
-        if not self.arrival.done():
-            self.arrival.set_result(None)
+        on_head, self._on_head = self._on_head, None
+        if on_head is not None:
+            on_head(None)
 
     def received(self, data: bytes) -> bool:
         if self._sink is not None:
@@ -116,36 +123,39 @@ class Response:
 
     def ended(self, error: UpstreamError | None) -> None:
         self._ended, self._error = True, error
-        if not self.arrival.done():
+        if self._on_head is not None:
             assert error is not None
-            self.arrival.set_exception(error)
+            self._on_head(error)
         sink, self._sink = self._sink, None  # a sink knows its response: one cycle of garbage less
         if sink is not None:
             sink.ended(error)
 
 
-class _Reader:
-    """The Sink behind `Response.read`."""
+class BodyReader:
+    """The Sink for a body that is wanted whole."""
 
-    def __init__(self, response: Response) -> None:
+    __slots__ = ("_on_end", "_parts", "_response", "_size")
+
+    def __init__(self, response: Response, on_end: Callable[[bytes, UpstreamError | None], None]) -> None:
+        """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
         self._response = response
+        self._on_end: Callable[[bytes, UpstreamError | None], None] | None = on_end
         self._parts: list[bytes] = []
         self._size = 0
-        self.whole: asyncio.Future[bytes] = response.loop.create_future()
 
     def received(self, data: bytes) -> bool:
         self._size += len(data)
         if self._size <= _MAX_ANSWER_BYTES:
             self._parts.append(data)
-        elif not self.whole.done():
+        else:
             self._parts.clear()
-            self.whole.set_exception(self._response.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
+            self._tell(self._response.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
         return False  # it is not there before it is there whole
 
     def ended(self, error: UpstreamError | None) -> None:
-        if self.whole.done():
-            return
-        if error is None:
-            self.whole.set_result(b"".join(self._parts))
-        else:
-            self.whole.set_exception(error)
+        self._tell(error)
+
+    def _tell(self, error: UpstreamError | None) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(b"".join(self._parts) if error is None else b"", error)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
+    from proxy.upstream.connection import Exchange
     from proxy.upstream.names import Names
     from proxy.wire.document import Body
 
@@ -116,14 +117,13 @@ class Upstream:
         have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
         Raises UpstreamError.
         """
-        pieces = pieces_of(body)
-        request = self.head(backend, path, sum(map(len, pieces)), headers), *pieces
         connection = self.take_idle(backend) or await self.connect(backend)
         while True:
-            response = Response(connection)
+            arrival: asyncio.Future[None] = connection.loop.create_future()
+            response = Response(connection, partial(_tell, arrival))
             try:
-                connection.begin(response, request, answer_seconds=answer_seconds, now=self._clock())
-                await response.arrival
+                self.begin(connection, response, path, body, headers, answer_seconds=answer_seconds)
+                await arrival
                 return response
             except BaseException as error:
                 self.give_back(connection)
@@ -190,6 +190,21 @@ class Upstream:
                 return connection
             connection.abort()
         return None
+
+    def begin(
+        self,
+        connection: Connection,
+        exchange: Exchange,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        *,
+        answer_seconds: float,
+    ) -> None:
+        """Send a request on a connection that was taken; see `open`, and Connection.begin."""
+        pieces = pieces_of(body)
+        request = self.head(connection.backend, path, sum(map(len, pieces)), headers), *pieces
+        connection.begin(exchange, request, answer_seconds=answer_seconds, now=self._clock())
 
     def give_back(self, connection: Connection) -> None:
         """Take back a connection: its exchange is over, or nobody waits for the rest of it, and it is told no more."""
@@ -270,6 +285,11 @@ class Upstream:
                 self._idle[backend] = kept
             else:
                 del self._idle[backend]
+
+
+def _tell(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
+    if not arrival.done():
+        arrival.set_result(None) if error is None else arrival.set_exception(error)
 
 
 def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.api.cors import Cors
@@ -16,6 +18,9 @@ from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
 from proxy.api_keys import ApiKeys
 from proxy.dialects import DIALECTS
+from proxy.fast_path.connection import FastConnection
+from proxy.fast_path.intake import Intake
+from proxy.fast_path.parts import FastParts
 from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
@@ -50,12 +55,16 @@ class Clients:
 
 def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
     """Their listener does not listen yet."""
-    gateway = _gateway(basis, balancing, engines)
+    suspects = Suspects(
+        basis.shared.suspects, balancing.pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics
+    )
+    gateway = _gateway(basis, balancing, engines, suspects)
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     basis.metrics.settle_first(observers.settle)
     probes = ProbeApi(engines.serving, drain)
-    keys = _client_keys(basis)
+    api_keys = _client_keys(basis)
+    keys = KeyAuth(api_keys)
     generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
     counting = CountTokensApi(
@@ -86,16 +95,29 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app.on_response_prepare.append(cors.on_prepare)
     front = http_listener(basis, app)
+    parts = FastParts(
+        gateway=gateway,
+        connector=engines.connector,
+        suspects=suspects,
+        upstream=engines.lines.upstream,
+        drain=drain,
+        listener=front,
+        observers=observers,
+        metrics=basis.metrics,
+        settings=basis.settings,
+        loop=asyncio.get_running_loop(),
+    )
+    _open_fast_path(basis, Intake(parts, dialects, api_keys), front)
     return Clients(gateway=gateway, observers=observers, probes=probes, app=app, front=front)
 
 
-def _gateway(basis: Basis, balancing: Balancing, engines: Engines) -> Gateway:
+def _gateway(basis: Basis, balancing: Balancing, engines: Engines, suspects: Suspects) -> Gateway:
     pools = balancing.pools
     gateway = Gateway(
         connector=engines.connector,
         pools=pools,
         detokenizer=Detokenizer(pools, engines.lines.upstream),
-        suspects=Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics),
+        suspects=suspects,
         settings=basis.settings,
         metrics=basis.metrics,
     )
@@ -103,7 +125,18 @@ def _gateway(basis: Basis, balancing: Balancing, engines: Engines) -> Gateway:
     return gateway
 
 
-def _client_keys(basis: Basis) -> KeyAuth:
+def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
+    """Its connections are the first to read what clients send, where that is configured."""
+
+    def configure(settings: Settings) -> None:
+        intake.configure(settings)
+        front.first_protocol = partial(FastConnection, intake, front) if settings.listen.fast_path else None
+
+    configure(basis.settings)
+    basis.live.add(configure)
+
+
+def _client_keys(basis: Basis) -> ApiKeys:
     api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
     def configure(_: Settings) -> None:  # the keys have a file of their own
@@ -111,7 +144,7 @@ def _client_keys(basis: Basis) -> KeyAuth:
 
     configure(basis.settings)
     basis.live.add(configure)
-    return KeyAuth(api_keys)
+    return api_keys
 
 
 def _engine_routes(

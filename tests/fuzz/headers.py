@@ -15,7 +15,6 @@ from aiohttp.http_writer import _serialize_headers
 from proxy.api.exchange import passed_back
 from proxy.api.generation import _PASSED_ON
 from proxy.balancer.engine_keys import EngineKeys
-from proxy.errors import UpstreamError
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.settings import Timeouts
 from proxy.upstream import Response, Upstream
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     import aiohttp
     from multidict import CIMultiDict, CIMultiDictProxy
+
+    from proxy.errors import UpstreamError
 
 WORDS: Final = words(
     r"""
@@ -97,12 +98,12 @@ def _check_towards_client(headers: CIMultiDict[str]) -> None:
 async def _check_refusal(raw: bytes) -> None:
     """What an engine refuses with, in our own connection's reading."""
     connection = connected(Line())
-    response = Response(connection)
+    heads: list[UpstreamError | None] = []
+    response = Response(connection, heads.append)
     connection.begin(response, (b"", b""), answer_seconds=1.0, now=0.0)
     connection.data_received(raw)
     connection.connection_lost(None)
-    if (failed := response.arrival.exception()) is not None:
-        assert isinstance(failed, UpstreamError)
+    if heads != [None]:
         return
     error = response.refuse("refused", 400, b"{}", response.headers)
     _check_towards_client(error_response(error).headers)

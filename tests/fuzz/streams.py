@@ -96,15 +96,15 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     call = parse(api, orjson.dumps(body), Cost())
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
-    response = Response(connected(Line()))
+    response = Response(connected(Line()), lambda error: None)
     attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=_NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
     for piece in filter(None, pieces):
         relay.received(piece)
     relay.ended(None)
-    if relay._error is not None:
-        return b"".join(client.parts), relay._error.code
+    if relay.error is not None:
+        return b"".join(client.parts), relay.error.code
     if delivery.is_stopped:
         client.write(delivery.closing(None))
     if whole is not None:

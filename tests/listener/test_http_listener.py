@@ -14,6 +14,7 @@ from aiohttp import web, web_protocol
 from aiohttp.http import RawRequestMessage
 from yarl import URL
 
+from proxy.listener.connection import Connection
 from proxy.settings import Listen
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -474,7 +475,8 @@ async def test_a_kept_connection_may_be_idle_but_not_slow(site: Site) -> None:
     await pass_by(site, 60.0)
     client.send(GET)
     await pass_by(site, 9.0)
-    (connection,) = (each for each in site.front._open if each in site.front._heads)
+    (connection,) = (each for each in site.front._open if each.door in site.front._heads)
+    assert isinstance(connection, Connection)
     assert connection._keepalive_handle is None  # the timer of aiohttp for idle connections
     client.send(b"\r\n")  # after 69 seconds, but 9 after the first byte
     assert (await client.reply()).status == 200

@@ -1,0 +1,214 @@
+"""One client's connection, as long as all that comes on it are plain requests, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Final, cast
+
+from proxy.fast_path.head import read_head
+from proxy.listener import replies
+from proxy.listener.first_protocol import FirstProtocol
+
+if TYPE_CHECKING:
+    from proxy.errors import GatewayError
+    from proxy.fast_path.head import Head
+    from proxy.fast_path.intake import Intake
+    from proxy.fast_path.request import FastRequest
+    from proxy.flow.buffers import Hold
+    from proxy.listener.http_listener import HttpListener
+
+# A body that takes longer than this has the deadlines of a slow one, which are aiohttp's road's.
+_BODY_SECONDS: Final = 1.0
+# More of further requests is not read before the one under way has ended.
+_MAX_PENDING_BYTES: Final = 64 * 1024
+
+
+class FastConnection(FirstProtocol):
+    """What a HttpListener makes for each connection that it accepts, if the fast path is on."""
+
+    __slots__ = (
+        *("_body", "_closes", "_drained", "_head", "_hold", "_listener", "_missing_bytes", "_intake", "_pending"),
+        *("_request", "_since", "door", "is_paused", "transport"),
+    )
+
+    def __init__(self, intake: Intake, listener: HttpListener) -> None:
+        self._intake = intake
+        self._listener = listener
+        self.transport: asyncio.Transport
+        self.is_paused = False
+        """The client reads slower than we write."""
+        self._request: FastRequest | None = None
+        """Whose answer is under way."""
+        self._since: float | None = None
+        """Since when nothing is being answered, or a body is on its way; None: otherwise."""
+        self._closes = False
+        """The connection ends when nothing is being answered on it."""
+        self._pending: list[bytes] = []
+        """What came behind the request under way."""
+        self._head: Head | None = None
+        """Of the request whose body is on its way."""
+        self._body: list[bytes] = []
+        """What there is of that request, its head included."""
+        self._missing_bytes = 0
+        self._hold: Hold | None = None
+        self._drained: asyncio.Future[None] | None = None
+
+    @property
+    def client(self) -> str:
+        """The address of the other side."""
+        peer = self.transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else "-"
+
+    # FirstProtocol
+
+    def end(self, error: GatewayError | None = None) -> None:
+        """Close a connection that awaits a request; an error is told before."""
+        if error is not None:
+            self.transport.write(self._listener.refuse(self, error, replies.new_request_id()))
+        self.transport.close()
+
+    def end_after_answer(self) -> None:
+        """Close it as soon as nothing is being answered on it."""
+        self._closes = True
+        if self._request is None and self._head is None:
+            self.transport.close()
+
+    def close(self) -> None:
+        """What comes from now on is not looked at."""
+        self._closes = True
+        self._pending.clear()
+
+    def cut(self) -> None:
+        """End it, and what is being answered on it, now."""
+        self.transport.abort()
+        self._lose()
+
+    def sweep(self, now: float, keepalive_seconds: float) -> None:
+        """Look at what takes time; see HttpListener.sweep."""
+        if self._since is None:
+            return
+        if self._head is not None:
+            if now - self._since > _BODY_SECONDS:
+                self._leave()
+        elif now - self._since > keepalive_seconds:
+            self.transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = self.door = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        if self._listener.accept(self, self.transport):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        if self._request is not None:
+            self._keep(data)
+        elif self._head is not None:
+            self._receive(self._head, data)
+        elif not self._closes:
+            self._read(data)
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose()
+        self._listener.forget(self)
+
+    # What a FastRequest asks for
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+        while self.is_paused and not self.transport.is_closing():
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+    def done(self, now: float) -> None:
+        """The request under way has ended, and its answer was written."""
+        self._request = None
+        if self._closes or self._listener.is_closing:
+            self.transport.close()
+        elif self._pending:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self.transport.resume_reading()
+            self._read(data)
+        else:
+            self._since = now
+
+    # How
+
+    def _read(self, data: bytes) -> None:
+        head = read_head(data)
+        if head is None or head.path not in self._intake.paths:
+            self._body.append(data)
+            self._leave()
+            return
+        self._listener.headers_arrived(self)
+        missing_bytes = head.size_bytes + head.body_bytes - len(data)
+        if missing_bytes == 0:
+            self._begin(head, data, self._intake.parts.clock())
+        elif missing_bytes < 0 or not self._intake.takes(head):
+            self._body.append(data)
+            self._leave()
+        else:
+            self._head, self._missing_bytes, self._since = head, missing_bytes, self._intake.parts.clock()
+            self._body.append(data)
+            self._hold = self._intake.hold(len(data))
+            if self._hold is None:
+                self._leave()
+
+    def _receive(self, head: Head, data: bytes) -> None:
+        """Another piece of a body."""
+        self._body.append(data)
+        self._missing_bytes -= len(data)
+        assert self._hold is not None
+        if self._missing_bytes < 0 or not self._intake.grows(self._hold, len(data)):
+            self._leave()
+        elif self._missing_bytes == 0:
+            self._let_go()
+            request = b"".join(self._body)
+            self._body.clear()
+            self._head = None
+            assert self._since is not None
+            self._begin(head, request, self._since)
+
+    def _begin(self, head: Head, request: bytes, since: float) -> None:
+        self._since = None
+        self._request = self._intake.begin(self, head, request[head.size_bytes :])
+        if self._request is None:
+            self._body.append(request)
+            self._leave()
+        else:
+            self._request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
+
+    def _keep(self, data: bytes) -> None:
+        self._pending.append(data)
+        if sum(map(len, self._pending)) > _MAX_PENDING_BYTES:
+            self.transport.pause_reading()
+
+    def _leave(self) -> None:
+        """From now on the connection is aiohttp's, with all that has come."""
+        self._let_go()
+        self._head = self._since = None
+        data = b"".join(self._body)
+        self._body.clear()
+        self._listener.hand_over(self, data)
+
+    def _let_go(self) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.__exit__(None, None, None)
+
+    def _lose(self) -> None:
+        self._let_go()
+        self.resume_writing()
+        request, self._request = self._request, None
+        if request is not None:
+            request.left()

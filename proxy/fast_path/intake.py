@@ -1,0 +1,116 @@
+"""Which requests are plain: told when the whole of one has arrived, before anything has happened for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.api_keys import ANONYMOUS
+from proxy.call import FIRST_TOKEN_HEADER
+from proxy.dialects.openai import OpenAi
+from proxy.dialects.requests import read
+from proxy.errors import GatewayError
+from proxy.fast_path.request import FastRequest
+from proxy.listener.body import memory_bytes
+from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.api_keys import ApiKey, ApiKeys
+    from proxy.dialects.base import Dialect
+    from proxy.fast_path.head import Head
+    from proxy.fast_path.parts import FastParts
+    from proxy.fast_path.stream import Client
+    from proxy.flow.buffers import Hold
+    from proxy.settings import Settings
+
+# As on the other road; see api/generation.py.
+_PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
+
+
+class Intake:
+    """One worker's: the connections on the fast path bring it their requests."""
+
+    def __init__(self, parts: FastParts, dialects: Sequence[Dialect], keys: ApiKeys) -> None:
+        """`dialects`: those that the engines can serve."""
+        self.parts = parts
+        self._keys = keys
+        self._admission = parts.gateway.admission
+        self._dialects = {
+            dialect.path: dialect for dialect in dialects if isinstance(dialect, OpenAi) and dialect.speaks_as_engines
+        }
+        self.paths = frozenset(self._dialects)
+        """Of the requests that may be plain."""
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self.parts.settings = settings
+
+    # What a connection asks
+
+    def takes(self, head: Head) -> bool:
+        """Whether a body that is still on its way is waited for here."""
+        return head.body_bytes <= min(LONG_BYTES, self.parts.settings.listen.max_body_bytes)
+
+    def hold(self, body_bytes: int) -> Hold | None:
+        """Account for a body in memory; None: there is no room for it."""
+        hold = self._admission.hold(0)
+        return hold if self.grows(hold, body_bytes) else None
+
+    def grows(self, hold: Hold, body_bytes: int) -> bool:
+        """Account for so many bytes more; False: there is no room for them."""
+        try:
+            hold.add(body_bytes)
+        except GatewayError:
+            return False
+        return True
+
+    def begin(self, client: Client, head: Head, raw: bytes) -> FastRequest | None:
+        """The request, to be started; None: it is not plain, and nothing has happened.
+
+        Whatever is to be refused is not plain.
+        """
+        settings, fields = self.parts.settings, head.fields
+        listen = settings.listen
+        if (
+            self.parts.listener.is_closing
+            or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
+            or not self._admission.is_open
+            or not self.parts.suspects.remembers_nothing
+            or (listen.cors_origins and "origin" in fields)
+        ):
+            return None
+        if len(raw) > SLIGHT_BYTES and not is_light(raw, most := listen.max_body_elements) and bounds(raw)[0] > most:
+            return None
+        dialect, connector = self._dialects[head.path], self.parts.connector
+        try:
+            key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
+            document = read(raw)
+            call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
+            connector.check(call)
+        except GatewayError:
+            return None
+        if (
+            not dialect.is_single(call)
+            or not connector.goes_leg_by_leg(call)
+            or (not call.stream and self.parts.gateway.observes(dialect, call))
+        ):
+            return None
+        hold = self.hold(memory_bytes(raw, document.read_values))
+        if hold is None:
+            return None
+        quota = self._keys.enter(key)
+        try:
+            quota.__enter__()
+        except GatewayError:
+            hold.__exit__(None, None, None)
+            return None
+        return FastRequest(self.parts, client, dialect, call, key, quota, hold)
+
+    @staticmethod
+    def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
+        """The headers that reach the engines."""
+        headers = {name: fields[name] for name in _PASSED_ON if name in fields}
+        if key is ANONYMOUS and "authorization" in fields:
+            headers["authorization"] = fields["authorization"]
+        return headers

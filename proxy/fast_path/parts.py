@@ -1,0 +1,94 @@
+"""What the requests on the fast path of one worker are made of, and how their answers begin."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Final
+
+from proxy import SERVER
+from proxy.listener import replies
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from proxy.connectors.base import Connector
+    from proxy.dialects.openai import OpenAi
+    from proxy.errors import GatewayError
+    from proxy.flow.gateway import Gateway
+    from proxy.flow.suspects import Suspects
+    from proxy.listener.drain import Drain
+    from proxy.listener.http_listener import HttpListener
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.observers import Observers
+    from proxy.settings import Settings
+    from proxy.upstream import Upstream
+
+_SERVER_LINE: Final = f"Server: {SERVER}\r\n"
+
+
+@dataclass(slots=True, kw_only=True)
+class FastParts:
+    """One worker's. Only `settings` is ever replaced."""
+
+    gateway: Gateway
+    connector: Connector
+    suspects: Suspects
+    upstream: Upstream
+    drain: Drain
+    listener: HttpListener
+    observers: Observers
+    metrics: Metrics
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    _date: bytes = field(default=b"", init=False)
+    _date_second: int = field(default=-1, init=False)
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds of the clock that request records have."""
+        return time.monotonic()
+
+    # What a request writes, as aiohttp would
+
+    def stream_head(self, request_id: str) -> bytes:
+        """The head of a streamed answer."""
+        return b"%bDate: %b\r\n%b\r\n" % (
+            (
+                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+                f"X-Accel-Buffering: no\r\nX-Request-Id: {request_id}\r\n{_SERVER_LINE}Transfer-Encoding: chunked\r\n"
+            ).encode(),
+            self._now(),
+            self._closing(),
+        )
+
+    def body_head(self, request_id: str, body_bytes: int) -> bytes:
+        """The head of an answer that is one JSON body."""
+        return b"%bDate: %b\r\n%b\r\n" % (
+            (
+                "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
+                f"{_SERVER_LINE}X-Request-Id: {request_id}\r\nContent-Length: {body_bytes}\r\n"
+            ).encode(),
+            self._now(),
+            self._closing(),
+        )
+
+    def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str) -> bytes:
+        """The whole answer in place of one that failed, which is counted as refused if it was."""
+        replies.count_rejection(self.metrics, error)
+        response = replies.error_response(error, dialect.error_body(error))
+        return replies.written(response, request_id, closes=self.listener.is_closing)
+
+    def unexpected(self, dialect: OpenAi, error: BaseException) -> GatewayError:
+        """Log what nobody expected; the error for the client."""
+        return replies.unexpected("POST", dialect.path, error)
+
+    def _closing(self) -> bytes:
+        return b"Connection: close\r\n" if self.listener.is_closing else b""
+
+    def _now(self) -> bytes:
+        second = int(self.clock())
+        if second != self._date_second:
+            self._date_second, self._date = second, formatdate(usegmt=True).encode()
+        return self._date

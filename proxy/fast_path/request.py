@@ -1,0 +1,372 @@
+"""One plain request, from its whole body on: told what happens to it, it says what to send to engines and client."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from proxy import logs
+from proxy.connectors import legs as steps
+from proxy.connectors.legs import Leg
+from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
+from proxy.fast_path.stream import FastStream
+from proxy.flow.answers import EngineBody, StreamedAnswer
+from proxy.flow.begun import BegunAttempt
+from proxy.upstream.response import BodyReader, Response
+from proxy.wire.openai import error_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from typing import Any
+
+    from proxy.api_keys import ApiKey
+    from proxy.call import Call
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Legs
+    from proxy.dialects.openai import OpenAi
+    from proxy.fast_path.parts import FastParts
+    from proxy.fast_path.stream import Client
+    from proxy.flow.buffers import Hold
+    from proxy.flow.relay import Relay
+    from proxy.upstream.connection import Connection
+
+
+class FastRequest:
+    """Begun by `start`. Its first attempt is driven from the callbacks of its connections. Whatever else is to be done,
+    a task does: see `_go_on`.
+
+    Is the guard of its first attempt; see Relay.
+    """
+
+    __slots__ = (
+        *("_answer", "_attempt", "_began_at", "_call", "_client", "_connecting", "_connection", "_dialect"),
+        *("_has_task", "_hold", "_is_awake", "_is_counted", "_key", "_legs", "_parts", "_quota", "_record"),
+        *("_relay", "_response", "_sent", "_stream", "_task", "_timeline", "is_over"),
+    )
+
+    def __init__(
+        self,
+        parts: FastParts,
+        client: Client,
+        dialect: OpenAi,
+        call: Call,
+        key: ApiKey,
+        quota: AbstractContextManager[None],
+        hold: Hold,
+    ) -> None:
+        """`quota` and `hold` were entered, and are left when the request is over."""
+        self.is_over = False
+        self._parts = parts
+        self._client = client
+        self._dialect = dialect
+        self._call = call
+        self._key = key
+        self._quota = quota
+        self._hold = hold
+        self._attempt: Attempt | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        """To the engine whose answer has not begun."""
+        self._sent: Leg | None = None
+        self._relay: Relay | None = None
+        self._began_at: float | None = None
+        """When the client was given the first of the answer, in seconds of the suspects' clock."""
+        self._task: asyncio.Task[None] | None = None
+        self._has_task = False
+        """The task has begun to run."""
+        self._is_awake = False
+        self._is_counted = True
+
+    def start(self, request_id: str, since: float) -> None:
+        """Begin. `since`: when it has come, on the clock of its record."""
+        parts, call, dialect = self._parts, self._call, self._dialect
+        record = self._record = parts.observers.begin(dialect.label, request_id)
+        record.key, record.stream, record.started = self._key.name, call.stream, since
+        parts.drain.enter(self)
+        parts.gateway.admission.enter(record.key)
+        parts.gateway.budget.enter()
+        self._stream = FastStream(self._client, self._stream_head, parts.settings.listen.write_timeout_seconds)
+        self._answer: StreamedAnswer | EngineBody
+        if call.stream:
+            self._answer = parts.gateway.streamed(dialect, call, self._stream, record)
+        else:
+            self._answer = EngineBody(call, dialect)
+        call = self._answer.call
+        self._timeline = record.timeline()
+        legs = parts.connector.legs(call, call.pick_request(), self._timeline)
+        assert legs is not None
+        self._legs: Legs = legs
+        self._go(next, legs)
+
+    # The legs of the attempt
+
+    def _go(self, resume: Callable[..., Leg | Response | Attempt], *what: Any) -> None:
+        """Resume the legs, and do what they ask for."""
+        try:
+            step = resume(*what)
+        except (NoBackendAvailable, UpstreamError) as error:
+            self._leave(error)
+            return
+        except Exception as error:
+            self._break(error)
+            return
+        if isinstance(step, Leg):
+            self._send(step)
+        elif isinstance(step, Response):
+            step.attach(BodyReader(step, self._read))
+        else:
+            self._take(step)
+
+    def _send(self, leg: Leg) -> None:
+        self._sent = leg
+        connection = self._parts.upstream.take_idle(leg.backend)
+        if connection is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(leg))
+        else:
+            self._begin(connection, leg)
+
+    async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
+        """`stale`: what ended the same leg before; it is to be sent once more."""
+        try:
+            connection = await self._parts.upstream.connect(leg.backend)
+        except UpstreamError as error:
+            self._connecting = None
+            # Not CONNECT after it was asked: it may be gone because of that.
+            self._go(self._legs.throw, stale or error)
+            return
+        self._connecting = None
+        self._begin(connection, leg)
+
+    def _begin(self, connection: Connection, leg: Leg) -> None:
+        upstream = self._parts.upstream
+        self._connection = connection
+        response = self._response = Response(connection, self._answered)
+        upstream.begin(connection, response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+
+    def _answered(self, error: UpstreamError | None) -> None:
+        """The headers of an engine's answer have arrived, or will not."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        if error is None:
+            self._go(self._legs.send, self._response)
+            return
+        upstream, leg = self._parts.upstream, self._sent
+        assert leg is not None
+        upstream.give_back(connection)
+        if error.is_stale:  # as no fresh connection is
+            upstream.distrust(leg.backend)
+            if leg.resend_if_stale:
+                self._connecting = asyncio.get_running_loop().create_task(self._connect(leg, error))
+                return
+        self._go(self._legs.throw, error)
+
+    def _read(self, body: bytes, error: UpstreamError | None) -> None:
+        """The body that the legs, or the answer, wait for has arrived, or has not."""
+        if self._attempt is not None:
+            self._take_body(self._attempt, body, error)
+        elif error is None:
+            self._go(self._legs.send, body)
+        else:
+            self._go(self._legs.throw, error)
+
+    # The answer
+
+    def _take(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        if isinstance(self._answer, StreamedAnswer):
+            self._relay = self._answer.begin(attempt, self, self._woke)
+        else:
+            attempt.response.attach(BodyReader(attempt.response, self._read))
+
+    def first_output(self) -> None:
+        """The decoder has begun to answer."""
+        self._began_at = self._parts.suspects.now()
+
+    def _woke(self) -> None:
+        """The stream has ended, or the client reads too slowly. What there is of it may still be on its way out."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._parts.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_awake = False
+        relay, attempt = self._relay, self._attempt
+        if self.is_over or self._task is not None:
+            return
+        assert relay is not None
+        assert attempt is not None
+        assert isinstance(self._answer, StreamedAnswer)
+        if not relay.is_ended:
+            self._leave()
+            return
+        self._answer.count_malformed(relay)
+        if relay.error is not None:
+            self._fail(relay.error)
+            return
+        try:
+            self._answer.ended(relay, attempt)
+            steps.finish(self._legs)
+        except Exception as error:
+            self._break(error)
+            return
+        self._timeline.leave()
+        self._stream.end(self._dialect.done_event)
+        self._complete()
+
+    def _take_body(self, attempt: Attempt, body: bytes, error: UpstreamError | None) -> None:
+        """The whole answer has arrived, or has not."""
+        assert isinstance(self._answer, EngineBody)
+        try:
+            if error is not None:
+                raise error
+            self._answer.take_at_once(attempt, body, self._dialect)
+            steps.finish(self._legs)
+        except UpstreamError as problem:
+            self._fail(problem)
+            return
+        except Exception as problem:
+            self._break(problem)
+            return
+        self._timeline.leave()
+        self._write_body(self._answer.body())
+        self._complete()
+
+    def _complete(self) -> None:
+        """The answer was written: the client may still have to read it."""
+        self._parts.suspects.served(self._call)
+        if self._client.is_paused:
+            self._run(self._wait_for_client())
+        else:
+            self._end()
+
+    async def _wait_for_client(self) -> None:
+        self._has_task = True
+        try:
+            await self._stream.attend()
+        except (ClientStalled, asyncio.CancelledError) as error:
+            self._record.error = error
+        finally:
+            self._end()
+
+    # The road that all other requests take
+
+    def _fail(self, error: UpstreamError) -> None:
+        """The answer has ended with this error."""
+        try:
+            steps.fail(self._legs, error)
+        except (NoBackendAvailable, UpstreamError) as raised:
+            self._leave(raised)
+        except Exception as raised:
+            self._break(raised)
+
+    def _leave(self, error: NoBackendAvailable | UpstreamError | None = None) -> None:
+        """Let the attempt loop go on: with an attempt that has failed, or else with the one that is under way."""
+        begun = BegunAttempt(self._legs, self._timeline, attempt=self._attempt, error=error, began_at=self._began_at)
+        self._run(self._go_on(begun))
+
+    async def _go_on(self, begun: BegunAttempt) -> None:
+        if self.is_over:  # the client has left meanwhile
+            return
+        self._has_task = True
+        parts = self._parts
+        token = logs.request_id.set(self._record.request_id)
+        self._uncount()
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with parts.drain.working(task), parts.drain:
+                await parts.gateway.go_on(self._answer, self._record, begun)
+                if isinstance(self._answer, StreamedAnswer):
+                    await self._stream.finish(self._dialect.done_event)
+                else:
+                    self._write_body(self._answer.body())
+                    await self._stream.attend()
+        except GatewayError as error:
+            self._tell(error)
+        except (ClientStalled, asyncio.CancelledError, ConnectionError) as error:
+            self._record.error = error
+        except Exception as error:
+            self._tell(parts.unexpected(self._dialect, error), cause=error)
+        finally:
+            self._end()
+            logs.request_id.reset(token)
+
+    def _run(self, work: Any) -> None:
+        self._task = self._parts.loop.create_task(work)
+
+    # Ends
+
+    def left(self) -> None:
+        """The client is gone."""
+        if self.is_over:
+            return
+        if self._has_task:
+            assert self._task is not None
+            self._task.cancel()
+            return
+        self._abandon(asyncio.CancelledError())
+
+    def cut_off(self) -> None:
+        """End it for a shutdown."""
+        if not self.is_over and not self._has_task:
+            self._abandon(ShuttingDown())
+
+    def _break(self, error: Exception) -> None:
+        """What nobody expected has happened."""
+        token = logs.request_id.set(self._record.request_id)
+        self._abandon(self._parts.unexpected(self._dialect, error))
+        logs.request_id.reset(token)
+
+    def _abandon(self, error: GatewayError | asyncio.CancelledError) -> None:
+        """Give everything back that is held without a task, and tell the client if it is there."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._parts.upstream.give_back(connection)
+        with suppress(type(error)):
+            steps.fail(self._legs, error)
+        self._timeline.leave()
+        if isinstance(error, GatewayError):
+            self._tell(error)
+        else:
+            self._record.error = error
+        self._end()
+
+    def _tell(self, error: GatewayError, cause: Exception | None = None) -> None:
+        """The client gets an error in place of an answer, or in the middle of one."""
+        self._record.error = cause or error
+        if self._stream.is_committed:
+            self._stream.break_off(error_event(error))
+        else:
+            self._client.transport.write(self._parts.error_answer(self._dialect, error, self._record.request_id))
+
+    def _end(self) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        parts, record = self._parts, self._record
+        record.committed = self._stream.is_committed
+        parts.observers.end(record)
+        self._uncount()
+        self._hold.__exit__(None, None, None)
+        self._quota.__exit__(None, None, None)
+        self._client.done(parts.clock())
+
+    def _uncount(self) -> None:
+        """It is over, or the task counts it from now on."""
+        if self._is_counted:
+            self._is_counted = False
+            self._parts.drain.leave(self)
+            self._parts.gateway.admission.leave(self._record.key)
+            self._parts.gateway.budget.leave()
+
+    # Bytes
+
+    def _stream_head(self) -> bytes:
+        return self._parts.stream_head(self._record.request_id)
+
+    def _write_body(self, body: bytes) -> None:
+        self._client.transport.write(self._parts.body_head(self._record.request_id, len(body)) + body)

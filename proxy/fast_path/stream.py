@@ -1,0 +1,91 @@
+"""The client's side of a streamed answer on the fast path; see flow/client.py, which is the same on aiohttp's road."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.errors import ClientStalled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Client(Protocol):
+    """A client's connection; `FastConnection` is one."""
+
+    transport: asyncio.Transport
+    is_paused: bool
+    """The client reads slower than we write."""
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+
+    def done(self, now: float) -> None:
+        """The request under way has ended, and its answer was written."""
+
+
+class FastStream:
+    """One streamed answer on one connection: its headers go out with its first bytes, and chunks behind them."""
+
+    __slots__ = ("_connection", "_head", "_write_timeout_seconds", "is_committed")
+
+    def __init__(self, connection: Client, head: Callable[[], bytes], write_timeout_seconds: float) -> None:
+        """`head`: makes the status line and headers, with the blank line, once they go out."""
+        self.is_committed = False
+        """The status and headers have gone out, so that an error can only be told inside the stream."""
+        self._connection = connection
+        self._head = head
+        self._write_timeout_seconds = write_timeout_seconds
+
+    @property
+    def has_output(self) -> bool:
+        """Whether anything of the answer was written."""
+        return self.is_committed
+
+    def write(self, data: bytes) -> bool:
+        """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
+        if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
+            return False
+        connection = self._connection
+        transport = connection.transport
+        if transport.is_closing():
+            return False
+        if self.is_committed:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self.is_committed = True
+            transport.write(b"%b%x\r\n%b\r\n" % (self._head(), len(data), data))
+        return connection.is_paused
+
+    async def attend(self) -> None:
+        """Wait until the client has read enough. Raises ClientStalled."""
+        if not self._connection.is_paused:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout_seconds):
+                await self._connection.drained()
+        except TimeoutError:
+            self._connection.transport.abort()
+            raise ClientStalled from None
+
+    def end(self, last: bytes) -> None:
+        """Send the last bytes and the end mark: the client can tell that it is complete."""
+        head = b"" if self.is_committed else self._head()
+        self.is_committed = True
+        self._connection.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(last), last))
+
+    async def finish(self, last: bytes) -> None:
+        """`end`, and wait until the client has read enough. Raises ClientStalled."""
+        self.end(last)
+        await self.attend()
+
+    def break_off(self, event: bytes) -> None:
+        """End a committed stream with an event that tells why it is not complete, and close the connection.
+
+        The end mark of the body is not sent, so that clients which ignore error events see a failure, too.
+        """
+        self.write(event)
+        transport = self._connection.transport
+        transport.close()  # after what was written; a client that does not take it gets no more time than usual
+        asyncio.get_running_loop().call_later(self._write_timeout_seconds, transport.abort)
