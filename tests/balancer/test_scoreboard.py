@@ -64,6 +64,14 @@ def test_what_is_pinned_is_the_sum_over_the_workers_and_the_oldest_of_all() -> N
     assert (board.requests(1), board.load(1)) == (0, Load())
 
 
+def test_what_was_ever_left_behind_is_counted_by_all_workers() -> None:
+    board = Scoreboard(workers=2, slots=3)
+    for worker in (0, 1, 1):
+        board.row(worker).count_pinned(1)
+    board.row(0).set_pinned(1, Pinned(1, 10, 1.0))
+    assert [board.pinned_ever(slot) for slot in range(3)] == [0, 3, 0]
+
+
 def test_a_worker_cannot_write_past_its_row() -> None:
     board = Scoreboard(workers=2, slots=2)
     with pytest.raises(IndexError):

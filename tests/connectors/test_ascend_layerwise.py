@@ -120,6 +120,8 @@ async def test_the_decoder_is_asked_first_and_the_prefiller_as_it_says(
     assert prefill.path == decode.path == api.path
     assert prefill.headers["x-request-id"] == decode.headers["x-request-id"] != "the-clients"
     assert decoder.statuses == [200]
+    stages = {stage for (stage,) in pushing.gateway.metrics("pdproxy_stage_duration_seconds_count")} - {"queue"}
+    assert stages == {"handoff", "prefill", "stream"} | ({"first_token"} if stream else set())
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -459,6 +459,24 @@ def test_an_answer_that_is_cut_keeps_its_text() -> None:
     assert transcript.reasoning_ids == 2
 
 
+@pytest.mark.parametrize("next_one", [delta(content="Hi"), delta(tool_calls=[{"index": 0, "id": "x"}])])
+def test_white_space_at_the_end_of_reasoning_is_reasoning(next_one: dict[str, Any]) -> None:
+    """It showed nothing; the last id before what follows is the marker."""
+    transcript = told((delta(reasoning="Let."), [1, 2]), (delta(), [3]), (delta(), [4]), (next_one, [5]))
+    assert transcript.reasoning_ids == 3
+
+
+def test_log_probabilities_tell_where_ids_are_in_the_text() -> None:
+    first = {**text("Hi t"), "logprobs": {"text_offset": [0, 2], "tokens": ["Hi", " t"]}}
+    second = {**text("here"), "logprobs": {"text_offset": [4], "tokens": ["here"]}}
+    transcript = told((first, [1, 2]), (second, [3]))
+    assert [transcript.offset_behind(kept) for kept in range(4)] == [0, 2, 4, 8]
+    transcript.cut(2)
+    assert transcript.offset_behind(2) == 4
+    transcript.take(text("!"), [4])
+    assert transcript.offset_behind(2) is None
+
+
 KIMI_PROMPT = orjson.dumps(encode("<|im_assistant|>assistant<|im_middle|><think>"))
 
 
