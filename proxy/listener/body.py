@@ -27,6 +27,8 @@ AWAITS_CONTINUE: Final = web.RequestKey("awaits_continue", bool)
 _GRACE_SECONDS: Final = 5.0
 # Twice this is buffered before the client is held back. uvloop reads so much at a time.
 _PIECE_BYTES: Final = 256 * 1024
+# A body that is told to be no longer is waited for, and accounted for, as a whole.
+_WHOLE_BYTES: Final = 1024 * 1024
 
 
 async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object]) -> bytes:
@@ -119,6 +121,8 @@ async def _read_on(
         raise ConnectionResetError("the client has left")
     if AWAITS_CONTINUE in request:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    if told_bytes is not None and told_bytes <= _WHOLE_BYTES:
+        return await _read_whole(request, told_bytes, listen, grow)
     content = request.content
     content.set_read_chunk_size(_PIECE_BYTES)
     body = BytesIO()  # gives its bytes away without a copy
@@ -137,8 +141,36 @@ async def _read_on(
     except TimeoutError:
         if not limit.expired():
             raise  # the connection's own
-        raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
+        raise _too_slow() from None
     return body.getvalue()
+
+
+async def _read_whole(
+    request: web.Request, told_bytes: int, listen: Listen, grow: Callable[[int], object] | None
+) -> bytes:
+    """A body of this length. Nobody wakes up for a part of it, and its parts are joined once."""
+    if grow is not None:
+        grow(told_bytes)
+    content = request.content
+    content.set_read_chunk_size(told_bytes)
+    request.protocol.resume_reading()  # aiohttp may have stopped, as it did not know that so much is wanted
+    if (lost := content.exception()) is not None:
+        raise lost
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    while (until := started + deadline_seconds(content.total_bytes, listen)) > loop.time():
+        try:
+            async with asyncio.timeout_at(until) as limit:
+                await content.wait_eof()
+            return content.read_nowait()
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the connection's own
+    raise _too_slow()
+
+
+def _too_slow() -> GatewayError:
+    return GatewayError("the body of the request did not arrive in time", code="slow_body", status=408)
 
 
 def _too_large(listen: Listen, option: str | None) -> GatewayError:

@@ -255,11 +255,20 @@ def content_of(*pieces: bytes, ends: bool = True) -> StreamReader:
 
 @pytest.mark.parametrize("has_ended", [True, False])
 @pytest.mark.parametrize("problem", [OSError(113, "no route"), TimeoutError(110, "timed out"), ConnectionResetError()])
-async def test_a_connection_that_is_lost_is_a_connection_error(problem: OSError, has_ended: bool) -> None:
+@pytest.mark.parametrize("told", [{}, {"Content-Length": "4"}])
+async def test_a_connection_that_is_lost_is_a_connection_error(
+    problem: OSError, has_ended: bool, told: dict[str, str]
+) -> None:
     content = content_of(b"ab", ends=has_ended)
     content.set_exception(problem)
     with pytest.raises(ConnectionError):
-        await read_body(request_with(content), Listen())
+        await read_body(request_with(content, **told), Listen())
+    content = content_of(b"ab", ends=False)
+    reading = asyncio.create_task(read_body(request_with(content, **told), Listen()))
+    await asyncio.sleep(0)
+    content.set_exception(problem)
+    with pytest.raises(ConnectionError):
+        await reading
 
 
 async def test_growth_is_told_of_a_body_whose_length_is_not_known() -> None:
@@ -287,6 +296,31 @@ async def test_growth_is_told_of_a_body_whose_length_is_known() -> None:
             content.feed_eof()
         assert await reading == b"abcd"
     assert grown == [4, 4]
+
+
+async def test_nobody_wakes_up_for_a_part_of_a_body_whose_length_is_known() -> None:
+    grown: list[int] = []
+    content = content_of(b"ab", ends=False)
+    request = request_with(content, **{"Content-Length": "6"})
+    reading = asyncio.create_task(read_body(request, Listen(), grown.append))
+    await until(lambda: bool(grown), "the reader to wait")
+    for piece in (b"cd", b"ef"):
+        content.feed_data(piece)
+        assert content._waiter is None
+        await asyncio.sleep(0)
+    assert grown == [6]
+    content.feed_eof()
+    assert await reading == b"abcdef"
+
+
+async def test_a_body_that_came_before_anybody_wanted_it_is_read_on(site: Site) -> None:
+    """As much of it as aiohttp takes before it holds the client back."""
+    data = bytes(range(256)) * 4 * 1000
+    client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data[:300_000])
+    await site.begins(1)
+    client.send(data[300_000:])
+    assert (await client.reply()).status == 200
+    assert site.seen[-1] == ("POST", PATH, data)
 
 
 @pytest.mark.parametrize("ends", [True, False])
