@@ -41,5 +41,14 @@ class Usage:
             self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
 
 
+def told_of_prompt(usage: Any) -> tuple[int | None, int | None]:
+    """The tokens of a prompt, and those of them that were in the prefix cache, as a usage object, whatever it really
+    is, tells of one leg; None: it does not tell.
+    """
+    if not isinstance(usage, dict):
+        return None, None
+    return _count(usage.get("prompt_tokens"), None), _count((prompt_details(usage) or {}).get("cached_tokens"), None)
+
+
 def _count(value: Any, otherwise: int | None) -> int | None:
     return value if isinstance(value, int) else otherwise

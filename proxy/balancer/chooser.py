@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from proxy.balancer import slow_start
-from proxy.balancer.pick import Candidate
+from proxy.balancer.pick import Candidate, Policy
 from proxy.balancer.policies import WEIGHTS
 from proxy.errors import NoBackendAvailable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.pick import PickRequest, Policy
+    from proxy.balancer.pick import PickRequest
     from proxy.balancer.scoreboard import Scoreboard
 
 
@@ -37,7 +37,7 @@ class Chooser:
         rng: random.Random | None = None,
     ) -> None:
         """`share_percent`: of its share of requests what a backend gets now, while it starts slowly."""
-        self.policy = policy
+        self.use(policy)
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
         self.candidates: tuple[Candidate, ...] = ()
@@ -70,8 +70,17 @@ class Chooser:
         self._pressed[backend] = self._clock() + self.pressure_seconds
         self.passes_over = True
 
+    def use(self, policy: Policy) -> None:
+        """Choose by this policy from now on."""
+        self.policy = policy
+        self.holds_queue = type(policy).has_room is not Policy.has_room
+        """Whether the policy has a say in who has room."""
+
     def has_room(self) -> bool:
-        """Whether some candidate is below its limit, or there are none."""
+        """Whether the policy would send something to some candidate below its limit, or there are none."""
+        if self.holds_queue:
+            has_room = self.policy.has_room
+            return not self.candidates or any(each.has_room and has_room(each) for each in self.candidates)
         if not self.has_limits:
             return True
         running = self._scoreboard.running
@@ -79,6 +88,14 @@ class Chooser:
             if candidate.limit is None or running(candidate.backend.slot) < candidate.limit:
                 return True
         return False
+
+    def work_seconds(self, request: PickRequest) -> float:
+        """See Policy.work_seconds."""
+        return self.policy.work_seconds(self.candidates, request) if self.candidates else 0.0
+
+    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+        """See Policy.first_to_go. Without candidates the first goes: it fails at once."""
+        return self.policy.first_to_go(self.candidates, waiting) if self.holds_queue and self.candidates else 0
 
     def choose(self, request: PickRequest) -> Backend:
         """The backend for a request. Raises NoBackendAvailable."""

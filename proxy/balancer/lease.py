@@ -102,6 +102,11 @@ class Lease:
             self._pool.outcomes.served(self.backend, self._trial)
             self._trial = 0
 
+    def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+        """What the backend has told of the prompt, before `free_compute`; None: nothing."""
+        if self._listener is not None and prompt_tokens is not None:
+            self._listener.told(self.backend, self._request, prompt_tokens, cached_tokens)
+
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
         pool = self._pool

@@ -193,8 +193,31 @@ class Policy(ABC):
     def dispatched(self, backend: Backend, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
         """A lease begins: the backend is about to get the request."""
 
+    def told(  # noqa: B027 - nor need this
+        self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None
+    ) -> None:
+        """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that.
+        Comes before `ended`, if it comes.
+        """
+
     def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:  # noqa: B027 - nor need this
         """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
 
         Comes once for each `dispatched`, in the moment in which it is known: of a prefiller when it has answered.
         """
+
+    # For the queue in front of all backends.
+
+    def has_room(self, candidate: Candidate) -> bool:
+        """Whether some request might go there now rather than wait; limits are not its business."""
+        return True
+
+    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn."""
+        return 0.0
+
+    def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+        """Of those who wait, in their order, the place of the first that should go now; None: all had better wait for
+        who has no room yet. It is then chosen for, at once.
+        """
+        return 0

@@ -23,7 +23,7 @@ from proxy.balancer.pick import PickRequest, Policy
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineVersion
@@ -117,10 +117,11 @@ class Pool:
 
     def use(self, policy: Policy) -> None:
         """Choose by another policy from now on. The one before still hears how its leases end."""
-        self._chooser.policy = policy
+        self._chooser.use(policy)
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
         """For leases: what a request costs the backend that was chosen; None: the same on all."""
-        self.listener = policy if _overrides(policy, "dispatched") or _overrides(policy, "ended") else None
+        hears = any(_overrides(policy, name) for name in ("dispatched", "told", "ended"))
+        self.listener = policy if hears else None
         """For leases: the policy, if it wants to hear of them."""
 
     # Choosing
@@ -223,7 +224,25 @@ class Pool:
         self._members.refresh()
         if self._members.gone_at is not None and self.is_restarting():
             return False
-        return bool(self._members.awaiting_trial) or not self._chooser.has_limits or self._chooser.has_room()
+        chooser = self._chooser
+        if not chooser.has_limits and not chooser.holds_queue:
+            return True
+        return bool(self._members.awaiting_trial) or chooser.has_room()
+
+    def work_seconds(self, request: PickRequest) -> float:
+        """What a request takes where it takes least, by the policy; 0: it does not know."""
+        self._members.refresh()
+        return self._chooser.work_seconds(request)
+
+    @property
+    def holds_queue(self) -> bool:
+        """Whether the policy has a say in who had better wait."""
+        return self._chooser.holds_queue
+
+    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+        """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""
+        self._members.refresh()
+        return 0 if self._members.awaiting_trial else self._chooser.first_to_go(waiting)
 
     def is_gone(self) -> bool:
         """Whether no backend takes connections any more, though at least one was up before."""

@@ -121,7 +121,7 @@ class AscendLayerwise(Disaggregated):
             raise
         timeline.usage.saw_prompt(answer.values.get("usage"))
         # By then it has sent everything, and it keeps nothing.
-        handoff.prefiller.free_compute()
+        handoff.prefilled(answer.values.get("usage"))
         handoff.prefiller.free_kv()
         handoff.held()
         if not handoff.is_settled:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.errors import Failure, UpstreamError
+from proxy.usage import told_of_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,6 +134,11 @@ class KvHandoff:
     def is_settled(self) -> bool:
         """The decoder has said something: that it has the KV, or that it gave up."""
         return self.state in (KvState.ARRIVED, KvState.LOST)
+
+    def prefilled(self, usage: Any) -> None:
+        """The prefiller has done its work. `usage`: what its answer tells of the prompt's tokens, whatever that is."""
+        self.prefiller.tell(*told_of_prompt(usage))
+        self.prefiller.free_compute()
 
     def held(self) -> None:
         """The prefiller has it for the decoder: from now on a failure may be one to fetch it."""

@@ -132,7 +132,7 @@ class MooncakeBootstrap(Disaggregated):
             raise
         timeline.usage.saw_prompt(answer.values.get("usage"))
         rank.free()
-        handoff.prefiller.free_compute()
+        handoff.prefilled(answer.values.get("usage"))
         handoff.held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
@@ -67,6 +67,8 @@ class Prefilled:
     """KV parameters for the decoder, verbatim; None: the answer has none."""
     kv: PrefilledKv | None
     """What the prefiller keeps for the decoder, as its parameters say; None: nothing."""
+    usage: Any
+    """What the prefiller told of the prompt's tokens, whatever that is."""
 
 
 class Sequential(Disaggregated):
@@ -105,7 +107,7 @@ class Sequential(Disaggregated):
         ):
             timeline.enter(Stage.PREFILL)
             prefilled = yield from self.prefill(call, handoff, timeline)
-            handoff.prefiller.free_compute()
+            handoff.prefilled(prefilled.usage)
             handoff.kv = prefilled.kv
             if prefilled.kv is None:
                 handoff.source = self.source_without_kv
@@ -153,7 +155,7 @@ class Sequential(Disaggregated):
         timeline.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
         kv = None if params is None else _kept_kv(answer, params, call, prefiller)
-        return Prefilled(attempt_id, response, params, kv)
+        return Prefilled(attempt_id, response, params, kv, answer.values.get("usage"))
 
     def _decode(
         self,

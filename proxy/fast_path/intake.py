@@ -94,6 +94,7 @@ class Intake:
             not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
             or (not call.stream and self.parts.gateway.observes(dialect, call))
+            or not self._admission.lets_go(call.pick_request)
         ):
             return None
         hold = self.hold(memory_bytes(raw, document.read_values))

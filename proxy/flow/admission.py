@@ -11,23 +11,60 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from bisect import bisect_left, insort
 from itertools import count
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from proxy.errors import RETRY_AFTER_SECONDS, NoBackendAvailable, Overloaded, overloaded
 from proxy.flow.buffers import BodyBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from proxy.backend import Role
+    from proxy.balancer.pick import PickRequest
     from proxy.flow.buffers import Hold
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
+# Seconds of work that a second of waiting makes up for. With 0 the long would starve behind the short, and far above 1
+# all would wait in turn; with 1/2 a unit goes before all that come later by twice its work.
+_AGEING: Final = 0.5
+_ARRIVALS: Final = count()  # in turn among equals
+# So many of those who wait are looked at for one to whom what is free is best.
+_FRONT: Final = 64
+
 # Other workers free room, too, and do not announce it.
 _LOOK_AGAIN_SECONDS: Final = 0.02
+
+
+class LineUp(Protocol):
+    """In which order those who wait are served, and who of them now: the pool of prefillers."""
+
+    @property
+    def holds_queue(self) -> bool:
+        """Whether it has a say in that now: otherwise they go in turn, and it is not asked for more."""
+
+    def work_seconds(self, request: PickRequest) -> float:
+        """What a request takes: of one key's units those with less work go first, see _AGEING."""
+
+    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+        """The first that should go now, to where there is room; None: all had better wait."""
+
+
+class InTurn:
+    """In the order of their arrival."""
+
+    holds_queue = False
+
+    def work_seconds(self, request: PickRequest) -> float:
+        """All the same."""
+        return 0.0
+
+    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+        """The first."""
+        return 0
 
 
 class Admission:
@@ -45,13 +82,15 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         absent: Callable[[], Role | None] = lambda: None,
         on_wait: Callable[[bool], None] = lambda _: None,
+        line_up: LineUp | None = None,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
-        in between `notify` has to be called.
+        in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
         """
         self._has_room = has_room
         self._absent = absent
         self._on_wait = on_wait
+        self._line_up = line_up or InTurn()
         self._metrics = metrics
         self._clock = clock
         self._lines: dict[str, _Line] = {}  # of the keys under which requests wait
@@ -102,15 +141,24 @@ class Admission:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
         return self._buffers.hold(body_bytes)
 
-    def admit(self, key: str, *, patient: bool = False, on_wait: Callable[[], None] | None = None) -> Entry:
+    def admit(
+        self,
+        key: str,
+        *,
+        patient: bool = False,
+        on_wait: Callable[[], None] | None = None,
+        request: Callable[[], PickRequest] | None = None,
+    ) -> Entry:
         """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long,
         and NoBackendAvailable when it was that because all of a role are gone.
 
         The block must lease before its first await: only then is the room that was seen still there, and gone for the
         next. `patient`: a further unit of a request that was let in already, which is not refused any more. `on_wait`
-        is called if there is a wait, when it begins.
+        is called if there is a wait, when it begins. `request`: what it will lease, by which the line is ordered; None:
+        it goes in turn, to wherever there is room.
         """
-        return Entry(self, key, patient, on_wait)
+        wants = request() if request is not None and self._line_up.holds_queue else None
+        return Entry(self, key, patient, on_wait, wants)
 
     def enter(self, key: str) -> None:
         """Let a unit in that would find room at once; see `is_open`. To be left by `leave`."""
@@ -129,6 +177,10 @@ class Admission:
         """Whether a unit that came now would be let in at once."""
         return not self._lines and not self.is_short_of_memory and self._has_room()
 
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        """Whether a unit that would find room at once, see `is_open`, need not wait for a better place."""
+        return not self._line_up.holds_queue or self._line_up.first_to_go([request()]) is not None
+
     def readmit(self, key: str) -> Entry:
         """Let a unit in that has been in: it waits for nobody."""
         return Entry(self, key, is_patient=True, on_wait=None, has_been_in=True)
@@ -144,6 +196,9 @@ class Admission:
         loop = asyncio.get_running_loop()
         entry.arrived = self._clock()
         entry.turn = loop.create_future()
+        entry.rank = _AGEING * entry.arrived
+        if entry.request is not None:
+            entry.rank += self._line_up.work_seconds(entry.request)
         self._join(entry)
         try:
             while True:
@@ -172,20 +227,21 @@ class Admission:
         if line is None:
             # As if it had just been served: a key whose requests come and go must not overtake those that stay.
             line = self._lines[entry.key] = _Line(entry.key, next(self._services))
-        line.entries[entry] = None
+        line.add(entry)
         if not entry.is_patient:
             line.requests += 1
             self._queue[entry] = None
             self._metrics.queued_requests.inc()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
+        self.notify()  # it may be the first to whom what is free is best
         if gives_way is not None:
             self._refuse(gives_way, _queue_full())  # last, so that its turn can pass to another entry
 
     def _part(self, entry: Entry) -> None:
         """Take it out of the queue, whatever the reason."""
         line = self._lines[entry.key]
-        del line.entries[entry]
+        line.remove(entry)
         if not entry.is_patient:
             del self._queue[entry]
             line.requests -= 1
@@ -220,10 +276,29 @@ class Admission:
         self._will_look = False
         if not self._lines or not self._has_room():
             return
-        line = min(self._lines.values(), key=self._precedence)
-        entry = next(iter(line.entries))
-        if not entry.turn.done():  # otherwise it runs next: awake, or cancelled, and then it passes its turn on
+        entry = self._next()
+        # One whose turn has come runs next: it is awake, or cancelled, and then it passes its turn on.
+        if entry is not None and not entry.turn.done():
             entry.turn.set_result(None)
+
+    def _next(self) -> Entry | None:
+        """Whose turn it is; None: the first of them had better all wait for what is not free yet."""
+        front: list[Entry] = []
+        for line in sorted(self._lines.values(), key=self._precedence):
+            front += (entry for _, _, entry in line.ranked[: _FRONT - len(front)])
+            if len(front) == _FRONT:
+                break
+        awake = next((entry for entry in front if entry.turn.done()), None)
+        if awake is not None:
+            return awake
+        if front[0].request is None:
+            return front[0]
+        place = self._line_up.first_to_go([entry.request for entry in front if entry.request is not None])
+        return None if place is None else [entry for entry in front if entry.request is not None][place]
+
+    def _goes(self, entry: Entry) -> bool:
+        """Whether one that nobody is in front of need not wait."""
+        return entry.request is None or self._line_up.first_to_go([entry.request]) is not None
 
     def _precedence(self, line: _Line) -> tuple[int, int]:
         """Least first: the key that has least running, and of several the one whose last turn was longest ago."""
@@ -242,10 +317,24 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = ("_admission", "_has_been_in", "_on_wait", "key", "is_patient", "refusal", "arrived", "turn")
+    __slots__ = (
+        *(
+            "_admission",
+            "_has_been_in",
+            "_on_wait",
+            "key",
+            "is_patient",
+            "request",
+            "refusal",
+            "arrived",
+            "rank",
+            "turn",
+        ),
+    )
 
     # Of one that waits.
     arrived: float
+    rank: float
     turn: asyncio.Future[None]
 
     def __init__(
@@ -254,18 +343,20 @@ class Entry:
         key: str,
         is_patient: bool,
         on_wait: Callable[[], None] | None,
+        request: PickRequest | None = None,
         has_been_in: bool = False,
     ) -> None:
         self._admission = admission
         self._on_wait = on_wait
         self._has_been_in = has_been_in
+        self.request = request
         self.key = key
         self.is_patient = is_patient
         self.refusal: Overloaded | NoBackendAvailable | None = None
 
     async def __aenter__(self) -> Self:
         admission, key = self._admission, self.key
-        if not self._has_been_in and (admission._lines or not admission._has_room()):
+        if not self._has_been_in and (admission._lines or not admission._has_room() or not admission._goes(self)):
             if self._on_wait is not None:
                 self._on_wait()
             await admission._wait(self)
@@ -282,13 +373,24 @@ class Entry:
 class _Line:
     """One key's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
 
-    __slots__ = ("key", "entries", "requests", "last_service")
+    __slots__ = ("key", "entries", "requests", "last_service", "ranked")
 
     def __init__(self, key: str, last_service: int) -> None:
         self.key = key
-        self.entries: dict[Entry, None] = {}
+        self.entries: dict[Entry, tuple[float, int, Entry]] = {}
         self.requests = 0
         self.last_service = last_service
+        self.ranked: list[tuple[float, int, Entry]] = []  # the next one first
+
+    def add(self, entry: Entry) -> None:
+        """It waits."""
+        place = entry.rank, next(_ARRIVALS), entry
+        self.entries[entry] = place
+        insort(self.ranked, place)
+
+    def remove(self, entry: Entry) -> None:
+        """It does not wait any more."""
+        del self.ranked[bisect_left(self.ranked, self.entries.pop(entry))]
 
 
 def _queue_full() -> Overloaded:

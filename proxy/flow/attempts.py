@@ -105,7 +105,8 @@ class AttemptLoop:
         if self._begun is not None:
             return admission.readmit(key)
         # A request that was let in is let in whole: its further units wait as long as it takes.
-        return admission.admit(key, patient=not self._is_first, on_wait=self._enter_queue)
+        wanted = self._call.pick_request
+        return admission.admit(key, patient=not self._is_first, on_wait=self._enter_queue, request=wanted)
 
     def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are only restarting."""

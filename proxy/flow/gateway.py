@@ -46,7 +46,12 @@ class Gateway:
     ) -> None:
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
         self.admission = Admission(
-            settings.admission, self._has_room, metrics, absent=self._absent, on_wait=self._on_wait
+            settings.admission,
+            self._has_room,
+            metrics,
+            absent=self._absent,
+            on_wait=self._on_wait,
+            line_up=pools.prefill,
         )
         self._connector = connector
         self._pools = pools

@@ -9,6 +9,7 @@ from typing import Final
 
 POLICIES: Final = {
     "least_load": "proxy.balancer.policies:LeastLoad",
+    "least_seconds": "proxy.balancer.least_seconds:LeastSeconds",
     "round_robin": "proxy.balancer.policies:RoundRobin",
     "power_of_two": "proxy.balancer.policies:PowerOfTwo",
     "random": "proxy.balancer.policies:Random",

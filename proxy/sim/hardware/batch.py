@@ -223,8 +223,9 @@ class Batch:
         cost = self._cost
         kv_tokens = sum(work.tokens for work in decoding)
         seconds = cost.decode(len(decoding), kv_tokens) if decoding else 0.0
-        for work, tokens in chunks:
-            seconds += cost.chunk(tokens, work.computed) + (cost.prompt if work.computed == work._began_behind else 0.0)
+        seconds += sum(cost.chunk(tokens, work.computed) for work, tokens in chunks)
+        if any(work.computed == work._began_behind for work, _ in chunks):
+            seconds += cost.prompt  # once for all prompts that begin together
         growth = cost.decode(len(decoding), kv_tokens + len(decoding)) - seconds if decoding and not chunks else 0.0
         steps = 1 if chunks or is_short or self._stepwise else self._steps(decoding)
         self._run = _Run(now, steps, seconds, growth, decoding, chunks)

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from lab.replay.fleet import MakePolicy
     from lab.replay.trace import Request
+    from proxy.sim.hardware.machines import Machine
 
 
 def main() -> int:
@@ -46,7 +48,7 @@ def main() -> int:
     fleet = Fleet(
         prefillers,
         decoders,
-        prefill_machine=MACHINES[options.machine],
+        prefill_machine=_machine(options),
         decode_machine=MACHINES[options.decode_machine],
         slow=options.slow,
     )
@@ -70,6 +72,13 @@ def main() -> int:
     if options.svg is not None:
         _from_caller(options.svg).write_text(report.chart(runs, title))
     return 0
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    machine = MACHINES[options.machine]
+    if options.prefill_kv_tokens is None:
+        return machine
+    return replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
 
 
 def _runs(options: argparse.Namespace, fleet: Fleet, requests: Sequence[Request]) -> list[Run]:
@@ -112,6 +121,7 @@ def _replay(
                 seed=seed,
                 max_running_prefill=options.max_running_prefill,
                 max_running_decode=options.max_running_decode,
+                tells_cached=not options.untold,
                 on_end=progress.step,
             )
         )
@@ -195,6 +205,8 @@ def _options() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1], help="of all that is drawn (default: 1)")
     add("--policies", nargs="+", choices=names, metavar="NAME", help=f"(default: all) {', '.join(names)}")
     add("--requests", type=int, metavar="N", help="only the first so many")
+    add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
+    add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--slo-seconds", type=_positive, default=10.0, help="to the first token (default: 10)")

@@ -129,12 +129,16 @@ class Replay:
         seed: int,
         max_running_prefill: int | None = None,
         max_running_decode: int | None = None,
+        tells_cached: bool = True,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is called at the end of each request."""
+        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `on_end` is called at the end
+        of each request.
+        """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
         self.engines: dict[Backend, Engine] = {}
+        self._tells_cached = tells_cached
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._scoreboard = Scoreboard(workers=1, slots=fleet.prefillers + fleet.decoders)
@@ -160,7 +164,9 @@ class Replay:
             prefill=pool(Role.PREFILL, prefill_policy, max_running_prefill),
             decode=pool(Role.DECODE, decode_policy, max_running_decode),
         )
-        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), self._loop.time)
+        self.admission = Admission(
+            AdmissionLimits(), self._has_room, Metrics(), self._loop.time, line_up=self.pools.prefill
+        )
         for each in (self.pools.prefill, self.pools.decode):
             each.on_release = self.admission.notify
         for number, backend in enumerate(self.pools.prefill.backends()):
@@ -205,7 +211,7 @@ class Replay:
             subject,
         )
         try:
-            async with self.admission.admit("-"):
+            async with self.admission.admit("-", request=lambda: pick):
                 with (
                     self.pools.decode.lease(pick) as decoder,
                     self.pools.prefiller_for(decoder.backend, pick) as prefiller,
@@ -214,6 +220,7 @@ class Replay:
                     engine = self.engines[prefiller.backend]
                     kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
                     course.cached_tokens = kv.cached_tokens
+                    prefiller.tell(tokens, kv.cached_tokens if self._tells_cached else None)
                     prefiller.free_compute()
                     answer = await self.engines[decoder.backend].begin(tokens, request.output_tokens)
                     engine.give_back(kv)

@@ -1,0 +1,149 @@
+"""How long prefills take, learned from those that have ended: S(u, c) = t0 + a·u + b·u·(c + u/2) seconds.
+
+u tokens are computed behind c cached ones: each costs the same but for its attention, which grows with what is before
+it. The three numbers are of all backends of a role, by least squares of relative errors in which what is older counts
+less; how fast each backend is beside the others is learned by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+SECONDS_PER_LOAD: Final = 0.0345e-3
+"""What one token of `Load.compute` stands for: vllm-ascend's example estimates a prefill as 0.0345 ms a token and
+120 ms, which are 3,480 tokens."""
+_PRIOR: Final = (0.12, SECONDS_PER_LOAD, 0.0)
+# The prior counts as such a part of a sample at each of these lengths, once it is brought to the level of the samples:
+# what was only seen of short prompts must not say that long ones cost nothing.
+_PRIOR_TOKENS: Final = (500, 5_000, 50_000)
+_PRIOR_WEIGHT: Final = 0.3
+_LEVEL_STEP: Final = 0.02
+# Each new sample makes the older ones count so much less.
+_FORGETTING: Final = 0.998
+_SAMPLES_PER_FIT: Final = 4
+_SPEED_STEP: Final = 0.05
+_MOST_SPEED: Final = math.log(4)
+# A sample this far off is held to be as far off as this: one that met a garbage collection must not teach anything.
+_MOST_ERROR: Final = math.log(3)
+_TRUSTED_SAMPLES: Final = 16
+
+
+class PrefillCost:
+    """Of one role, as one worker knows it."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[float, ...] = _PRIOR
+        """t0, a and b, in seconds."""
+        self.samples = 0
+        self._slowness: dict[Hashable, float] = {}  # logarithms
+        # The normal equations, of samples that count by the inverse of their squares.
+        self._matrix = [[0.0] * 3 for _ in range(3)]
+        self._vector = [0.0] * 3
+        self._level = 0.0  # the logarithm of how much longer prefills take than by the prior
+
+    def seconds(self, backend: Hashable, uncached: float, cached: float) -> float:
+        """What such a prompt probably takes a backend."""
+        seconds = _seconds(self.shape, uncached, cached)
+        slowness = self._slowness.get(backend)
+        return seconds if slowness is None else seconds * math.exp(slowness)
+
+    def learn(self, backend: Hashable, uncached: float, cached: float, seconds: float) -> None:
+        """It has taken so long, and not waited for anything else."""
+        if seconds <= 0 or uncached <= 0:
+            return
+        slowness = self._slowness.get(backend, 0.0)
+        error = math.log(seconds / self.seconds(backend, uncached, cached))
+        if self.samples >= _TRUSTED_SAMPLES:
+            clipped = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+            seconds *= math.exp(clipped - error)
+            error = clipped
+            self._slowness[backend] = max(-_MOST_SPEED, min(_MOST_SPEED, slowness + _SPEED_STEP * error))
+        self.samples += 1
+        for row in self._matrix:
+            row[:] = [_FORGETTING * value for value in row]
+        self._vector = [_FORGETTING * value for value in self._vector]
+        seconds /= math.exp(slowness)
+        # By relative errors, but one that seems to have taken no time does not count for all others.
+        scale = max(seconds, _seconds(self.shape, uncached, cached))
+        _add(self._matrix, self._vector, _terms(uncached, cached), seconds, 1 / scale**2)
+        above = math.log(seconds / _seconds(_PRIOR, uncached, cached))
+        self._level += max(_LEVEL_STEP, 1 / self.samples) * (above - self._level)
+        if self.samples < _TRUSTED_SAMPLES or self.samples % _SAMPLES_PER_FIT == 0:
+            self._fit()
+
+    def forget(self, backend: Hashable) -> None:
+        """It has left."""
+        self._slowness.pop(backend, None)
+
+    def _fit(self) -> None:
+        matrix, vector = [list(row) for row in self._matrix], list(self._vector)
+        for tokens in _PRIOR_TOKENS:
+            seconds = _seconds(_PRIOR, tokens, 0) * math.exp(self._level)
+            _add(matrix, vector, _terms(tokens, 0), seconds, _PRIOR_WEIGHT / seconds**2)
+        self.shape = _least_squares(matrix, vector) or self.shape
+
+
+def _add(matrix: list[list[float]], vector: list[float], terms: Sequence[float], seconds: float, weight: float) -> None:
+    """One more equation, which counts so much."""
+    for place, (row, term) in enumerate(zip(matrix, terms, strict=True)):
+        for column, other in enumerate(terms):
+            row[column] += weight * term * other
+        vector[place] += weight * term * seconds
+
+
+def _terms(uncached: float, cached: float) -> tuple[float, float, float]:
+    return 1.0, uncached, uncached * (cached + uncached / 2)
+
+
+def _seconds(shape: Sequence[float], uncached: float, cached: float) -> float:
+    return sum(factor * term for factor, term in zip(shape, _terms(uncached, cached), strict=True))
+
+
+def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> tuple[float, ...] | None:
+    """The solution with no negative number: the best one of those in which some are 0. None: there is none."""
+    best, least = None, math.inf
+    for count in (3, 2, 1):
+        for chosen in combinations(range(3), count):
+            part = _solved(
+                [[matrix[row][column] for column in chosen] for row in chosen], [vector[row] for row in chosen]
+            )
+            if part is None or min(part) < 0:
+                continue
+            whole = [0.0] * 3
+            for place, value in zip(chosen, part, strict=True):
+                whole[place] = value
+            # The sum of squares but for what is the same for all.
+            squares = sum(
+                whole[row] * (sum(matrix[row][column] * whole[column] for column in range(3)) - 2 * vector[row])
+                for row in range(3)
+            )
+            if squares < least:
+                best, least = tuple(whole), squares
+        if best is not None and count == 3:
+            return best
+    return best
+
+
+def _solved(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
+    """By elimination, with the rows scaled: the terms differ by many orders of magnitude. None: it is singular."""
+    size = len(vector)
+    scales = [math.sqrt(matrix[place][place]) or 1.0 for place in range(size)]
+    rows = [
+        [matrix[row][column] / scales[row] / scales[column] for column in range(size)] + [vector[row] / scales[row]]
+        for row in range(size)
+    ]
+    for place in range(size):
+        pivot = max(range(place, size), key=lambda row: abs(rows[row][place]))
+        if abs(rows[pivot][place]) < 1e-9:
+            return None
+        rows[place], rows[pivot] = rows[pivot], rows[place]
+        for row in range(size):
+            if row != place:
+                factor = rows[row][place] / rows[place][place]
+                rows[row] = [value - factor * other for value, other in zip(rows[row], rows[place], strict=True)]
+    return [rows[place][size] / rows[place][place] / scales[place] for place in range(size)]

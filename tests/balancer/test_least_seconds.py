@@ -1,0 +1,204 @@
+"""Least load in seconds: where a prompt goes, what is charged for it, what answers teach, and who had better wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.least_seconds import LeastSeconds
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.call import PREFILL_OVERHEAD_TOKENS
+from proxy.wire.prefix import PrefixKeys
+
+if TYPE_CHECKING:
+    from proxy.balancer.lease import Lease
+    from tests.balancer.conftest import Balancer
+
+PIECE = 512
+
+
+@dataclass(frozen=True)
+class Subject:
+    prompt_tokens: int
+    prefix_keys: PrefixKeys
+    output_tokens: int = 256
+    session: str | None = None
+    first_token_seconds: float | None = None
+
+
+def prompt(*pieces: int) -> PickRequest:
+    """Of so many pieces of 512 tokens; prompts share what their pieces share from the first one on."""
+    tokens = PIECE * len(pieces)
+    sizes = tuple(4 * PIECE * (place + 1) for place in range(len(pieces)))
+    load = Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens)
+    return PickRequest(load, Load(0, tokens), Subject(tokens, PrefixKeys(pieces, sizes)))
+
+
+class Prefillers:
+    """Two, by the policy, in front of engines that take 1 ms a token and tell what was cached."""
+
+    def __init__(self, balancer: Balancer, max_running: int | None = None) -> None:
+        self.clock = balancer.clock
+        self.policy = LeastSeconds(PolicyContext(clock=balancer.clock))
+        self.pool = Pool(
+            Role.PREFILL,
+            policy=self.policy,
+            scoreboard=balancer.scoreboard,
+            row=balancer.row,
+            roster=balancer.roster,
+            health=balancer.health,
+            clock=balancer.clock,
+            limits=PoolLimits(max_running=max_running),
+        )
+        self.scoreboard = balancer.scoreboard
+
+    def begin(self, request: PickRequest) -> Lease:
+        return self.pool.lease(request).__enter__()
+
+    def serve(self, request: PickRequest, *, cached: int | None = 0, seconds: float | None = None) -> Backend:
+        """Alone, from its beginning to its end."""
+        with self.pool.lease(request) as lease:
+            uncached = request.prompt_tokens - (cached or 0)
+            self.clock.now += uncached / 1000 if seconds is None else seconds
+            lease.tell(request.prompt_tokens, cached)
+            lease.free_compute()
+            return lease.backend
+
+    def teach(self) -> None:
+        for number in range(40):
+            self.serve(prompt(*range(-1000 * number - 999, -1000 * number - 997 + number % 9)))
+
+
+@pytest.fixture
+def prefillers(balancer: Balancer) -> Prefillers:
+    return Prefillers(balancer)
+
+
+def test_a_prompt_that_begins_alike_goes_where_its_beginning_is(prefillers: Prefillers) -> None:
+    first = prefillers.serve(prompt(1, 2, 3, 4))
+    for tail in range(10, 20):
+        assert prefillers.serve(prompt(1, 2, 3, tail), cached=3 * PIECE) == first
+
+
+def test_a_burst_with_one_beginning_goes_on_elsewhere_when_the_queue_there_is_longer_than_it_saves(
+    prefillers: Prefillers,
+) -> None:
+    prefillers.teach()
+    first = prefillers.serve(prompt(*range(1, 20)))
+    chosen = [prefillers.begin(prompt(*range(1, 20), 100 + number)).backend for number in range(12)]
+    assert chosen[:2] == [first, first]
+    assert len(set(chosen)) == 2
+
+
+def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
+    charged = prefillers.scoreboard.load(cold.backend.slot).compute
+    cold.tell(8 * PIECE, 0)
+    prefillers.clock.now += 4.0
+    cold.free_compute()
+    cold.__exit__(None, None, None)
+    warm = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert warm.backend == cold.backend
+    assert prefillers.scoreboard.load(warm.backend.slot).compute < 0.7 * charged
+    warm.__exit__(None, None, None)
+    assert {prefillers.scoreboard.load(slot) for slot in range(4)} == {Load()}
+
+
+def test_unknown_prompts_are_charged_as_least_load_charges_them(prefillers: Prefillers) -> None:
+    load = Load(12_345, 678)
+    with prefillers.pool.lease(PickRequest.of(load)) as lease:
+        assert prefillers.scoreboard.load(lease.backend.slot) == load
+
+
+def test_what_failed_is_not_thought_to_be_cached(prefillers: Prefillers) -> None:
+    with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
+        raise RuntimeError
+    cached = prefillers.policy._cached(lease.backend)
+    assert cached.hit([1, 2, 3]) == 0
+
+
+def test_predictions_follow_the_engines(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    candidates = prefillers.pool._chooser.candidates
+    assert prefillers.policy.work_seconds(candidates, prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
+
+
+def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_wait(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    leases = [prefillers.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(8)]
+    by_backend: dict[Backend, list[Lease]] = {}
+    for lease in leases:
+        by_backend.setdefault(lease.backend, []).append(lease)
+    for pair in zip(*by_backend.values(), strict=True):
+        prefillers.clock.now += 8 * PIECE / 1000
+        for lease in pair:
+            lease.tell(8 * PIECE, 0)
+            lease.free_compute()
+            lease.__exit__(None, None, None)
+    candidates = prefillers.pool._chooser.candidates
+    assert prefillers.policy.work_seconds(candidates, prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
+
+
+def test_there_is_room_where_work_is_almost_done(balancer: Balancer) -> None:
+    prefillers = Prefillers(balancer, max_running=None)
+    prefillers.policy.batch_tokens = 0
+    prefillers.teach()
+    assert prefillers.pool.has_room()
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 8)))
+    assert not prefillers.pool.has_room()
+    prefillers.clock.now += 3.5
+    assert not prefillers.pool.has_room()
+
+
+def test_short_prompts_are_sent_together_unless_an_engine_works_on_one_at_a_time(balancer: Balancer) -> None:
+    for max_running, has_room in ((None, True), (1, False)):
+        prefillers = Prefillers(balancer, max_running)
+        prefillers.teach()
+        leases = [prefillers.begin(prompt(*range(100 * number, 100 * number + 2))) for number in (1, 2)]
+        assert prefillers.pool.has_room() is has_room
+        for lease in leases:
+            lease.__exit__(None, None, None)
+
+
+def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefillers: Prefillers) -> None:
+    prefillers.policy.batch_tokens = 0
+    prefillers.teach()
+    hot = [prompt(*range(1, 30), 100 + number) for number in range(3)]
+    cold = prompt(*range(500, 504))
+    busy = prefillers.serve(prompt(*range(1, 30)))
+    lease = prefillers.begin(hot[0])
+    assert lease.backend == busy
+    assert prefillers.pool.first_to_go([hot[1]]) is None
+    assert prefillers.pool.first_to_go([hot[1], cold]) == 1
+    assert prefillers.begin(cold).backend != busy
+
+
+def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(prefillers: Prefillers) -> None:
+    prefillers.policy.batch_tokens = 0
+    prefillers.teach()
+    prefillers.serve(prompt(*range(1, 5)))
+    prefillers.begin(prompt(*range(1, 5), 99))
+    waiting = [prompt(*range(1, 5), *range(1000 * number, 1000 * number + 6)) for number in range(10)]
+    assert prefillers.pool.first_to_go(waiting) is not None
+
+
+def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, "least_seconds")
+    first = pool.lease(prompt(1, 2, 3, 4)).__enter__()
+    assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
+    assert pool.lease(prompt(1, 2)).__enter__().backend != first.backend
+    assert pool.has_room()
+    assert pool.first_to_go([prompt(1)]) == 0
+
+
+def test_one_that_is_overdue_is_not_waited_for(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    stuck = prefillers.begin(prompt(*range(1, 9))).backend
+    prefillers.clock.now += 60.0
+    assert prefillers.begin(prompt(*range(1, 8), 50)).backend != stuck

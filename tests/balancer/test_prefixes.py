@@ -1,0 +1,109 @@
+"""Which prefixes a prefiller probably has: what was sent there, what has come since, and what it says itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from proxy.balancer import prefixes
+from proxy.balancer.prefixes import CachedPrefixes
+from proxy.sim.hardware.blocks import KvBlocks
+
+
+def keys(*names: int) -> list[int]:
+    return list(names)
+
+
+def ends(count: int, piece: int = 100) -> list[float]:
+    return [float(piece * (place + 1)) for place in range(count)]
+
+
+def sent(cached: CachedPrefixes, *names: int, piece: int = 100) -> list[int]:
+    hit = cached.hit(names)
+    return cached.use(names, ends(len(names), piece), piece * (len(names) - hit))
+
+
+def test_what_was_sent_is_there_as_far_as_prompts_agree() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2, 3)
+    assert [cached.hit(each) for each in (keys(1, 2, 3, 4), keys(1, 2, 9), keys(9, 2, 3), [])] == [3, 2, 0, 0]
+
+
+def test_what_is_pushed_out_is_gone_from_its_tail() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    sent(cached, *range(5))
+    sent(cached, *range(10, 17))
+    assert cached.hit(keys(*range(5))) == 3
+    sent(cached, *range(20, 23))
+    assert cached.hit(keys(*range(5))) == 0
+
+
+def test_what_is_used_again_stays() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    for round_ in range(20):
+        sent(cached, 1, 2)
+        sent(cached, *range(100 * (round_ + 1), 100 * (round_ + 1) + 6))
+    assert cached.hit(keys(1, 2)) == 2
+
+
+def test_what_nothing_has_come_of_is_dropped_but_not_what_was_there_before() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2)
+    cached.drop(sent(cached, 1, 2, 3))
+    assert cached.hit(keys(1, 2, 3)) == 2
+
+
+def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2, 3)
+    for _ in range(10):
+        cached.learn(cached.ages(keys(1, 2, 3)), expected=3, told=0)
+    assert cached.trust < 0.1
+    for _ in range(10):
+        cached.learn(cached.ages(keys(1, 2, 3)), expected=3, told=3)
+    assert cached.trust > 0.85
+
+
+@pytest.mark.parametrize("capacity", [200_000, 3_000_000])
+def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
+    """Against a cache of this size that evicts as engines do, whatever is thought of it at first."""
+    cached, blocks, rng = CachedPrefixes(), KvBlocks(capacity // 1000), random.Random(1)
+    for _ in range(3000):
+        family = int(rng.paretovariate(0.4)) % 900
+        names = [1000 * family + piece for piece in range(12)] + [10**9 + rng.randrange(10**9)]
+        expected, ages = cached.hit(names), cached.ages(names)
+        found = blocks.take(names, len(names))
+        assert found is not None
+        held, hits = found
+        blocks.name(held, names)
+        blocks.give_back(held)
+        cached.use(names, ends(len(names), 1000), 1000 * (len(names) - hits))
+        cached.learn(ages, expected, hits)
+    assert cached.capacity == pytest.approx(capacity, rel=0.35)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
+    cached = CachedPrefixes()
+    for number in range(100):
+        sent(cached, *range(10 * number, 10 * number + 10))
+    assert len(cached) == 100
+    assert cached.hit(keys(*range(990, 1000))) == 10
+
+
+def test_what_is_long_gone_is_forgotten() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    for number in range(100):
+        sent(cached, *range(10 * number, 10 * number + 5))
+    assert len(cached) <= 20
+
+
+def test_a_restart_empties_the_cache() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2)
+    cached.clear()
+    assert cached.hit(keys(1, 2)) == 0
