@@ -44,7 +44,7 @@ class AnsweredAttempt(Protocol):
 
     @property
     def prompt_details(self) -> dict[str, Any] | None:
-        """The engine's `prompt_tokens_details` that are true; None if nobody has told."""
+        """The engine's `prompt_tokens_details` that are true; None if no engine has told."""
 
     @property
     def prefill_answer(self) -> PrefillAnswer | None:

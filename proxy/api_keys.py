@@ -106,7 +106,7 @@ def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Whoever sent a request: the holder of a client key, or anybody. `slot` None: nothing is counted.
+    """Who sent a request: the holder of a client key, or anyone. `slot` None: nothing is counted.
 
     The limits are numbers over all workers; None means that there is no such limit.
     """
@@ -155,7 +155,7 @@ class ApiKeys:
         key = token.strip() if scheme.lower() == "bearer" else x_api_key
         if not key:
             raise Unauthorized("this gateway needs an API key: send it as `Authorization: Bearer KEY`")
-        # The time a look-up takes tells at most how far a digest was right, and nobody can choose a key by its digest:
+        # The time a look-up takes tells at most how far a digest was right, and a key cannot be chosen by its digest:
         # keys themselves are never compared.
         found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
         if found is None:

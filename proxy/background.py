@@ -43,7 +43,7 @@ class Background:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run it. An error that it raises is logged here; whoever waits for the task gets it, too."""
+        """Run it. An error that it raises is logged here, and raised where the task is waited for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

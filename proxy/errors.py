@@ -85,7 +85,7 @@ class LimitExceeded(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """The gateway, or all it stands for, has no room left, whoever asks."""
+    """The gateway, or all that is behind it, has no room left for any client."""
 
     status = 503
     retry_after_seconds = 1.0

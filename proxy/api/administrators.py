@@ -1,4 +1,4 @@
-"""Who may administer: whoever has the admin key, or without one a program on this host, where that can be told.
+"""Who may administer: holders of the admin key, or without one a program on this host, where that can be told.
 
 A connection from this host's loopback address says little on a listener that others reach, too: a TLS terminator or a
 sidecar on this host connects from there for anybody. So without a key only a listener on a loopback address lets
@@ -56,7 +56,7 @@ class Administrators:
         return guarded
 
     def only_few(self, handler: Handler) -> Handler:
-        """Likewise, and only so many at a time, as each waits: for a name, a file, or the caller's body."""
+        """The same, and only a bounded number at a time, as each waits: for a name, a file, or the caller's body."""
 
         async def limited(request: web.Request) -> web.StreamResponse:
             if self._changes >= _MAX_CHANGES_AT_ONCE:

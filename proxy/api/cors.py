@@ -38,7 +38,7 @@ class Cors:
         if not self._origins or not self._is_clients(request.path):
             return
         if ANY not in self._origins:
-            response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # whoever asks: caches must not mix the answers up
+            response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # in every answer: caches must not mix them up
         if (origin := self._allowed(request)) is not None:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _SHOWN

@@ -179,7 +179,7 @@ class InstancesApi:
         return self._members(request, " ".join(told), self._warnings(role, there), _names(not_there))
 
     def _warnings(self, role: Role, removed: Sequence[Endpoint]) -> list[str]:
-        """What whoever has removed these instances should know."""
+        """What the administrator who has removed these instances should know."""
         warnings = []
         if removed and all(member.draining for member in self._roster.members(role)):
             warnings.append(f"No {role} instance is left: requests that need one are refused until one is added.")

@@ -80,7 +80,9 @@ def bad_answer(backend: Backend, what: str) -> UpstreamError:
 
 
 def nobody(errors: Sequence[UpstreamError], what: str) -> GatewayError:
-    """No engine has answered. One that refuses the client's request has the word; otherwise nobody can be asked."""
+    """The error when no engine has answered: that of one that refuses the client's request, or that none can be
+    asked.
+    """
     for error in errors:
         if error.is_clients_fault:
             return error

@@ -75,7 +75,7 @@ class SglangApi:
         return [
             *(web.get(path, self._counted(self._server_info)) for path in _INFO_PATHS),
             web.get("/v1/loads", self._counted(self._loads)),
-            # Engines pass a health check by generating a token: whoever is ready has just done so.
+            # Engines pass a health check by generating a token: an instance that is ready has just done so.
             web.get("/health_generate", self._probes.ready),
         ]
 

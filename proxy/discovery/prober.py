@@ -56,7 +56,7 @@ _SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
-    """One line for a backend that changed its state, whoever noticed it. `is_news` False: another worker has told."""
+    """One line for a backend that changed its state. `is_news` False: another worker has already written it."""
     is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
     level = logging.WARNING if is_bad else logging.INFO
     if not is_news:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Connections to engines need as many again: at least one for each client's request.
 _SHARE_OF_FDS: Final = 0.45
-# Of those that are too many, so many are told; more are dropped without a word.
+# How many connections above the limit are answered; more are dropped without an answer.
 _TOLD_SHARE: Final = 0.1
 _FULL_LINE_SECONDS: Final = 10.0
 # A client sends its request as soon as it is connected. Who was accepted last gets this long for it.
@@ -71,7 +71,7 @@ class HttpListener:
             handle_signals=False,
             # Without it a handler goes on working for a client that has left.
             handler_cancellation=True,
-            shutdown_timeout=0.05,  # whoever leaves has waited already; 0 would be for ever
+            shutdown_timeout=0.05,  # requests that are left have had their time already; 0 would be for ever
         )
         self._metrics = metrics
         self._tick_seconds = tick_seconds

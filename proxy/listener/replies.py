@@ -1,7 +1,7 @@
 """What every answer has in common: a request id, our name, and errors in OpenAI's shape.
 
 A GatewayError becomes its status and JSON body, an engine's own error passes byte for byte, aiohttp's 404, 405, 413 …
-look like ours, and what nobody expected is a 500 with one traceback in the log. Cancellation is never caught here.
+look like ours, and an unexpected error is a 500 with one traceback in the log. Cancellation is never caught here.
 An answer that is given before the request's body has arrived closes the connection.
 """
 
@@ -158,7 +158,7 @@ def count_rejection(metrics: Metrics, error: GatewayError) -> None:
 
 
 def unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
-    """Log what nobody expected, once and with its traceback; the error for the client.
+    """Log an unexpected error, once and with its traceback; the error for the client.
 
     The text of the exception is left out: it may quote the prompt, as `int("…")` does.
     """
@@ -226,7 +226,7 @@ class _Replies:
         if _COMMITTED not in request:
             count_rejection(self._metrics, error)
         elif request.transport is not None:
-            # Part of another answer is out. Cut off it is recognisably incomplete; `response` then reaches nobody.
+            # Part of another answer is out. Cut off it is recognisably incomplete; `response` is then not sent.
             request.transport.abort()
         return response
 

@@ -1,7 +1,7 @@
 """Logging: one line per event, one per request, with the request's id in every line.
 
-Writing a line never waits for whoever reads the log, and too many lines of a kind are left out and counted: neither a
-pipe that nobody reads nor a client that sends nonsense can hold the event loop up or fill the disk. From record to
+Writing a line never waits for the reader of the log, and too many lines of a kind are left out and counted: neither a
+pipe that is not read nor a client that sends nonsense can hold the event loop up or fill the disk. From record to
 line: `floods` (is it one too many?), `formats` and `redaction` (what does it look like?), `writer` (who takes it?).
 """
 

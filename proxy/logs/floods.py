@@ -1,6 +1,7 @@
 """Which lines are left out because too many like them came at once.
 
-Each kind of line has a bucket of tokens: a burst passes, then so many per second. What is left out is counted and told.
+Each kind of line has a bucket of tokens: a burst passes, then a fixed number per second. What is left out is counted
+and told.
 """
 
 from __future__ import annotations

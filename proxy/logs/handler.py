@@ -41,7 +41,7 @@ _ALIKE: Final = vars(logging.LogRecord(access.name, logging.INFO, "", 0, "reques
 
 
 class LineHandler(logging.Handler):
-    """The program's only handler. Nobody waits for long at its lock, which is logging's: whoever has it never waits."""
+    """The program's only handler. Its lock, which is logging's, is never held for long: its holder never waits."""
 
     def __init__(self, writer: LineWriter, formatter: LineFormatter, floods: Floods) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LineHandler(logging.Handler):
 
     @property
     def dropped(self) -> int:
-        """Lines that nobody took in time."""
+        """Lines that were not taken in time."""
         return self._writer.dropped
 
     @property
@@ -125,7 +125,7 @@ class LineHandler(logging.Handler):
             self.release()
 
     def close(self) -> None:
-        # Whoever has something to say at the very end is not to write to a descriptor that is closed.
+        # A line at the very end must not be written to a descriptor that is closed.
         logging.getLogger().removeHandler(self)
         super().close()
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Writes lines to a file descriptor and never waits for whoever reads them.
+"""Writes lines to a file descriptor and never waits for their reader.
 
 What a full pipe does not take is kept, up to a limit; beyond it, and when the disk is full or the reader is gone, whole
 lines are dropped and counted. A line that was begun is finished before the next one. Lines of up to PIPE_BUF bytes
@@ -79,7 +79,7 @@ class LineWriter:
         return b"".join(islice(self._kept, count)) if count else first
 
     def _take_out(self, taken_bytes: int) -> None:
-        """So many bytes of the lines are written."""
+        """How many bytes of the lines are written."""
         self._kept_bytes -= taken_bytes
         while taken_bytes:
             line = self._kept.popleft()

@@ -1,4 +1,4 @@
-"""One timer for each worker: it measures, decides, and calls whoever else wants to be called now and then.
+"""One timer for each worker: it measures, decides, and calls what else is to be called now and then.
 
 It measures how late the event loop is and how much memory and how many descriptors are in use. It decides from the
 memory what has to be done, with the thresholds and actions of Envoy's overload manager. It tells of lost log lines.

@@ -65,7 +65,7 @@ class ProbeServer:
             except OSError:  # above all: no descriptor is left
                 self._waits_for(self._stopped, _PAUSE_SECONDS)
                 continue
-            with connection, suppress(OSError):  # whoever asked may leave
+            with connection, suppress(OSError):  # the prober may leave
                 self._answer(connection)
 
     def _waits_for(self, sock: socket.socket, seconds: float | None = None) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ENTRIES_AT_A_TIME: Final = 500
-"""To list so many takes less than a millisecond."""
+"""To list this many takes less than a millisecond."""
 
 
 class Memory:

@@ -33,7 +33,7 @@ def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
     return check
 
 
-# `-` stands for nobody's key.
+# `-` stands for no key.
 _KeyName = Annotated[
     str,
     AfterValidator(

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_seriali
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Placeholders of deployment guides such as `141.xx.xx.1` are names, too; nobody resolves them before they are used.
+# Placeholders of deployment guides such as `141.xx.xx.1` are names, too; they are not resolved before they are used.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 

@@ -56,7 +56,7 @@ def listen_in_succession(
 
 
 def _drains(host: str, port: int) -> bool:
-    """Whether whoever listens there is a gateway that is not ready for requests, as one that drains is not.
+    """Whether the process that listens there is a gateway that is not ready for requests, as one that drains is not.
 
     Where engines call back it has no such route, but its name.
     """

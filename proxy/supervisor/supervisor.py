@@ -49,7 +49,7 @@ class RestartPolicy:
     """Deaths longer ago are forgotten, and with them all deaths of a worker that then lived so long."""
 
     def delay_seconds(self, deaths: int) -> float:
-        """The wait after so many deaths, the first one being 1."""
+        """The wait after `deaths` deaths, the first one being 1."""
         return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
 
 
@@ -189,7 +189,7 @@ class _Supervisor:
 
     def _stop(self, *, now: bool) -> None:
         """No more replacements; the workers, about to be told to leave, get this long for it."""
-        # Only workers accept: were our copy open when they have closed theirs, clients would queue for nobody.
+        # Only workers accept: were our copy open when they have closed theirs, clients would queue unserved.
         self._shared.listeners.close()
         drain = self._shared.configuration.current().settings.drain
         seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS

@@ -94,7 +94,8 @@ class Worker:
 async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
     """Put the parts of one worker together on the running loop; leaving the context stops them.
 
-    `settle_seconds`: how long KV that nobody fetches is left alone before it is released; see `connectors/releaser.py`.
+    `settle_seconds`: how long KV that no decoder fetches is left alone before it is released; see
+    `connectors/releaser.py`.
     """
     live = LiveSettings(shared.configuration.current())
     live.add(lambda settings: logs.configure(settings.log.level))

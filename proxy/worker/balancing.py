@@ -39,7 +39,7 @@ class Balancing:
     keys: EngineKeys
     fitness: Fitness
     pinned_kv: PinnedKv
-    """The KV that nobody fetches."""
+    """The KV that no decoder fetches."""
     pools: Pools
     on_transition: Callable[[Transition], None]
     """To be told of changes of health: logs and counts them."""

@@ -141,7 +141,7 @@ class _Stop:
 
 
 async def _first_of(*waits: Awaitable[object], seconds: float) -> None:
-    """Wait until one of them is done, at most so long. Raises what it raised."""
+    """Wait until one of them is done, for at most `seconds`. Raises what it raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
