@@ -68,6 +68,22 @@ async def test_a_running_stream_is_finished(
     assert (await answer_alone(BODY)).endswith(answer.text)
 
 
+async def test_the_lines_of_requests_that_have_just_ended_are_not_lost(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async with gateway("--prefill", prefiller.url, "--decode", decoder.url) as program:
+        await is_ready(session, program.url)
+        short = request(Api.CHAT, max_tokens=1)
+        before = await asyncio.gather(*(ask(session, program.url, short) for _ in range(20)))
+        running = await asyncio.gather(*(session.post(program.url + Api.CHAT.path, json=BODY) for _ in range(3)))
+        program.signal(signal.SIGTERM)
+        await program.says('"message":"draining","left":3')
+        during = await asyncio.gather(*map(read, running))
+        assert await program.ended() == 0
+        lines = [orjson.loads(line) for line in program.output.splitlines() if '"proxy.access"' in line]
+    assert sorted(line["id"] for line in lines) == sorted(a.headers["x-request-id"] for a in (*before, *during))
+
+
 @pytest.mark.fault(30)
 async def test_it_serves_on_until_others_have_noticed(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
