@@ -9,6 +9,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.logs.floods import Kind
+from proxy.logs.formats import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -78,8 +79,7 @@ class LineHandler(logging.Handler):
         self.acquire()
         try:
             for created, fields in requests:
-                kind = _kind_of_request(fields)
-                if kind is not None:
+                if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
                     if not self._floods.admits(kind):
                         continue
                     if suppressed := self._floods.tell(kind):
@@ -89,7 +89,7 @@ class LineHandler(logging.Handler):
                 except Exception:
                     self._add("proxy.logs", logging.ERROR, "bad line of a request", {})
                 else:
-                    self._writer.keep(_encoded(line))
+                    self._writer.keep(line)
             if self._writer.flush():
                 self._tell_dropped()
         finally:
@@ -131,7 +131,7 @@ class LineHandler(logging.Handler):
         self._writer.close()
 
     def _write(self, line: str) -> None:
-        if self._writer.write(_encoded(line)):
+        if self._writer.write(encoded(line)):
             self._tell_dropped()
 
     def _tell_dropped(self) -> None:
@@ -148,10 +148,6 @@ class LineHandler(logging.Handler):
         record.fields = fields
         # In an empty context, because it is no line of the request that is being worked on.
         self._write(Context().run(self.format, record))
-
-
-def _encoded(line: str) -> bytes:
-    return f"{line}\n".encode(errors="backslashreplace")
 
 
 def _kind(record: logging.LogRecord) -> Kind | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 from bisect import bisect_left
-from collections import Counter as Tally
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -118,9 +117,11 @@ class Histogram(prometheus_client.Histogram):
 
     def observe_all(self, amounts: Sequence[float]) -> None:
         """The same for many at once, for the price of one or two."""
-        bounds, counts = self._upper_bounds, Tally[int]()
+        bounds = self._upper_bounds
+        counts: dict[int, int] = {}
         for amount in amounts:
-            counts[bisect_left(bounds, amount)] += 1
+            place = bisect_left(bounds, amount)
+            counts[place] = counts.get(place, 0) + 1
         self._sum.inc(sum(amounts))
         for place, count in counts.items():
             self._buckets[place].inc(count)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import StageListener
 
-_STAGE_FIELDS: Final = tuple((f"t_{stage.label}", stage) for stage in Stage)
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
 
 
@@ -75,7 +74,8 @@ class RequestRecord:
         for timeline in self.timelines:
             usage = timeline.usage
             prompt += usage.prompt_tokens or 0
-            cached += usage.cached_tokens or 0
+            if usage.prompt_details:
+                cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
         return prompt, cached, completion
 
@@ -105,11 +105,12 @@ class RequestRecord:
             "units": len(self.timelines),
             "attempts": attempts,
             "resumes": resumes,
-            **{
-                name: round(seconds.get(stage, 0.0), 4)
-                for name, stage in _STAGE_FIELDS
-                if stage is not Stage.ENCODE or stage in seconds  # few have encoders
-            },
+            "t_queue": round(seconds.get(Stage.QUEUE, 0.0), 4),
+            **({"t_encode": round(seconds[Stage.ENCODE], 4)} if Stage.ENCODE in seconds else {}),  # few have encoders
+            "t_prefill": round(seconds.get(Stage.PREFILL, 0.0), 4),
+            "t_handoff": round(seconds.get(Stage.HANDOFF, 0.0), 4),
+            "t_first_token": round(seconds.get(Stage.FIRST_TOKEN, 0.0), 4),
+            "t_stream": round(seconds.get(Stage.STREAM, 0.0), 4),
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(outcome.duration_seconds, 4),
             "tokens_in": prompt,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -55,9 +54,11 @@ class Timeline:
     def seconds(self) -> dict[Stage, float]:
         """Spent in each stage by the attempt under way, without the one that it is in."""
         spent = dict(self._spent)
-        for (stage, began), (_, ended) in pairwise(self.marks):
+        stage, began = None, 0.0
+        for entered, at in self.marks:
             if stage is not None:
-                spent[stage] = spent.get(stage, 0.0) + (ended - began)
+                spent[stage] = spent.get(stage, 0.0) + (at - began)
+            stage, began = entered, at
         return spent
 
     def begin_attempt(self) -> None:

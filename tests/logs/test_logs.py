@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from proxy import logs
 from proxy.logs.floods import BURST_LINES, LINES_PER_SECOND
-from proxy.logs.formats import MAX_TRACEBACK_CHARS, MAX_VALUE_CHARS
-from proxy.logs.handler import LineHandler
+from proxy.logs.formats import MAX_TRACEBACK_CHARS, MAX_VALUE_CHARS, JsonFormatter, LineFormatter, encoded
+from proxy.logs.handler import AccessRecord, LineHandler
+from proxy.logs.redaction import Redaction
 from proxy.logs.writer import MAX_KEPT_BYTES, LineWriter
 from proxy.settings import Log
 
@@ -34,6 +35,8 @@ logger = logging.getLogger("proxy.somewhere")
 library = logging.getLogger("library")
 
 FORMATS = ["text", "json"]
+MASKED = "Bearer 0123456789abcdef"
+LONG = "x" * (MAX_VALUE_CHARS + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +184,20 @@ def test_no_value_can_break_its_line(format: str, value: str) -> None:
         assert file.objects[1]["model"] == value
     else:
         assert file.lines[1].endswith(" code=200")
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["id", "key", "code", "dur", "p", "error"]),
+        st.text(st.characters(codec=None)) | st.floats() | st.integers() | st.none() | st.just(MASKED) | st.just(LONG),
+    )
+)
+def test_the_line_of_a_request_is_the_same_however_it_is_made(fields: dict[str, object]) -> None:
+    formatter = JsonFormatter(Redaction())
+    line = formatter.request(1_700_000_000.25, fields)
+    assert line == LineFormatter.request(formatter, 1_700_000_000.25, fields)
+    if "error" in fields and fields["error"] is not None:
+        assert line == encoded(formatter.format(AccessRecord(1_700_000_000.25, fields)))
 
 
 @settings(deadline=None)
