@@ -131,7 +131,7 @@ class Admission(Section):
     were up and refuse connections, since these may only be restarting. So do releases of KV for
     decoders."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
-    """Most memory for all request bodies that a worker holds, with what their elements take when parsed; requests
+    """Most memory for all request bodies that a worker holds, with what their elements take if parsed; requests
     beyond it are refused with status 503."""
 
 
