@@ -210,3 +210,18 @@ def test_a_call_without_another_prompt_keeps_its_cost() -> None:
     call = chat("x" * 40)
     assert call.changed({"seed": 3}).prompt_tokens == 10
     assert call.changed({}, prompt_tokens=0).prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "shows"),
+    [
+        ({}, False),
+        ({"logprobs": False}, True),  # engines take it for 0
+        ({"logprobs": None}, False),
+        ({"return_token_ids": True}, True),
+        ({"logprobs": True}, True),
+        ({"logprobs": 0}, True),
+    ],
+)
+def test_who_sees_single_tokens(fields: dict[str, Any], shows: bool) -> None:
+    assert completion(**fields).shows_single_tokens is shows

@@ -45,7 +45,5 @@ class KeyAuth:
 
         It is what identifying the request has shown, though the keys may have changed since. None before.
         """
-        if request.get(API_KEY) != ANONYMOUS.name:
-            return None
-        key = request.headers.get("X-Api-Key")  # as Anthropic's clients show it, and no engine reads it
-        return request.headers.get("Authorization") or (None if key is None else f"Bearer {key}")
+        is_anonymous = request.get(API_KEY) == ANONYMOUS.name
+        return request.headers.get("Authorization") if is_anonymous else None

@@ -190,7 +190,9 @@ class Delivery:
             return b""
         return self._given(self.writer.anew(payload, choice))
 
-    def told_usage(self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool) -> bytes:
+    def usage_chunk(
+        self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool
+    ) -> bytes:
         """The usage chunk; empty when the client did not ask for it. `details`: what the prefiller told of the prompt,
         which counts when the KV cache was handed over.
         """

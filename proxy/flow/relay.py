@@ -214,7 +214,7 @@ class Relay:
             delivery.opening(segment, event)
         elif meaning is Meaning.USAGE:
             details = attempt.timeline.usage.prompt_details
-            part = delivery.told_usage(segment, event, details, handed_over=attempt.kv_handed_over)
+            part = delivery.usage_chunk(segment, event, details, handed_over=attempt.kv_handed_over)
         elif meaning is Meaning.DONE:
             if not segment.is_complete:
                 self._end(self._unfinished())

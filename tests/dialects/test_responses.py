@@ -127,7 +127,7 @@ async def test_what_a_client_calls_its_conversation_is_a_session(gateway: Deploy
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "as instructions and input"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools of type web_search are not served here"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "items of type item_reference"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "items are not kept here: send them in full"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

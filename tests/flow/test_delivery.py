@@ -65,7 +65,7 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
                     output.append(delivery.closing(details))
                     return b"".join(output), Meaning.DONE
             case Meaning.USAGE:
-                output.append(delivery.told_usage(segment, event, details, handed_over=details is not None))
+                output.append(delivery.usage_chunk(segment, event, details, handed_over=details is not None))
             case Meaning.RECOMPUTED:
                 output.append(delivery.recomputed(segment))
                 if not delivery.is_stopped:
@@ -224,21 +224,6 @@ def test_nothing_goes_out_before_there_is_something_to_show() -> None:
     )
     assert delivery.content(segment, event) == expected
     assert delivery.has_output
-
-
-@pytest.mark.parametrize(
-    ("fields", "shows"),
-    [
-        ({}, False),
-        ({"logprobs": False}, True),  # engines take it for 0
-        ({"logprobs": None}, False),
-        ({"return_token_ids": True}, True),
-        ({"logprobs": True}, True),
-        ({"logprobs": 0}, True),
-    ],
-)
-def test_who_sees_single_tokens(fields: dict[str, Any], shows: bool) -> None:
-    assert call_of({**COMPLETION, **fields}).shows_single_tokens is shows
 
 
 # An answer that nobody watches

@@ -65,6 +65,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 turn.setdefault("tool_calls", []).append(_call(item))
             case "function_call_output" | "custom_tool_call_output":
                 yield _result(item, images)
+            case "item_reference":
+                raise BadRequest("items are not kept here: send them in full, with store false", param="input")
             case _:
                 raise refuse("items", kind, "input")
     if turn:

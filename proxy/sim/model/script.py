@@ -52,7 +52,8 @@ def rest_of_turn(ids: Sequence[int]) -> list[int] | None:
         return None
     begun = list(ids[len(ids) - 1 - ids[::-1].index(ASSISTANT) :])
     begun = begun[begun.index(MIDDLE) + 1 :]
-    turn = _written(turns[told], thinks=THINK_END not in begun[:2])
+    calls = sum(len(turn.get("calls") or ()) for turn in turns[:told])
+    turn = _written(turns[told], calls, thinks=THINK_END not in begun[:2])
     return turn[len(begun) :] if turn[: len(begun)] == begun else None
 
 
@@ -65,13 +66,13 @@ def _turns(ids: Sequence[int]) -> list[dict[str, Any]]:
     return [turn for turn in turns if isinstance(turn, dict)]
 
 
-def _written(turn: dict[str, Any], *, thinks: bool) -> list[int]:
-    """All of a turn, from where its reasoning begins or would."""
+def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int]:
+    """All of a turn, from where its reasoning begins or would. Kimi numbers the calls of a conversation."""
     ids = [THINK, *(encode(turn.get("think") or "I know my part.") if thinks else ()), THINK_END]
     ids += encode(turn.get("say") or "")
     if calls := turn.get("calls"):
         ids.append(SECTION_BEGIN)
-        for number, call in enumerate(calls):
+        for number, call in enumerate(calls, first_call):
             ids += [CALL_BEGIN, *encode(f"functions.{call['name']}:{number}"), ARGUMENT_BEGIN]
             ids += [*orjson.dumps(call["arguments"]), CALL_END]
         ids.append(SECTION_END)

@@ -1,7 +1,10 @@
-"""The runs behind scripts/client-tools: the engines' own load generators as clients of this gateway.
+"""The runs behind scripts/client-tools: clients of others in front of this gateway.
 
-deployments  simulated engines, and the gateway in front of them
-tools        the load generators: their command lines, and what they say in the end
-sglang       the client side of SGLang, out of its wheel and without what engines need
-tokenizer    a small tokenizer, because the tools count tokens themselves (run by the Python of the peers)
+deployments    simulated engines, and the gateway in front of them
+tools          load generators: their command lines, and what they say in the end
+sglang         the client side of SGLang, out of its wheel and without what engines need
+tokenizer      a small tokenizer, because the tools count tokens themselves (run by the Python of the peers)
+installed      .venv-clients, with what clients use
+libraries      programs/, in which clients' libraries do what they can do
+coding_agents  Claude Code and Codex, which edit a file
 """

@@ -1,4 +1,7 @@
-"""Run the engines' own load generators against the gateway in front of simulated engines: no request may fail."""
+"""Run clients against the gateway in front of simulated engines: no request may fail.
+
+Those are the engines' own load generators, clients' libraries, and Claude Code and Codex.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from lab.client_tools import tools
-from lab.client_tools.deployments import DEPLOYMENTS
+from lab.client_tools import installed, libraries, tools
+from lab.client_tools.coding_agents import CODING_AGENTS
+from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
 from lab.common.invocation import unwind_on_signals
 from lab.common.table import aligned
 
@@ -24,34 +28,71 @@ def main() -> None:
     """The whole run."""
     unwind_on_signals()
     options = _options()
-    found = [tool for tool in (tools.bench_serving(), tools.bench_serve()) if tool is not None]
-    if not found:
-        sys.exit("neither tool can be had")
-    rows: list[tuple[str, ...]] = [("engines", "tool", "backend", "completed", "tokens missing", "failed")]
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tokenizer = _tokenizer(found[0].python, directory)
-        for deployment in DEPLOYMENTS:
-            if options.engines not in (None, deployment.name):
-                continue
-            with deployment.started(directory) as port:
-                for tool, backend in ((each, name) for each in found for name in each.backends[deployment.name]):
-                    outcome = tool.run(backend, port, options.requests, tokenizer, directory)
-                    numbers = (outcome.completed, outcome.missing_tokens, outcome.failed)
-                    rows.append((deployment.name, tool.name, backend, *map(str, numbers)))
-                    print(f"{deployment.name}, {tool.name}, {backend}: {'; '.join(outcome.summary)}", flush=True)
-                    if outcome.problem:
-                        print(outcome.problem, file=sys.stderr, flush=True)
+        went_well = [
+            run(options, directory)
+            for name, run in (("load", _run_load), ("libraries", _run_libraries), ("agents", _run_agents))
+            if options.only in (None, name)
+        ]
+    sys.exit(not all(went_well))
+
+
+def _run_load(options: argparse.Namespace, directory: Path) -> bool:
+    found = [tool for tool in (tools.bench_serving(), tools.bench_serve()) if tool is not None]
+    if not found:
+        sys.exit("neither load generator can be had")
+    rows: list[tuple[str, ...]] = [("engines", "tool", "backend", "completed", "tokens missing", "failed")]
+    tokenizer = _tokenizer(found[0].python, directory)
+    for deployment in DEPLOYMENTS:
+        if options.engines not in (None, deployment.name):
+            continue
+        with deployment.started(directory) as port:
+            for tool, backend in ((each, name) for each in found for name in each.backends[deployment.name]):
+                outcome = tool.run(backend, port, options.requests, tokenizer, directory)
+                numbers = (outcome.completed, outcome.missing_tokens, outcome.failed)
+                rows.append((deployment.name, tool.name, backend, *map(str, numbers)))
+                print(f"{deployment.name}, {tool.name}, {backend}: {'; '.join(outcome.summary)}", flush=True)
+                if outcome.problem:
+                    print(outcome.problem, file=sys.stderr, flush=True)
     print(f"\n{aligned(rows)}")
     print(_NOTES)
     _tell_what_is_missing([tool.name for tool in found])
-    sys.exit(any(row[-2:] != ("0", "0") for row in rows[1:]))
+    return all(row[-2:] == ("0", "0") for row in rows[1:])
+
+
+def _run_libraries(options: argparse.Namespace, directory: Path) -> bool:
+    if not installed.provide():
+        sys.exit("clients' libraries cannot be had")
+    went_well = []
+    with TOOLS.started(directory) as port:
+        for name in libraries.names():
+            is_well, told = libraries.run(name, port)
+            print(f"{name}: {told}" if is_well else f"{name} failed:\n{told}", flush=True)
+            went_well.append(is_well)
+    return all(went_well)
+
+
+def _run_agents(options: argparse.Namespace, directory: Path) -> bool:
+    """Each in front of engines of its own, of which it loses one."""
+    if not installed.provide():
+        sys.exit("Claude Code and Codex cannot be had")
+    went_well = []
+    for agent in CODING_AGENTS:
+        place = directory / agent.name.replace(" ", "-")
+        place.mkdir()
+        with TOOLS.started(directory) as port:
+            is_well, told = agent.run(port, place)
+        print(f"{agent.name}: {told}" if is_well else f"{agent.name} failed: {told}", flush=True)
+        went_well.append(is_well)
+    return all(went_well)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/client-tools", description=__doc__)
-    parser.add_argument("--requests", type=int, default=60, help="of each run (default: 60)")
-    parser.add_argument("--engines", choices=[deployment.name for deployment in DEPLOYMENTS], help="only these")
+    parser.add_argument("--only", choices=["load", "libraries", "agents"], help="only these clients")
+    parser.add_argument("--requests", type=int, default=60, help="of each run of a load generator (default: 60)")
+    parser.add_argument("--engines", choices=[deployment.name for deployment in DEPLOYMENTS], help="only load of these")
     return parser.parse_args()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lab.common.processes import HOST, free_ports, running, wait_until_ready
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 MODEL = "served"
@@ -25,6 +25,8 @@ class Deployment:
     flags: tuple[str, ...]
     connector: str
     has_bootstrap_ports: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the gateway."""
 
     @contextmanager
     def started(self, logs: Path) -> Iterator[int]:
@@ -39,7 +41,9 @@ class Deployment:
             for port in ports[4:]:
                 self._start(stack, logs, "decode", port)
                 command += ["--decode", f"http://{HOST}:{port}"]
-            stack.enter_context(running("the gateway", command, gateway, logs / f"{self.connector}.log"))
+            stack.enter_context(
+                running("the gateway", command, gateway, logs / f"{self.connector}.log", self.environment)
+            )
             wait_until_ready("the gateway", gateway, "/readyz")
             yield gateway
 
@@ -53,3 +57,10 @@ DEPLOYMENTS = (
     Deployment("vLLM", ("--profile", "v0.33"), "vllm_pull"),
     Deployment("SGLang", ("--profile", "sglang"), "sglang_bootstrap", has_bootstrap_ports=True),
 )
+TOOLS = Deployment(
+    "vLLM",
+    ("--profile", "v0.33", "--tool-call-parser", "kimi_k2", "--eos-after", "60", "--max-model-len", "1000000"),
+    "vllm_pull",
+    environment={"PROXY_MODELS__ALIASES": f"claude-*={MODEL},gpt-*={MODEL}"},
+)
+"""Engines that call tools, under the names that clients have by themselves."""

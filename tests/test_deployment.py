@@ -1,0 +1,24 @@
+"""What tests ask a deployment is what the gateway tells everybody."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.wire.openai import Api
+from tests.asking import request
+
+if TYPE_CHECKING:
+    from tests.deployment import Deployment
+
+
+async def test_a_metric_that_is_asked_alone_is_that_of_a_scrape(gateway: Deployment) -> None:
+    await gateway.ask(request(Api.CHAT))
+    await gateway.ask(request(Api.CHAT, n=0))
+    scraped: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in gateway.worker.metrics.collect():
+        for sample in family.samples:
+            if sample.value and not family.name.startswith("process"):
+                labels = tuple(sample.labels[label] for label in sorted(sample.labels))
+                scraped.setdefault(sample.name, {})[labels] = sample.value
+    assert {"pdproxy_requests_total", "pdproxy_instance_requests_total", "pdproxy_connections"} <= scraped.keys()
+    assert scraped == {name: gateway.metrics(name) for name in scraped}
