@@ -45,5 +45,7 @@ class KeyAuth:
 
         It is what identifying the request has shown, though the keys may have changed since. None before.
         """
-        is_anonymous = request.get(API_KEY) == ANONYMOUS.name
-        return request.headers.get("Authorization") if is_anonymous else None
+        if request.get(API_KEY) != ANONYMOUS.name:
+            return None
+        key = request.headers.get("X-Api-Key")  # as Anthropic's clients show it, and no engine reads it
+        return request.headers.get("Authorization") or (None if key is None else f"Bearer {key}")

@@ -127,6 +127,13 @@ async def test_nothing_is_passed_on_of_a_request_that_nobody_has_identified(gate
     assert gateway.keys.credential(request) == "Bearer sk-a"
 
 
+def test_a_key_shown_as_anthropics_clients_do_is_passed_on_as_engines_read_it(clock: Clock) -> None:
+    gateway = Gateway(clock)
+    request = make_mocked_request("POST", "/v1/messages", headers={"X-Api-Key": "sk-a"})
+    gateway.keys.identify(request)
+    assert gateway.keys.credential(request) == "Bearer sk-a"
+
+
 async def test_the_sdk_raises_authentication_error_for_a_wrong_key(gateway: Gateway) -> None:
     gateway.configure(a={})
     with pytest.raises(openai.AuthenticationError) as refused:
