@@ -40,7 +40,7 @@ def test_an_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, 
     [
         {"meta_info": {"finish_reason": {"type": "length", "length": 1}}},
         {"choices": [{"finish_reason": "length", "text": '"error" "abort"'}]},
-        {"meta_info": {"finish_reason": {"type": "length", "length": 1}}, "text": '"error" "abort"'},
+        {"meta_info": {"finish_reason": {"type": "length", "length": 1}}, "text": "abort"},
         {"error": None},
         {},
         [],

@@ -8,6 +8,8 @@ are added to a file in it, a line each, and what stands there already is not jud
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from bisect import bisect
 from itertools import accumulate
@@ -30,6 +32,10 @@ _ALONE_SECONDS: Final = 20.0
 """The time of the processor that tests may take of one place alone. Those that it is too short for are tried, too: on
 all at once that is missed by then.
 """
+
+
+_HANGS_AFTER_SECONDS: Final = 120.0
+"""Longer than pytest's own limit, which does not end every test that hangs. One that does has failed."""
 
 
 class Judge:
@@ -71,29 +77,36 @@ class Judge:
         return caught
 
     def _left(self, missed: Sequence[Place], tests: Sequence[str], suite: str) -> list[Place]:
-        """What these tests miss, too. They run with all mistakes at once; where one fails it is tried on each alone."""
+        """What these tests miss, too. They run with all mistakes at once; where one fails it is tried on ever fewer."""
         print(f"{len(missed)} are missed; all at once by {len(tests)} more tests of the {suite} suite", flush=True)
         missed, left = list(missed), list(tests)
         while missed and (failed := self._run(missed, left)):
             left = left[left.index(failed) + 1 :]
-            for place in [place for place in missed if self._is_caught(place, failed)]:
+            for place in self._culprits(missed, failed):
                 missed.remove(place)
                 _note(self._keep / suite, place, failed)
                 print(f"caught {place}  {failed[-80:]}", flush=True)
         return missed
 
+    def _culprits(self, places: Sequence[Place], test: str) -> list[Place]:
+        """Those that the test catches, of places with which it has failed. It has to fail with each again, and not
+        without, because a busy machine fails tests, too.
+        """
+        if not self._run(places, [test]):
+            return []
+        if len(places) == 1:
+            return [] if self._run([], [test]) else list(places)
+        middle = len(places) // 2
+        return self._culprits(places[:middle], test) + self._culprits(places[middle:], test)
+
     def _first_failure(self, place: Place, tests: Sequence[str]) -> str:
         """The first test that catches it; empty when none does."""
         left = list(tests)
         while failed := self._run([place], left):
-            if self._is_caught(place, failed):
+            if self._culprits([place], failed):
                 return failed
             left = left[left.index(failed) + 1 :]
         return ""
-
-    def _is_caught(self, place: Place, test: str) -> bool:
-        """Whether the test fails with the mistake and not without, because a busy machine fails tests, too."""
-        return bool(self._run([place], [test])) and not self._run([], [test])
 
     def _run(self, mistakes: Sequence[Place], tests: Sequence[str]) -> str:
         """In a fork: the first of the tests that fails, hangs or brings the process down; empty when all pass."""
@@ -117,10 +130,16 @@ class Judge:
             finally:
                 os._exit(2)
         os.close(writing)
-        with os.fdopen(reading) as lines:
-            running = lines.read().splitlines()
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            running = b""
+            while select.select([pipe], [], [], _HANGS_AFTER_SECONDS)[0]:
+                if not (told := pipe.read(1 << 16)):
+                    break
+                running += told
+            else:
+                os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        return (running or tests)[-1] if status else ""
+        return (running.decode().splitlines() or tests)[-1] if status else ""
 
 
 def verdicts(file: Path) -> dict[str, str]:
