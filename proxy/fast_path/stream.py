@@ -43,6 +43,16 @@ class FastStream:
         """Whether anything of the answer was written."""
         return self.is_committed
 
+    @property
+    def line(self) -> asyncio.Transport | None:
+        """Where chunks can be written as they are; None as long as there is something to write before."""
+        return self._connection.transport if self.is_committed else None
+
+    @property
+    def protocol(self) -> Client:
+        """Of the client's connection."""
+        return self._connection
+
     def write(self, data: bytes) -> bool:
         """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
         if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)

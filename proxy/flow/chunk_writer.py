@@ -1,7 +1,7 @@
 """How a chunk of a decoder is written for the client. No IO.
 
 As long as nothing has to be changed it keeps the engine's own bytes, without what only the gateway asked for: token
-ids, which are written as `null`.
+ids, which are written as `null`, with as many blanks behind it as it is shorter. So a chunk keeps its length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ChunkWriter:
         begin = data.find(_TOKEN_IDS)
         if begin >= 0:
             begin += len(_TOKEN_IDS) - 1
-            data = b"%bnull%b" % (data[:begin], data[data.index(b"]", begin) + 1 :])
+            end = data.index(b"]", begin) + 1
+            data = b"%b%b%b" % (data[:begin], b"null".ljust(end - begin), data[end:])
         elif data is event.data:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")

@@ -9,7 +9,7 @@ costs a wait.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiohttp import HttpVersion11, web
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from proxy.errors import GatewayError
+    from proxy.flow.fast_forward import Output, Pausable
 
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -34,6 +35,16 @@ _NO_WAIT_BYTES: Final = 32 * 1024
 
 class ClientWriter(Protocol):
     """Where a streamed answer goes; `ClientStream` is one."""
+
+    @property
+    def line(self) -> Output | None:
+        """Where chunks of HTTP/1.1 can be written as they are; None as long as there is something to write before, and
+        for clients that do not know chunks.
+        """
+
+    @property
+    def protocol(self) -> Pausable:
+        """Of the client's connection."""
 
     def write(self, data: bytes) -> bool:
         """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
@@ -55,7 +66,7 @@ class ClientStream:
         """What tells the client in the middle of its stream that it is not complete."""
         self.response = _Answer(headers={**_HEADERS, **headers})
         self._request = request
-        self._protocol = request.protocol  # bound once: it is asked with every token
+        self._protocol = request.protocol  # bound once: it is asked with every part of the answer
         self._write_timeout_seconds = write_timeout_seconds
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
@@ -65,6 +76,16 @@ class ClientStream:
     def is_committed(self) -> bool:
         """Have the status and headers gone out? Then an error can only be told inside the stream."""
         return self._transport is not None
+
+    @property
+    def line(self) -> asyncio.Transport | None:
+        """See ClientWriter."""
+        return self._transport if self._chunked else None
+
+    @property
+    def protocol(self) -> Pausable:
+        """See ClientWriter."""
+        return cast("Pausable", self._protocol)  # our listener's
 
     @property
     def has_output(self) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
     from proxy.wire.sse import Event
+    from proxy.wire.token import Shape
 
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
 
@@ -71,10 +72,11 @@ class Delivery:
         self._seam: Seam | None = None
         self._expected: bytes | None = None
         self._is_checked = False
-        self._shapes = TokenShapes()
+        self.shapes = TokenShapes()
+        """Of the present decoder's tokens."""
         self._held: list[bytes] = []
         self._wants_ids = writer.wants_ids
-        self._tells_shapes = is_observed and not writer.hides_reasoning and (rewrite is None or whole is not None)
+        self._tells_shapes = not writer.hides_reasoning and (rewrite is None or whole is not None)
 
     @property
     def ahead(self) -> Sequence[int]:
@@ -90,6 +92,13 @@ class Delivery:
     def is_stopped(self) -> bool:
         """A stop string was found that no engine could see."""
         return self._seam is not None and self._seam.is_stopped
+
+    @property
+    def shape(self) -> Shape | None:
+        """What tokens look like that may bypass this delivery: the client gets all of their bytes, without the ids that
+        it did not ask for, and the transcript their text and id. None: none may.
+        """
+        return None if self._held and self._whole is None else self.shapes.current
 
     # Attempts
 
@@ -123,7 +132,7 @@ class Delivery:
         self.segment = segment = self._new_segment()
         self.usage = None
         self._is_checked = False
-        self._shapes = TokenShapes()
+        self.shapes = TokenShapes()
         return segment
 
     # What a decoder says
@@ -135,22 +144,15 @@ class Delivery:
             self._note_head(segment.payload)
             self._held.append(self.writer.as_it_came(segment, event, segment.payload))
 
-    def token(self, raw: bytes) -> bytes | None:
-        """As `content`, for an event that differs from one before it in nothing but text and id; None for others."""
-        shape = self._shapes.current
-        if shape is None or (token := shape.find(raw)) is None:
-            return None
-        self.transcript.take_token(token.text, token.id, is_reasoning=shape.is_reasoning)
-        if self._whole is not None:
-            return b""
-        return raw if self._wants_ids else b"%bnull%b" % (raw[: token.ids_start], raw[token.ids_end :])
-
     def content(self, segment: Segment, event: Event) -> bytes:
         """A part of the answer; empty when there is nothing in it for the client. Raises Mismatch."""
         self.is_touched = True
         if not self._is_checked:
             self._check_prompt(segment)
         if not self.is_observed:
+            choices = segment.payload.get("choices")
+            if self._tells_shapes and choices and len(choices) == 1:
+                self.shapes.learn(segment, event, choices[0], has_tools=False)
             return self._given(self.writer.as_it_came(segment, event, segment.payload))
         if self._seam is not None:
             return self._given(self._stitched(segment, recomputed=False))
@@ -162,9 +164,8 @@ class Delivery:
         shows = self.transcript.take(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
-            self._shapes.current = None
-        elif self._tells_shapes:
-            self._shapes.learn(segment, event, choice, has_tools=bool(self.transcript.tools))
+        if self._tells_shapes:
+            self.shapes.learn(segment, event, choice, has_tools=bool(self.transcript.tools))
         if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
         if not self.writer.keeps_bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
+from proxy.flow.fast_forward import FastForward
 from proxy.resume.overlap import Mismatch
 from proxy.wire.sse import EventSplitter, EventTooLong
 
@@ -35,24 +36,34 @@ _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 
 
 class TokenClock:
-    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike."""
+    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike.
+
+    Who cannot afford a call for each token does by himself what `tick` does for all but the first.
+    """
 
     def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
+        self.count = 0
+        """How many parts of the answer went to the client."""
+        self.gap_from = 0.0
+        """When the gap began that is timed: one in eight is."""
+        self.now = record.clock
         self._record = record
         self._metrics = metrics
-        self._writes = 0
-        self._gap_from = 0.0
 
     def tick(self) -> None:
         """Part of the answer went to the client."""
-        self._writes += 1
-        phase = self._writes & 7
+        self.count += 1
+        phase = self.count & 7
         if phase == 1:
-            if self._writes == 1:
+            if self.count == 1:
                 self._record.first_token()
-            self._gap_from = self._record.clock()
+            self.gap_from = self.now()
         elif phase == 2:
-            self._metrics.inter_token_seconds.observe(self._record.clock() - self._gap_from)
+            self.sample()
+
+    def sample(self) -> None:
+        """The gap that is timed has ended."""
+        self._metrics.inter_token_seconds.observe(self.now() - self.gap_from)
 
 
 class OutputListener(Protocol):
@@ -81,8 +92,9 @@ class Relay:
         self._delivery = delivery
         self._guard = guard
         self._client = client
-        self._tick = None if clock is None else clock.tick
+        self._clock = clock
         self._splitter = EventSplitter()
+        self._forward: FastForward | None = None
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
@@ -134,14 +146,18 @@ class Relay:
             awake.set()
         else:
             self.begin(timeouts, awake.set)
-        while True:
-            await awake.wait()
-            awake.clear()
-            if self._ended:
-                break
-            assert self._client is not None
-            await self._client.attend()
-            response.resume()
+        try:
+            while True:
+                await awake.wait()
+                awake.clear()
+                if self._ended:
+                    break
+                assert self._client is not None
+                await self._client.attend()
+                self._forward_tokens()
+                response.resume()
+        finally:
+            self._let_go()
         if self.error is not None:
             raise self.error
 
@@ -151,12 +167,6 @@ class Relay:
         if self._is_over:
             self._end(None)  # there is more after `[DONE]`: its end is not waited for
             return False
-        if self._splitter.is_empty and (token := self._delivery.token(data)) is not None:
-            if token:
-                self._give(token)
-                if self._tick is not None:
-                    self._tick()
-            return True
         try:
             events = self._splitter.feed(data)
         except EventTooLong:
@@ -190,15 +200,45 @@ class Relay:
                 break
         if output:
             self._give(b"".join(output))
-        if has_content and self._tick is not None:
-            self._tick()
+        if has_content and self._clock is not None:
+            self._clock.tick()
+        self._forward_tokens()
         return is_progress
+
+    def _forward_tokens(self) -> None:
+        """Have the next events bypass this relay, if they are tokens that look like one before."""
+        shape = self._delivery.shape
+        if shape is None or self._is_over or not self._splitter.is_empty:
+            return
+        forward = self._forward
+        if forward is None:
+            line = None
+            if self._client is not None and (line := self._client.line) is None:
+                return
+            delivery = self._delivery
+            forward = self._forward = FastForward(
+                delivery.transcript if delivery.is_observed else None,
+                line,
+                None if self._client is None else self._client.protocol,
+                self._hold,
+                self._clock,
+                hides_ids=delivery.is_observed and not delivery.writer.wants_ids,
+            )
+        elif forward.has_taken:
+            forward.has_taken = False
+            self._delivery.shapes.was_right()
+        forward.expect(shape)
+        self._attempt.response.forward_to(forward.take)
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):
-            # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
-            self._attempt.response.pause()
-            self._wake()
+            self._hold()
+
+    def _hold(self) -> None:
+        """Hold the engine back until the client has been attended to."""
+        # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
+        self._attempt.response.pause()
+        self._wake()
 
     def ended(self, error: UpstreamError | None) -> None:
         if error is None and not self.segment.is_complete:
@@ -255,7 +295,14 @@ class Relay:
     def _end(self, error: UpstreamError | None) -> None:
         if not self._ended:
             self._ended, self._is_over, self.error = True, True, error
-            self._wake()
+            wake = self._wake
+            self._let_go()
+            wake()
+
+    def _let_go(self) -> None:
+        """Of those who know this relay, and would be cycles of garbage with it."""
+        self._wake = _nobody_waits
+        self._forward = None
 
 
 def _nobody_waits() -> None:

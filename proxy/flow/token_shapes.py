@@ -25,15 +25,20 @@ class TokenShapes:
         self._attempts_left = _MAX_ATTEMPTS
 
     def learn(self, segment: Segment, event: Event, choice: dict[str, Any], *, has_tools: bool) -> None:
-        """Learn what the next tokens look like if this one, which was parsed, is the first of its text.
+        """Learn what the next tokens look like if this one, which was parsed, looks different from those before it.
 
         `has_tools`: the answer has called tools, so that its chunks may differ in more than their text.
         """
-        delta = choice.get("delta") or {}
-        is_reasoning = bool(delta.get("reasoning") or delta.get("reasoning_content"))
-        if self.current is not None and is_reasoning is self.current.is_reasoning and not has_tools:
+        is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not has_tools
+        if is_token and self.current is not None and self.current.is_around(event.raw):
             return
         self.current = None
-        if self._attempts_left and not has_tools and choice.get("logprobs") is None and segment.data is event.data:
+        if is_token and self._attempts_left and segment.data is event.data:
             self._attempts_left -= 1
             self.current = Shape.of(event.raw)
+
+    def was_right(self) -> None:
+        """Tokens had the present shape, so another one is worth learning when they change: SGLang's chunks tell the
+        second in which they were written.
+        """
+        self._attempts_left = _MAX_ATTEMPTS

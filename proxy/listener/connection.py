@@ -33,11 +33,13 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_asks_for_head", "_front", "door")
+    __slots__ = ("_asks_for_head", "_front", "door", "is_paused")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
+        self.is_paused = False
+        """The client reads slower than we write."""
         self.door: asyncio.Transport
         """The transport, also when the connection is lost."""
         self._asks_for_head = False
@@ -67,6 +69,14 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._front.forget(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.is_paused = True
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.is_paused = False
 
     def leave_idle(self) -> None:
         """A request is expected now, or has begun: aiohttp's timer for idle connections is none for that."""

@@ -34,7 +34,7 @@ class Transcript:
 
     __slots__ = (
         *("prompt_ids", "ids", "settled", "chunk_start", "tools"),
-        *("began_in_reasoning", "reasoning_ids", "reasoning_field", "_reasoned", "_reasoning", "_content"),
+        *("began_in_reasoning", "reasoning_ids", "reasoning_field", "reasoned", "_reasoning", "_content"),
         *("_offsets", "_offset_end", "_grammar"),
     )
 
@@ -51,13 +51,14 @@ class Transcript:
         self.began_in_reasoning = False
         self.reasoning_ids = 0
         """How many ids are reasoning."""
+        self.reasoned = 0
+        """`reasoning_ids` before the last chunk of reasoning."""
         self.reasoning_field = "reasoning"
         """What the engine calls it."""
         self.tools: list[ToolCall] = []
         self._offsets: list[int] = []  # of the ids in the text, as far as a completion's log probabilities tell
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
-        self._reasoned = 0  # reasoning_ids before the last chunk of reasoning
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
@@ -111,18 +112,9 @@ class Transcript:
         self.settled = len(self.ids)
         return True
 
-    def take_token(self, text: bytes, token: int, *, is_reasoning: bool) -> None:
-        """Add one more token that shows this text, UTF-8. Of its kind of text there is some already."""
-        before = len(self.ids)
-        self.ids.append(token)
-        if is_reasoning:
-            self._reasoning += text
-            self._reasoned = self.reasoning_ids
-            self.reasoning_ids = self._marker_behind(before, before + 1)
-        else:
-            self._content += text
-        self.chunk_start = before
-        self.settled = before + 1
+    def written(self, *, is_reasoning: bool) -> bytearray:
+        """The text so far, UTF-8. Who appends a token's text adds the rest that `take` would: see FastForward."""
+        return self._reasoning if is_reasoning else self._content
 
     def offset_behind(self, kept: int) -> int | None:
         """Where in the text the log probabilities say that the first `kept` ids end; None if they do not say."""
@@ -133,7 +125,7 @@ class Transcript:
     def reasoning_among(self, kept: int) -> int:
         """How many of the first `kept` ids are reasoning."""
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
-        return min(kept, self.reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
+        return min(kept, self.reasoning_ids if is_past_reasoning else self._marker_behind(self.reasoned, kept))
 
     def counted_usage(self) -> dict[str, Any] | None:
         """The answer's usage by its token ids; None where engines do not tell them."""
@@ -158,7 +150,7 @@ class Transcript:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
             self._reasoning += reasoning.encode()
-            self._reasoned = self.reasoning_ids
+            self.reasoned = self.reasoning_ids
             self.reasoning_ids = self._marker_behind(before, len(self.ids))
             shows = True
         if content := delta.get("content"):
@@ -175,7 +167,7 @@ class Transcript:
 
     def _end_reasoning(self, before: int) -> None:
         """Its last ids may be white space that showed nothing. `before`: ids before the chunk with what follows."""
-        self.reasoning_ids = self._marker_behind(self._reasoned, max(self.reasoning_ids, before - 1))
+        self.reasoning_ids = self._marker_behind(self.reasoned, max(self.reasoning_ids, before - 1))
 
     def _marker_behind(self, start: int, otherwise: int) -> int:
         """Index of the marker that ends reasoning, from `start` on; `otherwise` where there is none."""

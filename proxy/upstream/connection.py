@@ -88,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         """Whom to tell; None before the first exchange, and when one has ended or was released."""
         self._head_bytes = 0
+        self._forward: Callable[[bytes], bytes] | None = None
         self._has_head = False
         """The exchange was told status and headers."""
         self._has_bytes = False
@@ -133,13 +134,14 @@ class Connection(asyncio.Protocol):
         self.complete = self._has_head = self._has_bytes = False
         self._active = self._is_stream = False
         self._head_bytes = 0
+        self._forward = None
         self._exchange = exchange
         self._quiet_since, self._limit_seconds = now, answer_seconds
         self._transport.writelines(request)
 
     def release(self) -> None:
         """The exchange is told nothing more; dropped unless its answer has arrived whole."""
-        self._exchange = None
+        self._exchange = self._forward = None
         if self.is_reusable:
             self.pause(False)
         else:
@@ -161,6 +163,15 @@ class Connection(asyncio.Protocol):
         elif now - self._quiet_since > self._limit_seconds:
             stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
+
+    def forward_to(self, take: Callable[[bytes], bytes]) -> None:
+        """Offer the next reads to `take` first, as they arrive, the framing of chunks included. It returns what it
+        leaves, beginning with a chunk; that, and all that follows, the exchange receives. What it takes is progress.
+
+        For a chunked answer, of which all that has arrived are whole chunks; nothing happens for any other.
+        """
+        if self._reader.is_between_chunks:
+            self._forward = take
 
     def pause(self, paused: bool) -> None:
         if self._transport is None or self.closed or paused == self._paused:
@@ -188,6 +199,12 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(*option)
 
     def data_received(self, data: bytes) -> None:
+        if (forward := self._forward) is not None:
+            rest = forward(data)
+            if not rest:
+                self._active = True
+                return
+            data, self._forward = rest, None
         exchange = self._exchange
         if exchange is None:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
@@ -232,6 +249,7 @@ class Connection(asyncio.Protocol):
         self._reader.close()
 
     def _end(self, error: UpstreamError | None) -> None:
+        self._forward = None
         exchange, self._exchange = self._exchange, None  # an exchange knows its connection: one cycle of garbage less
         if exchange is not None:
             exchange.ended(error)

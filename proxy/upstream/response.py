@@ -88,6 +88,11 @@ class Response:
         """Read again after `pause`."""
         self._connection.pause(False)
 
+    def forward_to(self, take: Callable[[bytes], bytes]) -> None:
+        """See Connection.forward_to; nothing when the answer has ended."""
+        if not self._ended:
+            self._connection.forward_to(take)
+
     def abort(self, error: UpstreamError) -> None:
         """Drop the connection now, and tell this error to whoever takes the body; nothing when the answer has ended."""
         if not self._ended:

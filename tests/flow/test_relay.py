@@ -18,7 +18,7 @@ from proxy.observe.record import RequestRecord
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer, answer_alone, read, request, until
-from tests.canned import CannedEngine, data, event_stream, json_answer
+from tests.canned import CannedEngine, Received, data, event_stream, json_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,6 +105,31 @@ async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(deploy: Deploy) ->
         engine.answer = [whole[0], *event_stream([stream[:cut], stream[cut:]])[1:]]
         answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
         assert answer.body == stream
+
+
+@pytest.mark.parametrize("tells_ids", [True, False])
+@pytest.mark.parametrize("per_read", [1, 3, 1000])
+async def test_answers_on_reused_connections_are_not_mixed_up(deploy: Deploy, per_read: int, tells_ids: bool) -> None:
+    """Neither with the one before on the same connection, nor with those beside it, however fast they come."""
+
+    def answer(received: Received) -> Iterator[bytes]:
+        prompt = orjson.loads(received.body)["prompt"]
+        texts = [f"{prompt}-{number} " for number in range(20)]
+        ids = [[1000 + number] if tells_ids else None for number in range(20)]
+        tokens = [data(chunk(text, token_ids=told)) for text, told in zip(texts, ids, strict=True)]
+        head, *chunks, end = event_stream([*tokens, data(chunk("", "stop")), DONE])
+        chunks.append(end)
+        yield head
+        for at in range(0, len(chunks), per_read):
+            yield b"".join(chunks[at : at + per_read])
+
+    gateway = await deploy(decoders=[CannedEngine("both", answer)], connector="plain")
+    for turn in range(3):
+        prompts = [f"client {turn}.{number}" for number in range(20)]
+        asked = (gateway.ask(request(Api.COMPLETIONS, prompt, stream=True, max_tokens=100)) for prompt in prompts)
+        for prompt, given in zip(prompts, await asyncio.gather(*asked), strict=True):
+            assert given.is_done
+            assert given.text == "".join(f"{prompt}-{number} " for number in range(20))
 
 
 async def test_events_the_gateway_does_not_know_pass(deploy: Deploy) -> None:

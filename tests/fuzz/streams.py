@@ -59,6 +59,8 @@ class Guard:
 class Client:
     """Takes everything at once."""
 
+    line = None
+
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
@@ -80,7 +82,7 @@ async def _outcomes(kind: int, cuts: list[list[bytes]]) -> list[tuple[bytes, str
     return [_deliver(kind, pieces) for pieces in cuts]
 
 
-class _NoHandoff:
+class NoHandoff:
     def arrived(self) -> None:
         """There is no prefiller."""
 
@@ -97,7 +99,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     whole = Assembly() if is_observed and is_whole else None
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     response = Response(connected(Line()), lambda error: None)
-    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=_NoHandoff())
+    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
     client = Client()
     relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
     for piece in filter(None, pieces):
