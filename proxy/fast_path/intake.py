@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.api_keys import ANONYMOUS
 from proxy.call import FIRST_TOKEN_HEADER
+from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
 from proxy.dialects.requests import read
 from proxy.errors import GatewayError
@@ -41,10 +42,12 @@ class Intake:
         }
         self.paths = frozenset(self._dialects)
         """Of the requests that may be plain."""
+        self.configure(parts.settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         self.parts.settings = settings
+        self._names = ModelNames(settings.models.aliases)
 
     # What a connection asks
 
@@ -91,7 +94,8 @@ class Intake:
         except GatewayError:
             return None
         if (
-            not dialect.is_single(call)
+            self._names.translated(call) is not call
+            or not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
             or (not call.stream and self.parts.gateway.observes(dialect, call))
             or not self._admission.lets_go(call.pick_request)
@@ -112,6 +116,9 @@ class Intake:
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
         """The headers that reach the engines."""
         headers = {name: fields[name] for name in _PASSED_ON if name in fields}
-        if key is ANONYMOUS and "authorization" in fields:
-            headers["authorization"] = fields["authorization"]
+        if key is ANONYMOUS:
+            if "authorization" in fields:
+                headers["authorization"] = fields["authorization"]
+            elif "x-api-key" in fields:
+                headers["authorization"] = f"Bearer {fields['x-api-key']}"
         return headers
