@@ -153,7 +153,8 @@ class FastConnection(FirstProtocol):
         self._listener.headers_arrived(self)
         missing_bytes = head.size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:
-            self._begin(head, data, self._intake.parts.clock())
+            self._body.append(data)
+            self._begin(head, self._intake.parts.clock())
         elif missing_bytes < 0 or not self._intake.takes(head):
             self._body.append(data)
             self._leave()
@@ -173,19 +174,21 @@ class FastConnection(FirstProtocol):
             self._leave()
         elif self._missing_bytes == 0:
             self._let_go()
-            request = b"".join(self._body)
-            self._body.clear()
             self._head = None
             assert self._since is not None
-            self._begin(head, request, self._since)
+            self._begin(head, self._since)
 
-    def _begin(self, head: Head, request: bytes, since: float) -> None:
+    def _begin(self, head: Head, since: float) -> None:
+        """All of a request is there."""
         self._since = None
-        self._request = self._intake.begin(self, head, request[head.size_bytes :])
+        first, *more = self._body
+        # Copied once, however long it is and however many pieces came.
+        body = b"".join((memoryview(first)[head.size_bytes :], *more)) if more else first[head.size_bytes :]
+        self._request = self._intake.begin(self, head, body)
         if self._request is None:
-            self._body.append(request)
             self._leave()
         else:
+            self._body.clear()
             self._request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
 
     def _keep(self, data: bytes) -> None:

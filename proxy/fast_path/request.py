@@ -70,6 +70,7 @@ class FastRequest:
         self._connection: Connection | None = None
         """To the engine whose answer has not begun."""
         self._sent: Leg | None = None
+        self._response: Response | None = None
         self._relay: Relay | None = None
         self._began_at: float | None = None
         """When the client was given the first of the answer, in seconds of the suspects' clock."""
@@ -354,6 +355,9 @@ class FastRequest:
         self._hold.__exit__(None, None, None)
         self._quota.__exit__(None, None, None)
         self._client.done(parts.clock())
+        # Each knows this request: they would be cycles of garbage, with the whole body.
+        self._attempt = self._relay = self._response = self._task = None
+        del self._legs, self._answer, self._stream
 
     def _uncount(self) -> None:
         """It is over, or the task counts it from now on."""
