@@ -185,9 +185,8 @@ class LeastSeconds(LeastLoad):
         if sent.told is not None:
             told_tokens, told_cached = sent.told
             share = told_cached / max(1, told_tokens)
-            pieces = sum(end <= (share + 1e-9) * tokens for end in sent.ends)
             prefixes.odometer += cached - share * tokens
-            prefixes.learn(sent.ages, sent.hit, pieces)
+            prefixes.learn(sent.ages, sent.ends, cached, share * tokens)
             tokens, cached = float(told_tokens), float(told_cached)
         # Prompts that were sent one behind the other were computed one after the other.
         began = max(sent.at, self._answered.get(backend, 0.0))

@@ -8,6 +8,7 @@ tells how far back the cache goes. Only keys are kept, and a bounded number of t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ MAX_KEYS: Final = 65_536
 # A backend that does not say what was cached: its cache is believed in, but not as if it did.
 _UNTOLD_TRUST: Final = 0.7
 _TRUST_STEP: Final = 0.2
+# Engines cache whole blocks, of so many tokens at most: of the last piece a part is always missing.
+_BLOCK_TOKENS: Final = 256
 
 
 class CachedPrefixes:
@@ -90,18 +93,18 @@ class CachedPrefixes:
         odometer, get = self.odometer, self._readings.get
         return [None if (reading := get(key)) is None else odometer - reading for key in keys]
 
-    def learn(self, ages: Sequence[float | None], expected: int, told: int) -> None:
-        """What an answer says was cached: the first `told` pieces. `expected`: those that had been expected, and `ages`
-        what was known when the prompt was sent.
+    def learn(self, ages: Sequence[float | None], ends: Sequence[float], expected: float, told: float) -> None:
+        """What an answer says was cached, `told` tokens where so many had been `expected`. `ages`: what was known of
+        the prompt's pieces when it was sent, which end at the tokens of `ends`.
         """
         if expected:
             self.trust += _TRUST_STEP * (min(1.0, told / expected) - self.trust)
-        if told and self.trust > 0:
-            kept = max((age for age in ages[:told] if age is not None), default=0.0)
-            if kept > self.capacity:
-                self.capacity += _CAPACITY_STEP * (kept - self.capacity)
-        gone = next((age for age in ages[told:] if age is not None), None)
-        if gone is not None and gone < self.capacity and told:
+        pieces = bisect_right(ends, told + _BLOCK_TOKENS) if told else 0
+        kept = max((age for age in ages[:pieces] if age is not None), default=0.0)
+        if kept > self.capacity:
+            self.capacity += _CAPACITY_STEP * (kept - self.capacity)
+        gone = next((age for age in ages[pieces:] if age is not None), None)
+        if told and gone is not None and gone < self.capacity:
             self.capacity -= _CAPACITY_STEP * (self.capacity - gone)
         self.capacity = min(max(self.capacity, _LEAST_CAPACITY), _MOST_CAPACITY)
 

@@ -60,10 +60,10 @@ def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2, 3)
     for _ in range(10):
-        cached.learn(cached.ages(keys(1, 2, 3)), expected=3, told=0)
+        cached.learn(cached.ages(keys(1, 2, 3)), ends(3), expected=300, told=0)
     assert cached.trust < 0.1
     for _ in range(10):
-        cached.learn(cached.ages(keys(1, 2, 3)), expected=3, told=3)
+        cached.learn(cached.ages(keys(1, 2, 3)), ends(3), expected=300, told=300)
     assert cached.trust > 0.85
 
 
@@ -81,7 +81,7 @@ def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
         blocks.name(held, names)
         blocks.give_back(held)
         cached.use(names, ends(len(names), 1000), 1000 * (len(names) - hits))
-        cached.learn(ages, expected, hits)
+        cached.learn(ages, ends(len(names), 1000), 1000 * expected, 1000 * hits)
     assert cached.capacity == pytest.approx(capacity, rel=0.35)
 
 

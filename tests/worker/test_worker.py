@@ -16,7 +16,7 @@ from proxy.backend import Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.policies import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
-from proxy.settings import ClientKey, Settings
+from proxy.settings import POLICIES, ClientKey, Settings
 from proxy.wire.openai import Api
 from proxy.worker import engines, process
 from tests.asking import answer_alone, read, request, until
@@ -77,7 +77,7 @@ async def test_a_worker_knows_how_much_it_has_to_do(deploy: Deploy) -> None:
     await gateway.worker.drain.idle()
 
 
-@pytest.mark.parametrize("policy", ["least_load", "round_robin", "power_of_two", "random"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 async def test_every_policy_serves(deploy: Deploy, policy: str) -> None:
     gateway = await deploy(3, 3, balance={"prefill_policy": policy, "decode_policy": policy})
     for _ in range(6):

@@ -1,0 +1,86 @@
+"""Least load in seconds over real sockets: conversations keep to their prefiller's cache, whatever the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.connectors import CONNECTORS
+from proxy.settings import CONNECTOR_TRAITS
+from proxy.wire.openai import OPENAI_APIS
+from tests.asking import until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+
+BY_SECONDS = {"prefill_policy": "least_seconds"}
+WITH_PREFILLERS = [name for name in CONNECTORS if CONNECTOR_TRAITS[name].needs_prefillers]
+
+
+def turn(conversation: int, turns: int, stream: bool = False) -> dict[str, Any]:
+    """The request of a conversation's turn: all of the turns before, some thousand tokens each, and a question."""
+    messages = [
+        {"role": "user" if number % 2 == 0 else "assistant", "content": f"{conversation}.{number} " * 300}
+        for number in range(2 * turns + 1)
+    ]
+    return {"model": "sim", "messages": messages, "max_tokens": 4, "stream": stream}
+
+
+@pytest.mark.parametrize("connector", WITH_PREFILLERS)
+async def test_the_turns_of_a_conversation_are_prefilled_by_one_engine(deploy: Deploy, connector: str) -> None:
+    if not set(CONNECTORS[connector].apis) & set(OPENAI_APIS):
+        pytest.skip("no chats")
+    gateway = await deploy(3, 2, connector=connector, balance=BY_SECONDS)
+    for turns in range(3):
+        for conversation in range(3):
+            assert (await gateway.ask(turn(conversation, turns))).is_done
+    by_engine = [
+        {seen.body["messages"][0]["content"][:1] for seen in generations(engine)} for engine in gateway.prefillers
+    ]
+    assert sum(map(len, by_engine)) == 3, "no conversation was on two engines"
+
+
+async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, balance=BY_SECONDS)
+    for turns in range(6):
+        assert (await gateway.ask(turn(1, turns))).is_done
+    policy: Any = gateway.worker.pools.prefill.policy
+    (prefixes,) = policy._prefixes.values()
+    assert prefixes.trust > 0.85
+    assert policy._cost.samples == 6
+
+
+async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy) -> None:
+    gateway = await deploy(
+        1,
+        1,
+        balance=BY_SECONDS,
+        admission={"max_running_prefill": 1},
+        prefiller={"prefill_ms_per_1k_tokens": 5.0, "max_num_seqs": 1},
+    )
+    answers = await asyncio.gather(*(gateway.ask(turn(number, 1)) for number in range(8)))
+    assert all(answer.is_done for answer in answers)
+    assert gateway.metrics("pdproxy_queue_seconds_count")[()] >= 7
+
+
+async def test_an_answer_that_fails_leaves_nothing_in_the_index(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, balance=BY_SECONDS, retry={"max_attempts": 1})
+    gateway.prefillers[0].faults.add("refuse_status", status=500)
+    assert (await gateway.ask(turn(1, 2))).status == 500
+    policy: Any = gateway.worker.pools.prefill.policy
+    assert [len(prefixes) for prefixes in policy._prefixes.values()] == [0]
+    assert not any(policy._sent.values())
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, balance=BY_SECONDS, admission={"max_running_prefill": 1})
+    gateway.prefillers[0].faults.add("hang_before_headers")
+    async with gateway.asking(turn(1, 1)):
+        await gateway.prefillers[0].wait_until(lambda state: state.live == 1)
+        async with gateway.asking(turn(2, 1)):
+            await until(lambda: gateway.metrics("pdproxy_queued_requests"), "the second one to wait")
+    await gateway.worker.drain.idle()
+    assert not gateway.metrics("pdproxy_queued_requests")
