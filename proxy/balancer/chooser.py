@@ -79,8 +79,7 @@ class Chooser:
     def has_room(self) -> bool:
         """Whether the policy would send something to some candidate below its limit, or there are none."""
         if self.holds_queue:
-            has_room = self.policy.has_room
-            return not self.candidates or any(each.has_room and has_room(each) for each in self.candidates)
+            return not self.candidates or self.policy.has_room(self.candidates)
         if not self.has_limits:
             return True
         running = self._scoreboard.running

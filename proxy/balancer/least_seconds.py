@@ -67,6 +67,8 @@ class _Asked:
     keys: Sequence[int]
     ends: Sequence[float]
     """Tokens up to the end of each piece."""
+    tokens: int
+    """Of the prompt."""
     there: dict[Backend, tuple[int, int, float]]
     """The version of what is known of a backend, the pieces that are cached there, and seconds."""
 
@@ -105,11 +107,12 @@ class LeastSeconds(LeastLoad):
         waits = [self._left(candidate.backend, candidate.weight * _SECONDS_PER_WEIGHT, now) for candidate in candidates]
         return candidates[self._soonest(candidates, waits, request)]
 
-    def has_room(self, candidate: Candidate) -> bool:
-        """Whether a prompt that went there now would begin almost at once."""
-        if candidate.backend.role is Role.DECODE:
-            return True
-        return self._is_free(candidate, self._wait(candidate, self.context.clock()))
+    def has_room(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a prompt that went to one of them now would begin almost at once."""
+        if candidates[0].backend.role is Role.DECODE:
+            return super().has_room(candidates)
+        waits = self._waits(candidates)
+        return any(self._is_free(candidate, wait) for candidate, wait in zip(candidates, waits, strict=True))
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least; a decoder's work is not known."""
@@ -124,14 +127,9 @@ class LeastSeconds(LeastLoad):
         """
         if candidates[0].backend.role is Role.DECODE:
             return 0
-        running = sum(candidate.running > 0 for candidate in candidates)
-        self._busy += _BUSY_STEP * (running / len(candidates) - self._busy)
-        now = self.context.clock()
-        waits = [self._wait(candidate, now) for candidate in candidates]
-        free = [
-            candidate.has_room and self._is_free(candidate, wait)
-            for candidate, wait in zip(candidates, waits, strict=True)
-        ]
+        waits = self._waits(candidates)
+        self._busy += _BUSY_STEP * (1 - waits.count(0.0) / len(waits) - self._busy)
+        free = [self._is_free(candidate, wait) for candidate, wait in zip(candidates, waits, strict=True)]
         for place, request in enumerate(waiting):
             best = self._soonest(candidates, waits, request)
             backend = candidates[best].backend
@@ -230,8 +228,9 @@ class LeastSeconds(LeastLoad):
         asked = self._asked.get(id(subject))
         if asked is None or (asked.request.subject or asked.request) is not subject:
             prefix = request.prefix_keys
-            per_byte = request.prompt_tokens / prefix.sizes[-1] if prefix.sizes else 0.0
-            asked = _Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], {})
+            tokens = request.prompt_tokens
+            per_byte = tokens / prefix.sizes[-1] if prefix.sizes else 0.0
+            asked = _Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens, {})
             self._asked[id(subject)] = asked
             if len(self._asked) > _MOST_ASKED:
                 self._asked.popitem(last=False)
@@ -247,16 +246,22 @@ class LeastSeconds(LeastLoad):
             prefixes = self._cached(backend)
             hit = prefixes.hit(asked.keys)
             cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
-            tokens = asked.request.prompt_tokens
-            known = asked.there[backend] = version, hit, self._cost.seconds(backend, tokens - cached, cached)
-        return known[1:]
+            known = asked.there[backend] = version, hit, self._cost.seconds(backend, asked.tokens - cached, cached)
+        return known[1], known[2]
 
-    def _wait(self, candidate: Candidate, now: float) -> float:
-        """Seconds until it is free."""
-        return self._left(candidate.backend, candidate.load.compute * SECONDS_PER_LOAD, now)
+    def _waits(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Seconds until each of them is free; 0.0: it is."""
+        now = self.context.clock()
+        loads = candidates[0].scoreboard.weigh([candidate.backend.slot for candidate in candidates], 1, 0)
+        return [
+            self._left(candidate.backend, load * SECONDS_PER_LOAD, now) if load else 0.0
+            for candidate, load in zip(candidates, loads, strict=True)
+        ]
 
     def _is_free(self, candidate: Candidate, wait: float) -> bool:
         """Whether what it has is soon done, or so short that an engine which works on several computes more with it."""
+        if candidate.limit is not None and not candidate.has_room:
+            return False
         if wait < self.ahead_seconds:
             return True
         if candidate.limit == 1:

@@ -208,9 +208,11 @@ class Policy(ABC):
 
     # For the queue in front of all backends.
 
-    def has_room(self, candidate: Candidate) -> bool:
-        """Whether some request might go there now rather than wait; limits are not its business."""
-        return True
+    def has_room(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether some request might go to one of them now rather than wait; one that is at its limit does not count.
+        A policy that overrides this holds the queue: only then the next two are asked.
+        """
+        return any(candidate.has_room for candidate in candidates)
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn."""

@@ -25,7 +25,8 @@ _PRIOR_WEIGHT: Final = 0.3
 _LEVEL_STEP: Final = 0.02
 # Each new sample makes the older ones count so much less.
 _FORGETTING: Final = 0.998
-_SAMPLES_PER_FIT: Final = 4
+_MOST_WEIGHT: Final = 1e6
+_SAMPLES_PER_FIT: Final = 16
 _SPEED_STEP: Final = 0.05
 _MOST_SPEED: Final = math.log(4)
 # A sample this far off is held to be as far off as this: one that met a garbage collection must not teach anything.
@@ -41,16 +42,18 @@ class PrefillCost:
         """t0, a and b, in seconds."""
         self.samples = 0
         self._slowness: dict[Hashable, float] = {}  # logarithms
+        self._factors: dict[Hashable, float] = {}  # and what these are of
         # The normal equations, of samples that count by the inverse of their squares.
         self._matrix = [[0.0] * 3 for _ in range(3)]
         self._vector = [0.0] * 3
+        self._weight = 1.0  # of the next sample: instead of all older ones' becoming less
         self._level = 0.0  # the logarithm of how much longer prefills take than by the prior
 
     def seconds(self, backend: Hashable, uncached: float, cached: float) -> float:
         """What such a prompt probably takes a backend."""
-        seconds = _seconds(self.shape, uncached, cached)
-        slowness = self._slowness.get(backend)
-        return seconds if slowness is None else seconds * math.exp(slowness)
+        first, token, attention = self.shape
+        seconds = first + uncached * (token + attention * (cached + uncached / 2))
+        return seconds * self._factors[backend] if backend in self._factors else seconds
 
     def learn(self, backend: Hashable, uncached: float, cached: float, seconds: float) -> None:
         """It has taken so long, and not waited for anything else."""
@@ -62,15 +65,14 @@ class PrefillCost:
             clipped = max(-_MOST_ERROR, min(_MOST_ERROR, error))
             seconds *= math.exp(clipped - error)
             error = clipped
-            self._slowness[backend] = max(-_MOST_SPEED, min(_MOST_SPEED, slowness + _SPEED_STEP * error))
+            slower = max(-_MOST_SPEED, min(_MOST_SPEED, slowness + _SPEED_STEP * error))
+            self._slowness[backend], self._factors[backend] = slower, math.exp(slower)
         self.samples += 1
-        for row in self._matrix:
-            row[:] = [_FORGETTING * value for value in row]
-        self._vector = [_FORGETTING * value for value in self._vector]
+        self._weight /= _FORGETTING
         seconds /= math.exp(slowness)
         # By relative errors, but one that seems to have taken no time does not count for all others.
         scale = max(seconds, _seconds(self.shape, uncached, cached))
-        _add(self._matrix, self._vector, _terms(uncached, cached), seconds, 1 / scale**2)
+        _add(self._matrix, self._vector, _terms(uncached, cached), seconds, self._weight / scale**2)
         above = math.log(seconds / _seconds(_PRIOR, uncached, cached))
         self._level += max(_LEVEL_STEP, 1 / self.samples) * (above - self._level)
         if self.samples < _TRUSTED_SAMPLES or self.samples % _SAMPLES_PER_FIT == 0:
@@ -79,12 +81,17 @@ class PrefillCost:
     def forget(self, backend: Hashable) -> None:
         """It has left."""
         self._slowness.pop(backend, None)
+        self._factors.pop(backend, None)
 
     def _fit(self) -> None:
+        if self._weight > _MOST_WEIGHT:
+            self._matrix = [[value / self._weight for value in row] for row in self._matrix]
+            self._vector = [value / self._weight for value in self._vector]
+            self._weight = 1.0
         matrix, vector = [list(row) for row in self._matrix], list(self._vector)
         for tokens in _PRIOR_TOKENS:
             seconds = _seconds(_PRIOR, tokens, 0) * math.exp(self._level)
-            _add(matrix, vector, _terms(tokens, 0), seconds, _PRIOR_WEIGHT / seconds**2)
+            _add(matrix, vector, _terms(tokens, 0), seconds, self._weight * _PRIOR_WEIGHT / seconds**2)
         self.shape = _least_squares(matrix, vector) or self.shape
 
 
