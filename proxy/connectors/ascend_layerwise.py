@@ -22,7 +22,7 @@ from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_
 from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.handoff import handing_over
+from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.handoff import KvHandoff
     from proxy.observe.timeline import Timeline
     from proxy.wire.document import Document
 
@@ -68,7 +67,7 @@ class AscendLayerwise(Disaggregated):
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
-            handing_over(self._context, call, request, timeline) as handoff,
+            KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as rank,
             self.callbacks.expected(_engine_id(call, attempt_id)) as callback,
         ):

@@ -8,7 +8,6 @@ pair of engines is credited or blamed, the hand-over is counted, and KV that sta
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +17,7 @@ from proxy.errors import Failure, UpstreamError
 from proxy.usage import told_of_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
     from proxy.balancer.lease import Lease
@@ -54,29 +53,6 @@ class KvState(Enum):
     """The decoder has given up before its first output."""
 
 
-@contextmanager
-def handing_over(
-    context: ConnectorContext,
-    call: Call,
-    request: PickRequest,
-    timeline: Timeline,
-    least_tokens: int = LEAST_TOKENS,
-) -> Iterator[KvHandoff]:
-    """Lease a decoder and a prefiller, and begin an attempt with them: around both legs.
-
-    From the hand-over of a prompt of less than `least_tokens` nothing follows for whether the decoder fetches KV.
-    Raises NoBackendAvailable.
-    """
-    pools = context.pools
-    with (
-        pools.decode.lease(request) as decoder,
-        pools.prefiller_for(decoder.backend, request) as prefiller,
-        KvHandoff(context, call, request, timeline, prefiller, decoder, least_tokens) as handoff,
-    ):
-        timeline.begin_attempt()
-        yield handoff
-
-
 class LocalKv:
     """No hand-over: the engine that answers has computed the KV cache by itself."""
 
@@ -94,13 +70,15 @@ class LocalKv:
 
 
 class KvHandoff:
-    """Get one from `handing_over`. `with` it: left in state HELD, the transfer has failed or is not wanted any more.
-    That counts against the pair if it may be their fault, and what the prefiller keeps is an orphan.
+    """`with` it around both legs: entering leases a decoder and a prefiller, and begins an attempt with them.
+
+    Left in state HELD, the transfer has failed or is not wanted any more. That counts against the pair if it may be
+    their fault, and what the prefiller keeps is an orphan.
     """
 
     __slots__ = (
         *("prefiller", "decoder", "source", "kv", "failed", "state", "on_arrived"),
-        *("_context", "_call", "_timeline", "_least_tokens", "_kept"),
+        *("_context", "_call", "_request", "_timeline", "_least_tokens", "_kept"),
     )
 
     def __init__(
@@ -109,12 +87,13 @@ class KvHandoff:
         call: Call,
         request: PickRequest,
         timeline: Timeline,
-        prefiller: Lease,
-        decoder: Lease,
-        least_tokens: int,
+        least_tokens: int = LEAST_TOKENS,
     ) -> None:
-        self.prefiller = prefiller
-        self.decoder = decoder
+        """From the hand-over of a prompt of less than `least_tokens` nothing follows for whether the decoder fetches
+        KV.
+        """
+        self.prefiller: Lease
+        self.decoder: Lease
         self.source = KvSource.PREFILLER
         self.kv: PrefilledKv | None = None
         """What the prefiller keeps, once it is held, until the decoder has fetched it. None: nothing that would have to
@@ -126,6 +105,7 @@ class KvHandoff:
         """What else follows for the protocol."""
         self._context = context
         self._call = call
+        self._request = request
         self._timeline = timeline
         self._least_tokens = least_tokens
         self._kept: PrefilledKv | None = None
@@ -179,11 +159,33 @@ class KvHandoff:
             self.kv = self._kept = None
 
     def __enter__(self) -> Self:
+        """Raises NoBackendAvailable."""
+        pools, request = self._context.pools, self._request
+        self.decoder = decoder = pools.decode.lease(request)
+        decoder.__enter__()
+        try:
+            self.prefiller = pools.prefiller_for(decoder.backend, request)
+            self.prefiller.__enter__()
+        except BaseException as error:
+            decoder.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._timeline.begin_attempt()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            if self._kept is not None or error is not None:
+                self._fetched_by_nobody(error)
+        finally:
+            try:
+                self.prefiller.__exit__(kind, error, trace)
+            finally:
+                self.decoder.__exit__(kind, error, trace)
+
+    def _fetched_by_nobody(self, error: BaseException | None) -> None:
+        """The attempt has ended with an error, or before the decoder has the KV cache."""
         if isinstance(error, UpstreamError):
             if error.failure is Failure.BOOTSTRAP:  # what was looked for elsewhere has been kept no longer than that
                 return

@@ -19,7 +19,7 @@ from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.handoff import handing_over
+from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
@@ -62,7 +61,7 @@ class MooncakeBootstrap(Disaggregated):
         """See Disaggregated."""
         timeouts = self._context.settings.timeouts
         with (
-            handing_over(self._context, call, request, timeline) as handoff,
+            KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as prefill_rank,
             self._ranks.claim() as decode_rank,
         ):

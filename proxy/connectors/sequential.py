@@ -18,7 +18,7 @@ from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.handoff import KvSource, handing_over
+from proxy.connectors.handoff import KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.legs import Leg, opened
 from proxy.connectors.prefill_body import prefill_body
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
@@ -101,10 +100,7 @@ class Sequential(Disaggregated):
         return self._both(call, request, timeline)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        with (
-            handing_over(self._context, call, request, timeline, self.least_tokens) as handoff,
-            self._ranks.claim() as rank,
-        ):
+        with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(Stage.PREFILL)
             prefilled = yield from self.prefill(call, handoff, timeline)
             handoff.prefilled(prefilled.usage)
@@ -112,18 +108,23 @@ class Sequential(Disaggregated):
             if prefilled.kv is None:
                 handoff.source = self.source_without_kv
             handoff.held()
-            with (yield from self._decode(call, prefilled, handoff, rank, timeline)) as response:
-                if not response.is_success:
-                    raise refusal(response, (yield response))
-                if call.stream:
-                    timeline.enter(Stage.FIRST_TOKEN)
-                yield Attempt(
-                    response,
-                    timeline,
-                    prefiller=handoff.prefiller.backend,
-                    kv_handed_over=handoff.source is not KvSource.DECODER,
-                    handoff=handoff,
-                )
+            rank = self._ranks.claim() if self._context.settings.balance.decode_dp_ranks > 1 else None
+            try:
+                with (yield from self._decode(call, prefilled, handoff, rank, timeline)) as response:
+                    if not response.is_success:
+                        raise refusal(response, (yield response))
+                    if call.stream:
+                        timeline.enter(Stage.FIRST_TOKEN)
+                    yield Attempt(
+                        response,
+                        timeline,
+                        prefiller=handoff.prefiller.backend,
+                        kv_handed_over=handoff.source is not KvSource.DECODER,
+                        handoff=handoff,
+                    )
+            finally:
+                if rank is not None:
+                    rank.free()
 
     # What a protocol says
 
@@ -137,20 +138,20 @@ class Sequential(Disaggregated):
         """One prefill leg. Raises UpstreamError."""
         attempt_id = new_attempt_id()
         timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
-        with self._ranks.claim() as rank:
-            leg = Leg(
-                prefiller,
-                call.api.path,
-                prefill_body(call, self._pools.prefill.engine_version(prefiller), _ASK_FOR_KV),
-                {
-                    **call.headers,
-                    "x-request-id": attempt_id,
-                    **rank.header(prefiller, self._context.settings.balance.prefill_dp_ranks),
-                },
-                prefill_seconds(self._context.settings.timeouts, call),
-            )
-            with (yield leg) as response:
+        headers = {**call.headers, "x-request-id": attempt_id}
+        rank, ranks = None, self._context.settings.balance.prefill_dp_ranks
+        if ranks > 1:
+            rank = self._ranks.claim()
+            headers |= rank.header(prefiller, ranks)
+        version = self._pools.prefill.engine_version(prefiller)
+        asked = prefill_body(call, version, _ASK_FOR_KV)
+        seconds = prefill_seconds(self._context.settings.timeouts, call)
+        try:
+            with (yield Leg(prefiller, call.api.path, asked, headers, seconds)) as response:
                 body = yield response
+        finally:
+            if rank is not None:
+                rank.free()
         answer = parse_prefilled(response, body)
         timeline.usage.saw_prompt(answer.values.get("usage"))
         params = _kv_params(answer)
@@ -162,7 +163,7 @@ class Sequential(Disaggregated):
         call: Call,
         prefilled: Prefilled,
         handoff: KvHandoff,
-        rank: RankClaim,
+        rank: RankClaim | None,
         timeline: Timeline,
     ) -> Steps[Response]:
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
@@ -173,16 +174,13 @@ class Sequential(Disaggregated):
         while True:
             decoder = handoff.decoder.backend
             timeline.decoder, timeline.decode_id = decoder.name, prefilled.attempt_id
-            # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
-            steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
+            headers = {**call.headers, "x-request-id": prefilled.attempt_id}
+            if rank is not None:
+                # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
+                headers |= rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
+            seconds = self._handoff_seconds(prefilled.kv, call)
             try:
-                response: Response = yield Leg(
-                    decoder,
-                    call.api.path,
-                    body,
-                    {**call.headers, "x-request-id": prefilled.attempt_id, **steering},
-                    self._handoff_seconds(prefilled.kv, call),
-                )
+                response: Response = yield Leg(decoder, call.api.path, body, headers, seconds)
                 return response
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self.move(handoff.decoder, handoff.failed, error):

@@ -16,7 +16,7 @@ from proxy.connectors.aborts import Aborts
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, check_status, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.concurrent import running
-from proxy.connectors.handoff import handing_over
+from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
 from proxy.connectors.single_leg import SingleLeg
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.concurrent import PrefillLeg
-    from proxy.connectors.handoff import KvHandoff
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
@@ -78,7 +77,7 @@ class SglangBootstrap(Connector):
     @asynccontextmanager
     async def _open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         with (
-            handing_over(self._context, call, request, timeline) as handoff,
+            KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as claim,
         ):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from proxy.balancer.pool import Pool
 from proxy.dialects.base import Unit
 from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
@@ -65,11 +66,12 @@ class Gateway:
             metrics=metrics,
             settings=settings,
         )
+        self._serving = tuple(map(pools.of, connector.roles))
 
     def _on_wait(self, is_waiting: bool) -> None:
         """Have the pools tell of room only while a unit waits for it: otherwise each request would cost three calls."""
-        for role in self._connector.roles:
-            self._pools.of(role).on_release = self.admission.notify if is_waiting else None
+        for pool in self._serving:
+            pool.on_release = self.admission.notify if is_waiting else None
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for what is decided from now on."""
@@ -136,7 +138,7 @@ class Gateway:
 
     def _has_room(self) -> bool:
         """Whether one more unit would find room in every role, or would fail at once."""
-        return all(self._pools.of(role).has_room() for role in self._connector.roles)
+        return all(map(Pool.has_room, self._serving))
 
     def _absent(self) -> Role | None:
         """A role of which all are gone that were there, None if there is none."""

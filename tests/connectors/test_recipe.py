@@ -18,7 +18,7 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
-from proxy.connectors.handoff import handing_over
+from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
@@ -45,7 +45,7 @@ class Example(Connector):
         """See Connector.open."""
         pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.settings.timeouts
         headers = {**call.headers, "x-request-id": new_attempt_id()}
-        with handing_over(self._context, call, request, timeline) as handoff:
+        with KvHandoff(self._context, call, request, timeline) as handoff:
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.enter(Stage.PREFILL)
