@@ -61,6 +61,11 @@ class Call:
     prompt: Prompt | None = None
     """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
     None: not known."""
+    values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+    """The client's fields, as engines take them: the document's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.document.values)
 
     @property
     def output_limit(self) -> int | None:
@@ -118,11 +123,6 @@ class Call:
     def model(self) -> object:
         """The name of the model, as the client says it, whatever that is; None when it says none."""
         return self.values.get("model") if self.alias is None else self.alias
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """The client's fields, as engines take them."""
-        return self.document.values
 
     def members(self, names: Collection[str]) -> dict[str, Any]:
         """Of the fields as the engines get them those that have one of these names."""

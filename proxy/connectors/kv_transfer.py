@@ -63,7 +63,10 @@ _ABORT_SECONDS: Final = 480.0
 
 def kv_transfer(params: Mapping[str, Any]) -> KvTransfer:
     """Which connector wrote a prefiller's KV parameters."""
-    return next((transfer for mark, transfer in _MARKS.items() if mark in params), KvTransfer.OTHER)
+    for mark, transfer in _MARKS.items():
+        if mark in params:
+            return transfer
+    return KvTransfer.OTHER
 
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:

@@ -12,6 +12,7 @@ from proxy.listener import replies
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from proxy.connectors.base import Connector
     from proxy.dialects.openai import OpenAi
@@ -42,13 +43,10 @@ class FastParts:
     metrics: Metrics
     settings: Settings
     loop: asyncio.AbstractEventLoop
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of the clock that request records have."""
     _date: bytes = field(default=b"", init=False)
     _date_second: int = field(default=-1, init=False)
-
-    @staticmethod
-    def clock() -> float:
-        """Seconds of the clock that request records have."""
-        return time.monotonic()
 
     # What a request writes, as aiohttp would
 

@@ -54,8 +54,8 @@ class Delivery:
         """What was read last made no sense, so it is not known any more what the client has."""
         self.is_touched = False
         """The present decoder has said something that counts: the answer cannot simply be asked for again."""
-        self.segment = new_segment()
-        """The present decoder's stream."""
+        self.segment: Segment | None = None
+        """The present decoder's stream; None before the first."""
         self.usage: dict[str, Any] | None = None
         """The usage of the whole answer, once it has ended; None where engines tell neither usage nor token ids."""
         self.counts_reasoning = False
@@ -82,6 +82,11 @@ class Delivery:
     def ahead(self) -> Sequence[int]:
         """Ids the client has seen and the present decoder has not generated again yet."""
         return () if self._seam is None else self._seam.swallowed
+
+    @property
+    def told(self) -> dict[str, Any] | None:
+        """The last usage that the present decoder has told; None: it has told none."""
+        return None if self.segment is None else self.segment.usage
 
     @property
     def goes_on(self) -> bool:
@@ -240,7 +245,7 @@ class Delivery:
         None where engines tell neither. Text is not counted: how many tokens it is only the engine knows.
         """
         segment = self.segment
-        if self._seam is None and segment.usage is not None and len(segment.finish_reasons) == 1:
+        if self._seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
             return with_prompt_details(segment.usage, details)
         if (usage := self.transcript.counted_usage()) is None:
             return None

@@ -124,7 +124,7 @@ class Resuming:
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (
             self._timeline.usage.counts_reasoning
-            or (delivery.segment.usage or {}).get("completion_tokens_details") is not None
+            or (delivery.told or {}).get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and is_everywhere(REASONING_USAGE))
         )
         if self._settings.chats != "auto":
