@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import aiohttp
+
 from tests.asking import until
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ class Program:
         found = re.search(pattern, self.output)
         assert found, f"the program ended with code {self.process.returncode}:\n{self.output}"
         return found
+
+    async def counts(self, sample: str) -> None:
+        """Wait until a scrape shows this line: what other workers have served is counted a moment later."""
+        async with asyncio.timeout(10.0), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.url}/metrics") as response:
+                    if sample in (await response.text()).splitlines():
+                        return
 
     async def ended(self) -> int:
         """Wait for the end; the exit code."""
