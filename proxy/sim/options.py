@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.profile import ALL_PROFILES, ConnectorName, Profile
 
 SimRole = Literal["prefill", "decode", "both"]
@@ -30,6 +32,8 @@ class Options:
     prefill_ms_per_1k_tokens: float = 0.0
     decode_step_ms: float = 0.0
     decode_step_ms_per_seq: float = 0.0
+    machine: str | None = None
+    """Work takes as long as on this one of `hardware.machines.MACHINES`; None: as the three delays say."""
     max_num_seqs: int = 256
     tokens_per_step: int = 1
     stream_interval: int = 1
@@ -65,6 +69,17 @@ class Options:
     """Layerwise: how long a decoder queues before it calls back."""
     store: str | None = None
     """The directory that stands for a KV store; None has nothing and keeps nothing."""
+
+    @property
+    def cost(self) -> Cost:
+        """How long work takes."""
+        if self.machine is not None:
+            return MACHINES[self.machine].cost
+        return Cost(
+            prompt_token=self.prefill_ms_per_1k_tokens / 1e6,
+            step=self.decode_step_ms / 1e3,
+            step_sequence=self.decode_step_ms_per_seq / 1e3,
+        )
 
     @property
     def kv_protocol(self) -> ProtocolName:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
 from proxy.sim.engine.faults import ACTIONS
+from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import LoadFailurePolicy, Options, ProtocolName, SimRole
 from proxy.sim.profile import ALL_PROFILES, ConnectorName
 
@@ -91,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
     add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
     add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
+    add("--machine", choices=MACHINES, help="work takes as long as there, whatever the three delays say")
     add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
     add(
         "--tokens-per-step",

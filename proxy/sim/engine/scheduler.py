@@ -23,6 +23,7 @@ class Scheduler:
 
     def __init__(self, options: Options, on_step: Callable[[int], None]) -> None:
         self._options = options
+        self._cost = options.cost
         self._on_step = on_step
         self._waiting: deque[Sequence] = deque()
         self._running: set[Sequence] = set()
@@ -60,7 +61,9 @@ class Scheduler:
         """Start the prefill of an admitted sequence; its first token follows when that is done."""
         if sequence not in self._running:
             return
-        seconds = sequence.prefill_tokens * self._options.prefill_ms_per_1k_tokens / 1e6
+        seconds = (
+            self._cost.prefill(sequence.prefill_tokens, sequence.cached_tokens) if sequence.prefill_tokens else 0.0
+        )
         self._prefill_free_at = max(self._now(), self._prefill_free_at) + seconds
         sequence.ready_at = self._prefill_free_at
         self._prefilling.append(sequence)
@@ -88,7 +91,11 @@ class Scheduler:
         return self._loop.time()
 
     def _step_seconds(self) -> float:
-        return (self._options.decode_step_ms + self._options.decode_step_ms_per_seq * len(self._decoding)) / 1e3
+        # What is held counts on hardware where it does: there are few sequences then, and this is asked for each step.
+        kv_tokens = 0
+        if self._cost.step_kv_token:
+            kv_tokens = sum(len(sequence.prompt) + len(sequence.output) for sequence in self._decoding)
+        return self._cost.decode(len(self._decoding), kv_tokens)
 
     def _arm(self) -> None:
         assert self._loop is not None
