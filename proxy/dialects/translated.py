@@ -77,8 +77,13 @@ class Part:
     id: str = ""
     """The engine's, of a tool call."""
     name: str = ""
-    texts: list[str] = field(default_factory=list)
-    """What it says; of a tool call, the arguments. Left empty by those who need it only once."""
+    written: bytearray = field(default_factory=bytearray)
+    """What it says, or the arguments of a tool call, UTF-8. Left empty by those who need it only once."""
+
+    @property
+    def text(self) -> str:
+        """The same."""
+        return self.written.decode()
 
 
 class Parts(ABC):

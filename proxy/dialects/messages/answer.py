@@ -84,14 +84,14 @@ class MessageEvents(Parts):
             case Kind.TEXT:
                 return _delta(part, {"type": "text_delta", "text": text})
             case Kind.CALL:
-                part.texts.append(text)
+                part.written += text.encode()
                 return _delta(part, {"type": "input_json_delta", "partial_json": text})
 
     def closed(self, part: Part) -> bytes:
         """`content_block_stop`; thinking is signed before."""
         signed = b""
         if part.kind is Kind.CALL:
-            self._uses.append(_tool_use(part.id, part.name, "".join(part.texts)))
+            self._uses.append(_tool_use(part.id, part.name, part.text))
         if part.kind is Kind.REASONING:
             signed = _delta(part, {"type": "signature_delta", "signature": new_id()})
         return signed + event("content_block_stop", {"type": "content_block_stop", "index": part.index})

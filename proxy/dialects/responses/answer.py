@@ -31,11 +31,11 @@ def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, 
         (Kind.TEXT, told.get("content")),
     ):
         if text:
-            parts.append(Part(len(parts), kind, texts=[text]))
+            parts.append(Part(len(parts), kind, written=bytearray(text.encode())))
     for at, each in enumerate(told.get("tool_calls") or ()):
         function = each["function"]
-        texts = [function.get("arguments") or "{}"]
-        parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], texts))
+        written = bytearray((function.get("arguments") or "{}").encode())
+        parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], written))
     items = _Items(asked)
     is_cut = choice["finish_reason"] in _INCOMPLETE
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
@@ -78,7 +78,7 @@ class ResponseEvents(Parts):
 
     def said(self, part: Part, text: str) -> bytes:
         """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
-        part.texts.append(text)
+        part.written += text.encode()
         match part.kind:
             case Kind.REASONING:
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
@@ -93,7 +93,7 @@ class ResponseEvents(Parts):
         """All that the part has become."""
         item = self._items.item(part, is_cut=self.finish_reason in _INCOMPLETE)
         self._output.append(item)
-        text = "".join(part.texts)
+        text = part.text
         match part.kind:
             case Kind.REASONING:
                 done = self._about("response.reasoning_text.done", part, content_index=0, text=text)
@@ -156,17 +156,17 @@ class _Items:
         item: dict[str, Any] = {"id": self.id_of(part)}
         match part.kind:
             case Kind.REASONING:
-                thoughts = "".join(part.texts)
+                thoughts = part.text
                 seal = sealed(thoughts) if self._asked.wants_sealed and not is_begun else None
                 content = [] if is_begun else [_content(part)]
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case Kind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
             case Kind.CALL if self._asked.is_custom(part.name):
-                item |= {"type": "custom_tool_call", **self._call(part), "input": as_text("".join(part.texts))}
+                item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
             case Kind.CALL:
                 # Arguments that never began are told as none, but not before they are known not to begin.
-                arguments = "".join(part.texts) or ("" if is_begun else "{}")
+                arguments = part.text or ("" if is_begun else "{}")
                 item |= {"type": "function_call", **self._call(part), "arguments": arguments}
         return {**item, "status": status}
 
@@ -180,7 +180,7 @@ class _Items:
 
 
 def _content(part: Part) -> dict[str, Any]:
-    text = "".join(part.texts)
+    text = part.text
     if part.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
