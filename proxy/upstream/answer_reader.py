@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from proxy.upstream.any_answer import AnyAnswer
-from proxy.upstream.plain_head import PlainHead, PlainHeaders
+from proxy.upstream.plain_head import plain_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,27 +18,25 @@ if TYPE_CHECKING:
 _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
 _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
 _CRLF: Final = b"\r\n"
+_BLANK_LINE: Final = b"\r\n\r\n"
+_MAX_PLAIN_BYTES: Final = 4096  # of a head
 _END_MARK: Final = b"0\r\n\r\n"
 
 
 class AnswerReader:
-    """Reads the answers on one connection: one after each `begin`."""
+    """Reads the answers on one connection. What follows a complete one is the next."""
 
-    __slots__ = ("_any", "_is_chunked", "_keeps_alive", "_left", "_line", "headers", "is_complete", "status")
+    __slots__ = ("_any", "_is_chunked", "_left", "_line", "headers", "is_complete", "keeps_alive", "status")
 
     def __init__(self) -> None:
-        self._any: AnyAnswer | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """What comes next is the answer to another request."""
-        self.close()
         self.status = 0
-        """0 until the headers are there."""
+        """0 until the headers are there, or when nothing of the present answer is."""
         self.headers: Mapping[str, str] = {}
         """Lower-case names; the last one of equal names. Without trailers."""
         self.is_complete = False
-        self._keeps_alive = True
+        self.keeps_alive = True
+        """The connection can carry another exchange, if the answer is complete."""
+        self._any: AnyAnswer | None = None
         self._is_chunked = False
         self._left = 0  # of the body that has a length, or of the present chunk and the line end behind it
         self._line = b""  # the beginning of a chunk's size line
@@ -50,48 +48,49 @@ class AnswerReader:
             self._any = None
 
     @property
-    def keeps_alive(self) -> bool:
-        """The connection can carry another exchange, if the answer is complete."""
-        return self._keeps_alive if self._any is None else self._any.keeps_alive
-
-    @property
     def is_between_chunks(self) -> bool:
         """What comes next is the first byte of a chunk, or of the end mark."""
         return self._is_chunked and not self._left and not self._line and not self.is_complete and self._any is None
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes and return the body in them. Raises BadAnswer, after which status and headers count."""
+        """Take the next bytes and return the body in them. Raises BadAnswer, after which status and headers count.
+
+        One function for all that is ordinary, as each function that is called costs more than what it does.
+        """
         if self._any is not None:
-            return self._feed_any(data)
-        if not self.status:
-            return self._begin_with(data)
-        if self._is_chunked:
-            return self._feed_chunks(self._line + data if self._line else data)
-        if len(data) > self._left:
-            return self._give_up(data, self._left, [])
-        self._left -= len(data)
-        self.is_complete = not self._left
-        return data
-
-    def _begin_with(self, data: bytes) -> bytes:
-        head = PlainHead.of(data)
-        if head is None or (head.length is not None and len(data) - head.end > head.length):
-            self._any = AnyAnswer()
-            return self._feed_any(data)
-        self.status, self.headers, self._keeps_alive = head.status, PlainHeaders(head.fields), head.keeps_alive
-        body = data[head.end :]
-        if head.length is None:
-            self._is_chunked = True
-            return self._feed_chunks(body) if body else body
-        self._left = head.length - len(body)
-        self.is_complete = not self._left
-        return body
-
-    def _feed_chunks(self, data: bytes) -> bytes:
-        """`data` begins with what is left of the present chunk, or else with a size line."""
+            if not self.is_complete:
+                return self._feed_any(data)
+            self.close()
+        if self.is_complete or not self.status:
+            self.status, self.is_complete = 0, False
+            end = data.find(_BLANK_LINE) + 4
+            head = plain_head(data[:end]) if 4 <= end <= _MAX_PLAIN_BYTES else None
+            if head is None:
+                return self._feed_any(data)
+            length = head.length
+            if length is not None:
+                left = end + length - len(data)
+                if left < 0:
+                    return self._feed_any(data)
+                self.status, self.headers, self.keeps_alive = head.status, head.headers, head.keeps_alive
+                self._is_chunked, self._left, self.is_complete = False, left, not left
+                return data[end:]
+            self.status, self.headers, self.keeps_alive = head.status, head.headers, head.keeps_alive
+            self._is_chunked, self._left, self._line = True, 0, b""
+            at = end
+        elif not self._is_chunked:
+            left = self._left - len(data)
+            if left < 0:
+                return self._give_up(data, self._left, [])
+            self._left, self.is_complete = left, not left
+            return data
+        else:
+            at = 0
+            if self._line:
+                data, self._line = self._line + data, b""
+        # What is left of the present chunk, or else a size line, stands at `at`.
         pieces: list[bytes] = []
-        at, size, left = 0, len(data), self._left
-        self._line = b""
+        size, left = len(data), self._left
         while at < size:
             if not left:
                 line = _size_line(data, at)
@@ -131,7 +130,7 @@ class AnswerReader:
 
         It is brought there by an answer of this kind; `pieces` of the body were read before.
         """
-        connection = b"" if self._keeps_alive else b"Connection: close\r\n"
+        connection = b"" if self.keeps_alive else b"Connection: close\r\n"
         if not self._is_chunked:
             framing = b"Content-Length: %d\r\n\r\n" % left
         else:
@@ -142,11 +141,10 @@ class AnswerReader:
         return b"".join(pieces)
 
     def _feed_any(self, data: bytes) -> bytes:
-        reader = self._any
-        assert reader is not None
+        reader = self._any = self._any or AnyAnswer()
         try:
             return reader.feed(data)
         finally:
             if not self.status:
                 self.status, self.headers = reader.status, reader.headers
-            self.is_complete = reader.is_complete
+            self.is_complete, self.keeps_alive = reader.is_complete, reader.keeps_alive

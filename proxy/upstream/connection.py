@@ -130,7 +130,6 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None
         self.exchanges += 1
-        self._reader.begin()
         self.complete = self._has_head = self._has_bytes = False
         self._active = self._is_stream = False
         self._head_bytes = 0

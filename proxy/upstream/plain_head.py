@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -19,43 +20,6 @@ _FRAMING: Final = re.compile(
 )
 _LENGTH: Final = re.compile(rb"0|[1-9][0-9]{0,14}").fullmatch
 _WITHOUT_BODY: Final = (204, 304)
-
-
-class PlainHead(NamedTuple):
-    """What there is to know of it."""
-
-    status: int
-    """From 200 on."""
-    fields: bytes
-    """The header lines, each with its end."""
-    length: int | None
-    """Of the body in bytes; None: it is chunked."""
-    keeps_alive: bool
-    end: int
-    """Where in the bytes the body begins."""
-
-    @classmethod
-    def of(cls, data: bytes) -> PlainHead | None:
-        """The head that `data` begins with; None where there is none, or httptools should read it."""
-        match = _HEAD.match(data)
-        if match is None:
-            return None
-        status, fields = int(match[1]), match[2]
-        keeps_alive, framing = True, None
-        for name, value in _FRAMING.findall(fields.lower()):
-            if name == b"connection" and value in (b"keep-alive", b"close") and keeps_alive:
-                keeps_alive = value != b"close"
-            elif framing is None and (name == b"content-length" or (name, value) == _CHUNKED):
-                framing = value
-            else:
-                return None
-        if framing is None or status in _WITHOUT_BODY:
-            return None
-        if framing == _CHUNKED[1]:
-            return cls(status, fields, None, keeps_alive, match.end())
-        return cls(status, fields, int(framing), keeps_alive, match.end()) if _LENGTH(framing) else None
-
-
 _CHUNKED: Final = b"transfer-encoding", b"chunked"
 
 
@@ -65,7 +29,7 @@ class PlainHeaders(Mapping[str, str]):
     __slots__ = ("_by_name", "_fields")
 
     def __init__(self, fields: bytes) -> None:
-        """`fields` as in PlainHead."""
+        """`fields`: each with the end of its line."""
         self._fields = fields
         self._by_name: dict[str, str] | None = None
 
@@ -83,3 +47,37 @@ class PlainHeaders(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._all())
+
+
+class PlainHead(NamedTuple):
+    """What there is to know of it."""
+
+    status: int
+    """From 200 on."""
+    headers: PlainHeaders
+    length: int | None
+    """Of the body in bytes; None: it is chunked."""
+    keeps_alive: bool
+
+
+# Engines write the same head for a second, until its date is another: then it is looked up instead of being read.
+@lru_cache(maxsize=128)
+def plain_head(head: bytes) -> PlainHead | None:
+    """What bytes up to the first blank line say; None where they are no head, or httptools should read it."""
+    match = _HEAD.fullmatch(head)
+    if match is None:
+        return None
+    status, fields = int(match[1]), match[2]
+    keeps_alive, framing = True, None
+    for name, value in _FRAMING.findall(fields.lower()):
+        if name == b"connection" and value in (b"keep-alive", b"close") and keeps_alive:
+            keeps_alive = value != b"close"
+        elif framing is None and (name == b"content-length" or (name, value) == _CHUNKED):
+            framing = value
+        else:
+            return None
+    if framing is None or status in _WITHOUT_BODY:
+        return None
+    if framing == _CHUNKED[1]:
+        return PlainHead(status, PlainHeaders(fields), None, keeps_alive)
+    return PlainHead(status, PlainHeaders(fields), int(framing), keeps_alive) if _LENGTH(framing) else None

@@ -207,5 +207,4 @@ def test_one_reader_reads_the_answers_of_many_exchanges() -> None:
     odd = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n1"
     reader = AnswerReader()
     for answer in (OK, odd, STREAM_HEAD + chunk(b"a") + b"0\r\n\r\n", OK):
-        reader.begin()
         assert told(reader, [answer]) == told(AnyAnswer(), [answer])
