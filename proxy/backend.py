@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from proxy.settings import canonical_host
 
@@ -16,8 +17,7 @@ class Role(StrEnum):
     ENCODE = "encode"
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What requests cost a backend, in whole tokens: integers, because float costs leave a residue when given back.
 
     `compute` is being worked on now, `kv` is cache that is held.

@@ -35,9 +35,12 @@ DECODE_OVERHEAD_TOKENS: Final = 256
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One unit of work for the engines: a single prompt and a single sample once its dialect has split it."""
+    """One unit of work for the engines: a single prompt and a single sample once its dialect has split it.
+
+    Nothing of it is ever set again. It is not frozen because each of its fields would cost a call then.
+    """
 
     api: Api
     document: Document
@@ -65,7 +68,7 @@ class Call:
     """The client's fields, as engines take them: the document's."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", self.document.values)
+        self.values = self.document.values
 
     @property
     def output_limit(self) -> int | None:

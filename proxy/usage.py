@@ -31,14 +31,15 @@ class Usage:
         The first to tell is right: later attempts find in the cache what the first ones put there.
         """
         if isinstance(usage, dict) and self.prompt_details is None and not self.is_resumed:
-            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            if isinstance(tokens := usage.get("prompt_tokens"), int):
+                self.prompt_tokens = tokens
             self.prompt_details = prompt_details(usage)
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
 
     def saw_completion(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the answer."""
-        if isinstance(usage, dict):
-            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
+            self.completion_tokens = tokens
 
 
 def told_of_prompt(usage: Any) -> tuple[int | None, int | None]:

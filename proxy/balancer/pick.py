@@ -53,9 +53,12 @@ class Subject(Protocol):
         """How soon the client wants the first token after its request; None: it does not say."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PickRequest:
-    """What a backend of some role is wanted for. The same one serves the picks of all roles."""
+    """What a backend of some role is wanted for. The same one serves the picks of all roles.
+
+    Nothing of it is ever set again; see Call.
+    """
 
     prefill: Load
     """What it costs a prefiller or an encoder."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proxy.upstream import Response
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One try at a call: the decoder's open 200 answer, and the leases behind it."""
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from proxy.connectors.base import Connector
-from proxy.connectors.one_engine import OneEngine, is_search
+from proxy.connectors.one_engine import RARE, OneEngine, is_search
 from proxy.connectors.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ class Disaggregated(Connector):
 
     def check(self, call: Call) -> None:
         """Refuse what can neither be handed over nor be served by one engine."""
-        self._one_engine.check(call)
+        if not RARE.isdisjoint(call.values):
+            self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
         """A hand-over is of one sequence."""
-        return not is_search(call)
+        return RARE.isdisjoint(call.values) or not is_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
@@ -43,7 +44,8 @@ class Disaggregated(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
-        return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
+        alone = None if RARE.isdisjoint(call.values) else self._one_engine.legs(call, request, timeline)
+        return alone or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """The legs of a call that can be handed over; None: they do not come one after the other."""

@@ -29,7 +29,7 @@ class KvTransfer(StrEnum):
     """A connector that has no release, or that this gateway does not know."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PrefilledKv:
     """KV that a prefiller keeps for a decoder. `params` are its parameters, verbatim; `tokens` is an estimate.
 

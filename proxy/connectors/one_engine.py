@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
 
 # Without these members there is nothing to look at, as in nearly all requests.
-_RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
+RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
 
 
 class OneEngine:
@@ -55,7 +55,7 @@ class OneEngine:
 
     def _role(self, call: Call) -> Role | None:
         """Who serves a call alone; None: it can be handed over. Raises BadRequest."""
-        if _RARE.isdisjoint(call.values):
+        if RARE.isdisjoint(call.values):
             return None
         problem = _problem(call)
         if problem is None:
@@ -69,7 +69,7 @@ class OneEngine:
 
 def is_search(call: Call) -> bool:
     """Whether the answer is chosen among several sequences, which have to be on one engine."""
-    if _RARE.isdisjoint(call.values):
+    if RARE.isdisjoint(call.values):
         return False
     best_of = call.values.get("best_of")
     return bool(call.values.get("use_beam_search")) or (isinstance(best_of, int) and best_of > call.samples)

@@ -56,7 +56,7 @@ _ASK_FOR_KV: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Prefilled:
     """What a prefill leg has come to, and the decode leg begins with."""
 

@@ -147,6 +147,11 @@ class ChatCompletions(OpenAi):
     api = Api.CHAT
     readings = _CHAT_READINGS
 
+    def is_single(self, call: Call) -> bool:
+        """See Dialect. A chat has one prompt."""
+        values = call.values
+        return (values.get("n") or 1) == 1 and not (values.get("use_beam_search") or values.get("best_of"))
+
 
 class Completions(OpenAi):
     """POST /v1/completions."""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from proxy.fast_path.head import Head
     from proxy.fast_path.intake import Intake
     from proxy.fast_path.request import FastRequest
-    from proxy.flow.buffers import Hold
     from proxy.listener.http_listener import HttpListener
 
 # A body that takes longer than this has the deadlines of a slow one, which are aiohttp's road's.
@@ -28,7 +27,7 @@ class FastConnection(FirstProtocol):
     """What a HttpListener makes for each connection that it accepts, if the fast path is on."""
 
     __slots__ = (
-        *("_body", "_closes", "_drained", "_head", "_hold", "_listener", "_missing_bytes", "_intake", "_pending"),
+        *("_body", "_closes", "_drained", "_head", "_held_bytes", "_listener", "_missing_bytes", "_intake", "_pending"),
         *("_request", "_since", "door", "is_paused", "transport"),
     )
 
@@ -51,7 +50,7 @@ class FastConnection(FirstProtocol):
         self._body: list[bytes] = []
         """What there is of that request, its head included."""
         self._missing_bytes = 0
-        self._hold: Hold | None = None
+        self._held_bytes = 0
         self._drained: asyncio.Future[None] | None = None
 
     @property
@@ -161,16 +160,14 @@ class FastConnection(FirstProtocol):
         else:
             self._head, self._missing_bytes, self._since = head, missing_bytes, self._intake.parts.clock()
             self._body.append(data)
-            self._hold = self._intake.hold(len(data))
-            if self._hold is None:
+            if not self._take(len(data)):
                 self._leave()
 
     def _receive(self, head: Head, data: bytes) -> None:
         """Another piece of a body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
-        assert self._hold is not None
-        if self._missing_bytes < 0 or not self._intake.grows(self._hold, len(data)):
+        if self._missing_bytes < 0 or not self._take(len(data)):
             self._leave()
         elif self._missing_bytes == 0:
             self._let_go()
@@ -204,10 +201,16 @@ class FastConnection(FirstProtocol):
         self._body.clear()
         self._listener.hand_over(self, data)
 
+    def _take(self, body_bytes: int) -> bool:
+        """Account for so many bytes more; False: there is no room for them."""
+        has_room = self._intake.buffers.take(body_bytes)
+        if has_room:
+            self._held_bytes += body_bytes
+        return has_room
+
     def _let_go(self) -> None:
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            hold.__exit__(None, None, None)
+        self._intake.buffers.give_back(self._held_bytes)
+        self._held_bytes = 0
 
     def _lose(self) -> None:
         self._let_go()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from proxy.fast_path.head import Head
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
-    from proxy.flow.buffers import Hold
     from proxy.settings import Settings
 
 # As on the other road; see api/generation.py.
@@ -37,6 +36,8 @@ class Intake:
         self.parts = parts
         self._keys = keys
         self._admission = parts.gateway.admission
+        self.buffers = self._admission.buffers
+        """Where the bodies are accounted for."""
         self._dialects = {
             dialect.path: dialect for dialect in dialects if isinstance(dialect, OpenAi) and dialect.speaks_as_engines
         }
@@ -54,19 +55,6 @@ class Intake:
     def takes(self, head: Head) -> bool:
         """Whether a body that is still on its way is waited for here."""
         return head.body_bytes <= min(LONG_BYTES, self.parts.settings.listen.max_body_bytes)
-
-    def hold(self, body_bytes: int) -> Hold | None:
-        """Account for a body in memory; None: there is no room for it."""
-        hold = self._admission.hold(0)
-        return hold if self.grows(hold, body_bytes) else None
-
-    def grows(self, hold: Hold, body_bytes: int) -> bool:
-        """Account for so many bytes more; False: there is no room for them."""
-        try:
-            hold.add(body_bytes)
-        except GatewayError:
-            return False
-        return True
 
     def begin(self, client: Client, head: Head, raw: bytes) -> FastRequest | None:
         """The request, to be started; None: it is not plain, and nothing has happened.
@@ -101,16 +89,18 @@ class Intake:
             or not self._admission.lets_go(call.pick_request)
         ):
             return None
-        hold = self.hold(memory_bytes(raw, document.read_values))
-        if hold is None:
+        held_bytes = memory_bytes(raw, document.read_values)
+        if not self.buffers.take(held_bytes):
             return None
-        quota = self._keys.enter(key)
-        try:
-            quota.__enter__()
-        except GatewayError:
-            hold.__exit__(None, None, None)
-            return None
-        return FastRequest(self.parts, client, dialect, call, key, quota, hold)
+        quota = None
+        if key.slot is not None:
+            quota = self._keys.enter(key)
+            try:
+                quota.__enter__()
+            except GatewayError:
+                self.buffers.give_back(held_bytes)
+                return None
+        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes)
 
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from proxy.dialects.openai import OpenAi
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
-    from proxy.flow.buffers import Hold
     from proxy.flow.relay import Relay
     from proxy.upstream.connection import Connection
 
@@ -42,7 +41,7 @@ class FastRequest:
 
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_connecting", "_connection", "_dialect"),
-        *("_has_task", "_hold", "_is_awake", "_is_counted", "_key", "_legs", "_parts", "_quota", "_record"),
+        *("_has_task", "_held_bytes", "_is_awake", "_is_counted", "_key", "_legs", "_parts", "_quota", "_record"),
         *("_relay", "_response", "_sent", "_stream", "_task", "_timeline", "is_over"),
     )
 
@@ -53,10 +52,10 @@ class FastRequest:
         dialect: OpenAi,
         call: Call,
         key: ApiKey,
-        quota: AbstractContextManager[None],
-        hold: Hold,
+        quota: AbstractContextManager[None] | None,
+        held_bytes: int,
     ) -> None:
-        """`quota` and `hold` were entered, and are left when the request is over."""
+        """`quota` was entered, and so many bytes were taken from the account of bodies, until the request is over."""
         self.is_over = False
         self._parts = parts
         self._client = client
@@ -64,7 +63,7 @@ class FastRequest:
         self._call = call
         self._key = key
         self._quota = quota
-        self._hold = hold
+        self._held_bytes = held_bytes
         self._attempt: Attempt | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
@@ -352,8 +351,9 @@ class FastRequest:
         record.committed = self._stream.is_committed
         parts.observers.end(record)
         self._uncount()
-        self._hold.__exit__(None, None, None)
-        self._quota.__exit__(None, None, None)
+        parts.gateway.admission.buffers.give_back(self._held_bytes)
+        if self._quota is not None:
+            self._quota.__exit__(None, None, None)
         self._client.done(parts.clock())
         # Each knows this request: they would be cycles of garbage, with the whole body.
         self._attempt = self._relay = self._response = self._task = None

@@ -99,7 +99,7 @@ class Admission:
         self._services = count()
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
-        self._buffers = BodyBuffers(limits.max_buffered_bytes)
+        self.buffers = BodyBuffers(limits.max_buffered_bytes)
         self.is_short_of_memory = False
         """Every request is refused as long as this is set: there is no memory for its body."""
         self.configure(limits)
@@ -108,7 +108,7 @@ class Admission:
         """Take other limits. A shorter wait holds for those who wait already; a shorter queue empties by itself."""
         self._max_waiting = limits.max_waiting
         self._wait_seconds = limits.wait_seconds
-        self._buffers.max_bytes = limits.max_buffered_bytes
+        self.buffers.max_bytes = limits.max_buffered_bytes
         self.notify()
 
     @property
@@ -124,7 +124,7 @@ class Admission:
     @property
     def held_bytes(self) -> int:
         """Request bodies in memory."""
-        return self._buffers.held_bytes
+        return self.buffers.held_bytes
 
     def check(self, key: str) -> None:
         """Raise Overloaded when a request of this key would find the queue full. Costs nothing worth mentioning, so
@@ -139,7 +139,7 @@ class Admission:
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
-        return self._buffers.hold(body_bytes)
+        return self.buffers.hold(body_bytes)
 
     def admit(
         self,

@@ -49,7 +49,8 @@ class RetryBudget:
     def enter(self) -> None:
         """A request is in flight, until it leaves. As entering its permit, for one that is not being retried."""
         self.in_flight += 1
-        self._grant()
+        if self._waiting:
+            self._grant()
 
     def leave(self) -> None:
         """It is no longer in flight."""

@@ -16,7 +16,21 @@ class BodyBuffers:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        """The bytes of all bodies. Only holds change it."""
+        """The bytes of all bodies. Only holds change it, and `take` and `give_back`."""
+
+    def take(self, body_bytes: int) -> bool:
+        """Account for so many bytes, until they are given back; False: there is no room for them. A single body always
+        fits.
+        """
+        held = self.held_bytes
+        if held and held + body_bytes > self.max_bytes:
+            return False
+        self.held_bytes = held + body_bytes
+        return True
+
+    def give_back(self, body_bytes: int) -> None:
+        """They are not in memory any more."""
+        self.held_bytes -= body_bytes
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""

@@ -241,10 +241,11 @@ class Relay:
         self._wake()
 
     def ended(self, error: UpstreamError | None) -> None:
-        if error is None and not self.segment.is_complete:
+        if self.segment.is_complete:  # after `[DONE]` the answer is whole, whatever becomes of the connection
+            error = None
+        elif error is None:
             error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
-        # After `[DONE]` the answer is whole, whatever becomes of the connection.
-        self._end(None if self.segment.is_complete else error)
+        self._end(error)
 
     def _read_other(self, meaning: Meaning, event: Event, output: list[bytes]) -> None:
         """Treat an event that is not content."""

@@ -131,7 +131,7 @@ def request_id(request: web.BaseRequest) -> str:
 
 def accepted_id(given: str) -> str:
     """The id that a client gave, or a new one in place of one that is not sane, or empty."""
-    return given if _is_acceptable_id(given) else new_request_id()
+    return given if given and _is_acceptable_id(given) else new_id()
 
 
 def new_request_id() -> str:

@@ -21,17 +21,13 @@ class Api(StrEnum):
     GENERATE = "generate"
     """SGLang's own."""
 
-    @property
-    def path(self) -> str:
-        """The route, the same on the gateway and on the engines."""
-        return _PATHS[self]
+    path: str
+    """The route, the same on the gateway and on the engines."""
 
 
-_PATHS: Final = {
-    Api.CHAT: "/v1/chat/completions",
-    Api.COMPLETIONS: "/v1/completions",
-    Api.GENERATE: "/generate",
-}
+Api.CHAT.path = "/v1/chat/completions"
+Api.COMPLETIONS.path = "/v1/completions"
+Api.GENERATE.path = "/generate"
 
 OPENAI_APIS: Final = (Api.CHAT, Api.COMPLETIONS)
 """The endpoints of OpenAI's API."""
