@@ -57,6 +57,9 @@ class Line:
     def setsockopt(self, *_: int) -> None:
         pass
 
+    def write(self, _: object) -> None:
+        """Requests are sent nowhere."""
+
     def writelines(self, _: object) -> None:
         pass
 
