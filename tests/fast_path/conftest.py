@@ -1,0 +1,18 @@
+"""Both roads, for the tests that compare them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fast_path.roads import Roads
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+
+
+@pytest.fixture
+def roads(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> Roads:
+    """Takes a conversation through two gateways, and compares what it comes to."""
+    return Roads(deploy, monkeypatch)
