@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
-_SERVER_LINE: Final = f"Server: {SERVER}\r\n"
+_SERVER_LINE: Final = f"Server: {SERVER}\r\n".encode()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,23 +52,22 @@ class FastParts:
 
     def stream_head(self, request_id: str) -> bytes:
         """The head of a streamed answer."""
-        return b"%bDate: %b\r\n%b\r\n" % (
+        return b"%bDate: %b\r\n%b%b\r\n" % (
             (
                 "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-                f"X-Accel-Buffering: no\r\nX-Request-Id: {request_id}\r\n{_SERVER_LINE}Transfer-Encoding: chunked\r\n"
+                f"X-Accel-Buffering: no\r\nX-Request-Id: {request_id}\r\nTransfer-Encoding: chunked\r\n"
             ).encode(),
             self._now(),
+            _SERVER_LINE,
             self._closing(),
         )
 
     def body_head(self, request_id: str, body_bytes: int) -> bytes:
         """The head of an answer that is one JSON body."""
-        return b"%bDate: %b\r\n%b\r\n" % (
-            (
-                "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
-                f"{_SERVER_LINE}X-Request-Id: {request_id}\r\nContent-Length: {body_bytes}\r\n"
-            ).encode(),
+        return b"%bDate: %b\r\n%b%b\r\n" % (
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % body_bytes,
             self._now(),
+            _SERVER_LINE + b"X-Request-Id: %b\r\n" % request_id.encode(),
             self._closing(),
         )
 
