@@ -1,0 +1,156 @@
+"""What a plain request and a token cost in calls, which are the same on every machine: the price cannot creep back.
+
+What is done for many requests at once, 50 ms apart, is not counted: how many there are then depends on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from proxy.observe.observers import Observers
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.fast_path.roads import Clients, raw
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from types import FrameType
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+    from tests.fast_path.roads import Line
+
+CONNECTIONS: Final = 16
+ROUNDS: Final = 5
+STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed", "a further token"
+
+# Python functions of ours that are called, and C functions that ours call. About a tenth above what was measured; who
+# makes a request cheaper lowers them.
+BOUNDS: Final = {
+    STREAM: (397, 360),
+    WHOLE: (327, 260),
+    TOKEN: (4.8, 23),
+}
+# Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
+LEFT_BLOCKS: Final = 1.0
+
+_BATCH: Final = Observers.settle.__code__
+
+
+@dataclass
+class Calls:
+    """How many calls there were."""
+
+    python: float = 0
+    c: float = 0
+
+
+@contextmanager
+def counting() -> Iterator[Calls]:
+    """Count the calls of the gateway's own code in this block, without those of batches."""
+    calls = Calls()
+    batch: FrameType | None = None
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal batch
+        if batch is not None:
+            if event == "return" and frame is batch:
+                batch = None
+        elif event == "call" and frame.f_code is _BATCH:
+            batch = frame
+        elif event in ("call", "c_call"):
+            name = frame.f_code.co_filename
+            if "/proxy/" in name and "/proxy/sim/" not in name:
+                if event == "call":
+                    calls.python += 1
+                else:
+                    calls.c += 1
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+async def ask(lines: list[Line], rounds: int, **fields: Any) -> None:
+    data = raw(request(Api.CHAT, **fields))
+
+    async def one(line: Line) -> None:
+        for _ in range(rounds):
+            line.send(data)
+            await line.answer()
+
+    await asyncio.gather(*map(one, lines))
+    assert all(
+        head.startswith("HTTP/1.1 200") and ending == "whole" for line in lines for head, _, ending in line.received
+    )
+
+
+async def per_request(lines: list[Line], **fields: Any) -> Calls:
+    """The calls of one request, when everything has happened before."""
+    await ask(lines, 3, **fields)
+    with counting() as calls:
+        await ask(lines, ROUNDS, **fields)
+    count = len(lines) * ROUNDS
+    return Calls(calls.python / count, calls.c / count)
+
+
+@asynccontextmanager
+async def connected(gateway: Deployment, count: int = CONNECTIONS) -> AsyncIterator[list[Line]]:
+    """Clients, which leave at the end of the block."""
+    clients = Clients(gateway)
+    yield [await clients.connect() for _ in range(count)]
+    for line in clients.lines:
+        line.writer.close()
+
+
+def check(what: str, calls: Calls) -> None:
+    python, c = BOUNDS[what]
+    told = f"{what} takes {calls.python:.1f} Python calls and {calls.c:.1f} C calls"
+    assert calls.python <= python, told
+    assert calls.c <= c, told
+    assert calls.python > python / 2, f"{told}: lower the bound"
+
+
+@pytest.mark.parametrize("what", [STREAM, WHOLE])
+async def test_a_plain_request_takes_no_more_calls_than_it_did(deploy: Deploy, what: str) -> None:
+    gateway = await deploy()
+    async with connected(gateway) as lines:
+        check(what, await per_request(lines, stream=what is STREAM, max_tokens=1))
+
+
+async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
+    gateway = await deploy(decoder={"decode_step_ms": 2.0})
+    async with connected(gateway, 4) as lines:
+        few = await per_request(lines, stream=True, max_tokens=1)
+        many = await per_request(lines, stream=True, max_tokens=41)
+    check(TOKEN, Calls((many.python - few.python) / 40, (many.c - few.c) / 40))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_plain_request_leaves_nothing_in_memory(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy()
+
+    async def blocks(lines: list[Line]) -> int:
+        await ask(lines, 20, stream=stream, max_tokens=1)
+        gateway.worker.observers.settle()
+        for line in lines:
+            line.received.clear()
+        for engine in gateway.engines:
+            engine.state.requests.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    async with connected(gateway) as lines:
+        await blocks(lines)
+        before = await blocks(lines)
+        left = (await blocks(lines) - before) / (20 * CONNECTIONS)
+    assert left <= LEFT_BLOCKS, f"{left:.2f} blocks are left of each request"
