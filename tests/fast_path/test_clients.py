@@ -1,0 +1,193 @@
+"""What clients do, and what happens to the gateway meanwhile, comes to the same on both roads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.canned import CannedEngine, data, event_stream, json_answer
+from tests.fast_path.roads import raw
+from tests.fuzz.cutting import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tests.canned import Received
+    from tests.deployment import Deployment
+    from tests.fast_path.roads import Clients, Roads
+
+STREAM = request(Api.CHAT, stream=True)
+WHOLE = request(Api.COMPLETIONS, stream=False)
+OFF: dict[str, Any] = {"resume": {"mode": "off"}}
+
+
+def chunk(text: str, end: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": end}
+    return data({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "sim", "choices": [choice]})
+
+
+def said(received: Received) -> str:
+    return str(orjson.loads(received.body)["messages"][0]["content"])
+
+
+async def test_pipelined_requests_are_answered_in_their_order(roads: Roads) -> None:
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        line.send(raw(STREAM) + raw(WHOLE) + raw(STREAM) + raw(WHOLE))
+        for _ in range(4):
+            await line.answer()
+
+    await roads.take(talk, **OFF)
+
+
+@pytest.mark.parametrize("at", [1, 20, 80, 120, 200, -1])
+async def test_a_request_in_two_pieces(roads: Roads, at: int) -> None:
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        await line.ask(STREAM)
+        whole = raw(STREAM)
+        line.send(whole[:at])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        line.send(whole[at:])
+        await line.answer()
+
+    await roads.take(talk)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+        b"\r\n\r\n" + raw(WHOLE),
+        b"nonsense\r\n\r\n",
+        raw(b"{", path="/v1/completions"),
+        raw(b"[]", path="/v1/completions"),
+        raw(b"", path="/v1/completions"),
+        raw(WHOLE, Connection="close"),
+        raw(WHOLE, Expect="100-continue2"),
+        raw(WHOLE).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        raw(WHOLE).replace(b"Host: gateway", b"Host: a/b"),
+        raw(WHOLE).replace(b"Content-Length: ", b"Content-Length: -"),
+        raw({**WHOLE, "model": "other"}),
+        raw({**WHOLE, "max_tokens": -1}),
+        raw(WHOLE, X_Request_Id="not acceptable"),
+        raw(WHOLE, Origin="http://page"),
+        raw(WHOLE, Authorization="Bearer k"),
+    ],
+)
+@pytest.mark.parametrize("is_behind", [True, False])
+async def test_what_is_not_plain_is_answered_alone_and_behind_what_is(
+    roads: Roads, odd: bytes, is_behind: bool
+) -> None:
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        if is_behind:
+            await line.ask(WHOLE, X_Request_Id="r-0")
+        line.send(odd.replace(b"gateway\r\n", b"gateway\r\nX-Request-Id: r-1\r\n") if b"X-Req" not in odd else odd)
+        await line.answer()
+        other = await clients.connect()
+        await other.ask(STREAM, X_Request_Id="r-2")
+
+    await roads.take(talk, **OFF)
+
+
+PHASES: list[tuple[str, str, dict[str, Any], Callable[[Deployment], bool]]] = [
+    ("prefill", "hang_before_headers", {}, lambda gateway: gateway.prefillers[0].state.live == 1),
+    ("prefill", "hang_after_headers", {}, lambda gateway: gateway.prefillers[0].state.faults_applied == 1),
+    ("decode", "hang_before_headers", {}, lambda gateway: gateway.decoders[0].state.live == 1),
+    ("decode", "stall_after_tokens", {"tokens": 3}, lambda gateway: gateway.decoders[0].state.tokens_generated >= 3),
+]
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+@pytest.mark.parametrize(("role", "action", "fields", "is_there"), PHASES)
+@pytest.mark.parametrize("how", ["leaves", "drain and cut-off"])
+async def test_a_request_that_ends_in_any_phase(
+    roads: Roads,
+    body: dict[str, Any],
+    role: str,
+    action: str,
+    fields: dict[str, Any],
+    is_there: Callable[[Deployment], bool],
+    how: str,
+) -> None:
+    async def talk(clients: Clients) -> None:
+        gateway = clients.gateway
+        engine = gateway.prefillers[0] if role == "prefill" else gateway.decoders[0]
+        engine.faults.add(action, times=1, **fields)
+        line = await clients.connect()
+        line.send(raw(body, X_Request_Id="r-0"))
+        await engine.wait_until(lambda _: is_there(gateway))
+        if fields.get("tokens") and body is STREAM:
+            await line.has(b'"finish_reason":null,"tok')
+        if how == "leaves":
+            line.leave()
+        else:
+            gateway.worker.drain.cut_off()
+            if fields.get("tokens") and body is STREAM:
+                await line.is_closed()
+            else:
+                await line.answer()
+        await clients.rest()
+
+    def prepare(gateway: Deployment) -> None:
+        gateway.may_stay_pinned = 1
+        gateway.expects_inexact_pins = True
+
+    await roads.take(talk, before=prepare, is_fast=1, **OFF)
+
+
+@pytest.mark.parametrize("chance", range(6))
+async def test_an_answer_in_any_pieces(roads: Roads, chance: int) -> None:
+    whole = b"".join(event_stream([chunk("a"), chunk("b\u00e4"), chunk("", "stop"), b"data: [DONE]\n\n"]))
+
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        for number in range(2):
+            await line.ask(STREAM, X_Request_Id=f"r-{number}")
+
+    await roads.take(
+        talk, engines=lambda: ([], [CannedEngine("both", cut(chance, whole))]), connector="plain", is_fast=2, **OFF
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_bursts_on_connections_that_are_used_again_are_not_mixed_up(roads: Roads, stream: bool) -> None:
+    def burst(received: Received) -> Iterable[bytes]:
+        """The whole answer at once, as soon as the request is there."""
+        text = said(received)
+        if stream:
+            return [b"".join(event_stream([chunk(text), chunk("", "stop"), b"data: [DONE]\n\n"]))]
+        return [json_answer({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})]
+
+    async def talk(clients: Clients) -> None:
+        async def one(name: int) -> None:
+            line = await clients.connect()
+            for number in range(6):
+                await line.ask(request(Api.CHAT, f"said-{name}-{number}", stream=stream))
+                assert f'"content":"said-{name}-{number}"' in line.received[-1][1]
+
+        for group in range(0, 24, 8):
+            await asyncio.gather(*map(one, range(group, group + 8)))
+        for line in clients.lines:  # whoever was first got the first line
+            line.received.sort(key=lambda answer: answer[1])
+        clients.lines.sort(key=lambda line: line.received[0][1])
+        for line in clients.lines:
+            line.received[:] = [("", body, ending) for _, body, ending in line.received]
+
+    await roads.take(
+        *(talk,),
+        engines=lambda: ([], [CannedEngine("both", burst)]),
+        connector="plain",
+        is_fast=144,
+        unordered=True,
+        **OFF,
+    )
