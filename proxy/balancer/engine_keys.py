@@ -21,11 +21,12 @@ class EngineKeys:
 
     def configure(self, key: str | None) -> None:
         """Send this key from now on."""
-        self._authorization = f"Bearer {key}" if key else ""
+        self.authorization = f"Bearer {key}" if key else ""
+        """What trusted backends are sent; empty: what clients show."""
 
     def advice(self, backend: Backend) -> str:
         """What to look at when a backend has answered 401."""
-        if not self._authorization:
+        if not self.authorization:
             return (
                 "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key, unless "
                 "clients are to show the engines' own"
@@ -37,10 +38,10 @@ class EngineKeys:
     @property
     def passes_on(self) -> bool:
         """Engines are sent what clients show."""
-        return not self._authorization
+        return not self.authorization
 
     def headers(self, backend: Backend, clients_own: str | None = None) -> dict[str, str]:
         """Headers for a request to `backend`; `clients_own` is the Authorization that the client sent, if any."""
-        if not self._authorization:
+        if not self.authorization:
             return {"Authorization": clients_own} if clients_own else {}
-        return {"Authorization": self._authorization} if backend.trusted else {}
+        return {"Authorization": self.authorization} if backend.trusted else {}

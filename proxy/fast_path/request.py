@@ -13,7 +13,7 @@ from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, Shutti
 from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
-from proxy.upstream.response import BodyReader, Response
+from proxy.upstream.response import Response
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class FastRequest:
         if isinstance(step, Leg):
             self._send(step)
         elif isinstance(step, Response):
-            step.attach(BodyReader(step, self._read))
+            step.collect(self._read)
         else:
             self._take(step)
 
@@ -140,10 +140,9 @@ class FastRequest:
         self._begin(connection, leg)
 
     def _begin(self, connection: Connection, leg: Leg) -> None:
-        upstream = self._parts.upstream
         self._connection = connection
         response = self._response = Response(connection, self._answered)
-        upstream.begin(connection, response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        connection.begin(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     def _answered(self, error: UpstreamError | None) -> None:
         """The headers of an engine's answer have arrived, or will not."""
@@ -178,7 +177,7 @@ class FastRequest:
         if isinstance(self._answer, StreamedAnswer):
             self._relay = self._answer.begin(attempt, self, self._woke)
         else:
-            attempt.response.attach(BodyReader(attempt.response, self._read))
+            attempt.response.collect(self._read)
 
     def first_output(self) -> None:
         """The decoder has begun to answer."""

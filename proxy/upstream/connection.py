@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
+from proxy.wire.document import length_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from proxy.backend import Backend
+    from proxy.wire.document import Body
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
 # A copy of a longer request costs more than what it spares.
@@ -40,10 +42,11 @@ SOCKET_OPTIONS: Final = [
 class Sink(Protocol):
     """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
 
-    def received(self, data: bytes) -> bool:
+    def received(self, data: bytes, /) -> bool | None:
         """The body bytes of one read from the socket, in order, never empty.
 
         Whether any of the answer was in them, for streams: a sign of life is none of it, nor is what is not whole yet.
+        None is no.
         """
 
     def ended(self, error: UpstreamError | None) -> None:
@@ -70,9 +73,13 @@ class Connection(asyncio.Protocol):
         backend: Backend,
         loop: asyncio.AbstractEventLoop,
         on_exchanged: Callable[[Connection], None],
+        head: Callable[[Backend, str, int, Mapping[str, str]], bytes],
+        clock: Callable[[], float],
         address: str | None = None,
     ) -> None:
         """`on_exchanged`: takes the connection back when whoever began an exchange needs it no longer.
+
+        `head`: renders that of a request; see RequestHeads.
 
         `address`: the one of the backend's name that it goes to; None: the backend has no name but this address.
         """
@@ -80,12 +87,19 @@ class Connection(asyncio.Protocol):
         self.address = address
         self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
         self.on_exchanged = on_exchanged
+        self._head = head
+        self._clock = clock
         self.exchanges = 0
         self.idle_since = 0.0
         self.closed = False
         self.complete = False
         """The exchange's answer has arrived whole, and the connection can carry another."""
-        self._transport: asyncio.Transport | None = None
+        self.is_paused = False
+        """We hold the engine back."""
+        self.is_active = False
+        """Some of a streamed answer has arrived since silence was last checked."""
+        self.transport: asyncio.Transport
+        """Set when it is connected."""
         self._reader = AnswerReader()
         self._exchange: Exchange | None = None
         """Whom to tell; None before the first exchange, and when one has ended or was released."""
@@ -97,8 +111,6 @@ class Connection(asyncio.Protocol):
         """Anything at all has arrived."""
         self._quiet_since = 0.0
         self._limit_seconds = 0.0
-        self._active = False
-        self._paused = False
         self._is_stream = False
 
     # What Upstream does with it
@@ -106,42 +118,33 @@ class Connection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Has its exchange ended well, and is it still open? A transport that has seen EOF reports the loss later."""
-        return self.complete and not self.closed and self._transport is not None and not self._transport.is_closing()
+        return self.complete and not self.closed and not self.transport.is_closing()
 
     @property
     def is_stream(self) -> bool:
         """Is a streamed answer under way, that is, one with a bound on its gaps?"""
         return self._is_stream and not self.complete and not self.closed
 
-    @property
-    def is_paused(self) -> bool:
-        """Do we hold the engine back?"""
-        return self._paused
-
-    @property
-    def is_active(self) -> bool:
-        """Has any of a streamed answer arrived since silence was last checked?"""
-        return self._active
-
     def begin(
-        self, exchange: Exchange, request: Sequence[bytes | memoryview], *, answer_seconds: float, now: float
+        self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        """Send a request, head and body in any pieces, and tell the exchange of its answer.
+        """Send a request, see Upstream.open, and tell the exchange of its answer.
 
         `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
         """
-        assert self._transport is not None
         self.exchanges += 1
         self.complete = self._has_head = self._has_bytes = False
-        self._active = self._is_stream = False
+        self.is_active = self._is_stream = False
         self._head_bytes = 0
         self._forward = None
         self._exchange = exchange
-        self._quiet_since, self._limit_seconds = now, answer_seconds
-        if sum(map(len, request)) > _JOINED_BYTES:
-            self._transport.writelines(request)
-        else:
-            self._transport.write(b"".join(request))  # uvloop writes one piece with less ado
+        self._quiet_since, self._limit_seconds = self._clock(), answer_seconds
+        if not isinstance(body, bytes):
+            self.transport.writelines((self._head(self.backend, path, length_of(body), headers), *body))
+        elif len(body) > _JOINED_BYTES:
+            self.transport.writelines((self._head(self.backend, path, len(body), headers), body))
+        else:  # uvloop writes one piece with less ado
+            self.transport.write(self._head(self.backend, path, len(body), headers) + body)
 
     def release(self) -> None:
         """The exchange is told nothing more; dropped unless its answer has arrived whole."""
@@ -152,8 +155,11 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def limit_silence(self, seconds: float) -> None:
+        """From now on this is a stream, which may take as long as it likes: it fails with TIMEOUT when the engine sends
+        nothing of the answer for so long, with STALLED when it does so on all streams while others of its role go on.
+        """
         self._limit_seconds = seconds
-        self._active = self._is_stream = True
+        self.is_active = self._is_stream = True
 
     def check_silence(self, now: float, lost_seconds: float) -> None:
         """Fail the exchange if its answer is not there in time, or a stream's next part.
@@ -162,8 +168,8 @@ class Connection(asyncio.Protocol):
         progress by themselves: an engine, or what lies before it, can send some for ever and never come to an end.
         """
         self._quiet_since = min(self._quiet_since + lost_seconds, now)
-        if self._active or self._paused:
-            self._active, self._quiet_since = False, now
+        if self.is_active or self.is_paused:
+            self.is_active, self._quiet_since = False, now
         elif now - self._quiet_since > self._limit_seconds:
             stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
@@ -178,26 +184,26 @@ class Connection(asyncio.Protocol):
             self._forward = take
 
     def pause(self, paused: bool) -> None:
-        if self._transport is None or self.closed or paused == self._paused:
+        if self.closed or paused == self.is_paused:
             return
-        self._paused = paused
+        self.is_paused = paused
         if paused:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
         else:
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def abort(self, error: UpstreamError | None = None) -> None:
         """Drop the connection at once: the engine sees it and stops working for us."""
-        if self._transport is not None and not self.closed:
+        if not self.closed:
             self.closed = True
-            self._transport.abort()
+            self.transport.abort()
         if error is not None:
             self._end(error)
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         sock = transport.get_extra_info("socket")
         for option in SOCKET_OPTIONS:  # without TCP_NODELAY: both event loops set it
             sock.setsockopt(*option)
@@ -206,7 +212,7 @@ class Connection(asyncio.Protocol):
         if (forward := self._forward) is not None:
             rest = forward(data)
             if not rest:
-                self._active = True
+                self.is_active = True
                 return
             data, self._forward = rest, None
         exchange = self._exchange
@@ -231,15 +237,15 @@ class Connection(asyncio.Protocol):
             self._has_head = True
             exchange.answered(reader.status, reader.headers)
         if body and self._exchange is exchange and exchange.received(body):  # it may have left
-            self._active = True
+            self.is_active = True
         if reader.is_complete and self._exchange is exchange:
-            assert self._transport is not None
             # An answer that came before the request was written out leaves the rest of the request in the pipe.
-            if reader.keeps_alive and not self._transport.get_write_buffer_size():
+            if reader.keeps_alive and not self.transport.get_write_buffer_size():
                 self.complete = True
             else:
                 self.abort()
-            self._end(None)
+            self._exchange = None
+            exchange.ended(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True

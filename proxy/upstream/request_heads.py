@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
@@ -19,24 +19,38 @@ class RequestHeads:
 
     def __init__(self, keys: EngineKeys) -> None:
         self._keys = keys
-        self._begins: dict[tuple[str, str], bytes] = {}
-        """What they begin with, by the name of the backend and the path."""
+        self._forms: dict[tuple[str | None, ...], str] = {}
+        """With gaps for what differs, by all that they depend on, so that none is ever out of date."""
 
     def render(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
         """The head of a POST with a JSON body. `headers`: see Upstream.open."""
-        begins = self._begins.get((backend.name, path)) or self._begin(backend, path)
-        head = "".join([f"{name}: {value}\r\n" for name, value in headers.items() if name != "authorization"])
-        for name, value in self._keys.headers(backend, headers.get("authorization")).items():
-            head += f"{name}: {value}\r\n"
+        if not headers.get("authorization", True):
+            headers = {name: value for name, value in headers.items() if name != "authorization"}
+        key = self._keys.authorization  # who is sent it, says EngineKeys.headers
+        sent = (key if backend.trusted else "") if key else None
+        of = backend.name, path, sent, *headers
+        form = self._forms.get(of) or self._form(of, backend.name, path, sent, headers)
         # So aiohttp decoded a client's header.
-        return b"%bContent-Length: %d\r\n%b\r\n" % (begins, body_bytes, head.encode("utf-8", "surrogateescape"))
+        return (form % (body_bytes, *headers.values())).encode("utf-8", "surrogateescape")
 
-    def _begin(self, backend: Backend, path: str) -> bytes:
-        if len(self._begins) >= _MAX_KNOWN:
-            self._begins.clear()
+    def _form(
+        self, of: tuple[str | None, ...], host: str, path: str, authorization: str | None, names: Iterable[str]
+    ) -> str:
+        """`authorization`: None: the client's own; empty: none. `names`: of the headers."""
+        if len(self._forms) >= _MAX_KNOWN:
+            self._forms.clear()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: {backend.name}\r\nContent-Type: application/json\r\n"
-            "Accept-Encoding: identity\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nAccept-Encoding: identity\r\n"
         )
-        self._begins[backend.name, path] = begins = head.encode()
-        return begins
+        if authorization:
+            head += f"Authorization: {authorization}\r\n"
+        form = head.replace("%", "%%") + "Content-Length: %d\r\n"
+        for name in names:
+            if name != "authorization":
+                form += name.replace("%", "%%") + ": %s\r\n"
+            elif authorization is None:
+                form += "Authorization: %s\r\n"
+            else:
+                form += "%.0s"  # takes the client's, and shows nothing of it
+        self._forms[of] = form = form + "\r\n"
+        return form

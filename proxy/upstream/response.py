@@ -25,7 +25,10 @@ class Response:
     headers have arrived.
     """
 
-    __slots__ = ("_arrived", "_connection", "_ended", "_error", "_on_head", "_sink", "backend", "headers", "status")
+    __slots__ = (
+        *("_arrived", "_connection", "_ended", "_error", "_on_body", "_on_end", "_on_head", "_size"),
+        *("backend", "headers", "is_success", "limit_silence", "received", "status"),
+    )
 
     def __init__(self, connection: Connection, on_head: Callable[[UpstreamError | None], None]) -> None:
         """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
@@ -33,10 +36,18 @@ class Response:
         self.status = 0
         self.headers: Mapping[str, str] = {}
         """Lower-case names; the last one of equal names."""
+        self.is_success = False
+        """Whether its status says so."""
+        self.limit_silence = connection.limit_silence
+        """See Connection."""
         self._on_head: Callable[[UpstreamError | None], None] | None = on_head
         self._connection = connection
-        self._sink: Sink | None = None
         self._arrived: list[bytes] = []
+        self.received: Callable[[bytes], bool | None] = self._arrived.append
+        """Of Sink: that of whoever takes the body, as soon as there is somebody."""
+        self._on_end: Callable[[UpstreamError | None], None] | None = None
+        self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
+        self._size = 0  # of a body that is wanted whole
         self._ended = False
         self._error: UpstreamError | None = None
 
@@ -47,11 +58,6 @@ class Response:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._connection.on_exchanged(self._connection)
-
-    @property
-    def is_success(self) -> bool:
-        """Whether its status says so."""
-        return 200 <= self.status < 300
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -67,7 +73,21 @@ class Response:
         if self._ended:
             sink.ended(self._error)
         else:
-            self._sink = sink
+            self.received, self._on_end = sink.received, sink.ended
+
+    def collect(self, on_body: Callable[[bytes, UpstreamError | None], None]) -> None:
+        """Have `on_body` called once: with the whole body, or with an error when it ends early or is larger than the
+        bound.
+        """
+        self._on_body = on_body
+        if self._arrived:
+            arrived = b"".join(self._arrived)
+            self._arrived.clear()
+            self._collected(arrived)
+        if self._ended:
+            self.ended(self._error)
+        else:
+            self.received = self._collected
 
     async def read(self) -> bytes:
         """The whole body. Raises UpstreamError when it ends early or is larger than the bound."""
@@ -77,7 +97,7 @@ class Response:
             if not whole.done():
                 whole.set_result(body) if error is None else whole.set_exception(error)
 
-        self.attach(BodyReader(self, read))
+        self.collect(read)
         return await whole
 
     def pause(self) -> None:
@@ -98,12 +118,6 @@ class Response:
         if not self._ended:
             self._connection.abort(error)
 
-    def limit_silence(self, seconds: float) -> None:
-        """From now on this is a stream, which may take as long as it likes: it fails with TIMEOUT when the engine sends
-        nothing of the answer for so long, with STALLED when it does so on all streams while others of its role go on.
-        """
-        self._connection.limit_silence(seconds)
-
     def fail(self, failure: Failure, message: str) -> UpstreamError:
         """The error for an answer that arrived but cannot be used."""
         return upstream_error(failure, self.backend, message)
@@ -115,52 +129,32 @@ class Response:
     # Exchange
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers = status, headers
+        self.status, self.headers, self.is_success = status, headers, 200 <= status < 300
         on_head, self._on_head = self._on_head, None
         if on_head is not None:
             on_head(None)
-
-    def received(self, data: bytes) -> bool:
-        if self._sink is not None:
-            return self._sink.received(data)
-        self._arrived.append(data)
-        return False
 
     def ended(self, error: UpstreamError | None) -> None:
         self._ended, self._error = True, error
         if self._on_head is not None:
             assert error is not None
             self._on_head(error)
-        sink, self._sink = self._sink, None  # a sink knows its response: one cycle of garbage less
-        if sink is not None:
-            sink.ended(error)
+        self.received = self._arrived.append  # a sink knows its response: one cycle of garbage less
+        if self._on_end is not None:
+            on_end, self._on_end = self._on_end, None
+            on_end(error)
+        elif self._on_body is not None:
+            on_body, self._on_body = self._on_body, None
+            body = b"" if error is not None else b"".join(self._arrived)
+            self._arrived.clear()
+            on_body(body, error)
 
-
-class BodyReader:
-    """The Sink for a body that is wanted whole."""
-
-    __slots__ = ("_on_end", "_parts", "_response", "_size")
-
-    def __init__(self, response: Response, on_end: Callable[[bytes, UpstreamError | None], None]) -> None:
-        """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
-        self._response = response
-        self._on_end: Callable[[bytes, UpstreamError | None], None] | None = on_end
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def received(self, data: bytes) -> bool:
+    def _collected(self, data: bytes) -> bool:
         self._size += len(data)
         if self._size <= _MAX_ANSWER_BYTES:
-            self._parts.append(data)
-        else:
-            self._parts.clear()
-            self._tell(self._response.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
+            self._arrived.append(data)
+        elif self._on_body is not None:
+            self._arrived.clear()
+            on_body, self._on_body = self._on_body, None
+            on_body(b"", self.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
         return False  # it is not there before it is there whole
-
-    def ended(self, error: UpstreamError | None) -> None:
-        self._tell(error)
-
-    def _tell(self, error: UpstreamError | None) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end(b"".join(self._parts) if error is None else b"", error)

@@ -14,7 +14,6 @@ from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
-from proxy.wire.document import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings import Timeouts
-    from proxy.upstream.connection import Exchange
     from proxy.upstream.names import Names
     from proxy.wire.document import Body
 
@@ -57,14 +55,15 @@ class Upstream:
         default often enough for the shortest of them.
         """
         self._timeouts = timeouts
-        self.head = RequestHeads(keys).render
+        self._heads = RequestHeads(keys)
         self._names = names
         self._progress = Progress(stall_seconds)
         self._on_stall = on_stall
         self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds)
         self._clock = clock
         self._dialer = Dialer(clock, is_news)
-        self._idle: dict[Backend, list[Connection]] = {}
+        self._idle: dict[str, list[Connection]] = {}
+        """By the backend's key."""
         self._busy: set[Connection] = set()
         self._distrusted: dict[Role, float] = {}
         """Until when no idle connection of a role is used, because one of them was closed just as it was."""
@@ -122,7 +121,7 @@ class Upstream:
             arrival: asyncio.Future[None] = connection.loop.create_future()
             response = Response(connection, partial(_tell, arrival))
             try:
-                self.begin(connection, response, path, body, headers, answer_seconds=answer_seconds)
+                connection.begin(response, path, body, headers, answer_seconds=answer_seconds)
                 await arrival
                 return response
             except BaseException as error:
@@ -174,7 +173,7 @@ class Upstream:
 
     def take_idle(self, backend: Backend) -> Connection | None:
         """A connection that has carried an exchange before, to be given back; None where there is none to rely on."""
-        idle = self._idle.get(backend)
+        idle = self._idle.get(backend.key)
         if not idle:
             return None
         now = self._clock()
@@ -185,34 +184,28 @@ class Upstream:
             oldest = now
         while idle:
             connection = idle.pop()
-            if connection.is_reusable and connection.idle_since > oldest and not self._has_moved(connection):
+            if (
+                connection.complete
+                and not connection.closed
+                and not connection.transport.is_closing()
+                and connection.idle_since > oldest
+                and (connection.address is None or not self._has_left(backend.host, connection.address))
+            ):
+                connection.backend = backend  # it may have been added anew since, with other rights
                 self._busy.add(connection)
                 return connection
             connection.abort()
         return None
 
-    def begin(
-        self,
-        connection: Connection,
-        exchange: Exchange,
-        path: str,
-        body: Body,
-        headers: Mapping[str, str],
-        *,
-        answer_seconds: float,
-    ) -> None:
-        """Send a request on a connection that was taken; see `open`, and Connection.begin."""
-        pieces = pieces_of(body)
-        request = self.head(connection.backend, path, sum(map(len, pieces)), headers), *pieces
-        connection.begin(exchange, request, answer_seconds=answer_seconds, now=self._clock())
-
     def give_back(self, connection: Connection) -> None:
         """Take back a connection: its exchange is over, or nobody waits for the rest of it, and it is told no more."""
         self._busy.discard(connection)
-        connection.release()
-        if connection.is_reusable:
-            connection.idle_since = self._clock()
-            self._idle.setdefault(connection.backend, []).append(connection)
+        if not connection.complete or connection.closed or connection.is_paused:
+            connection.release()
+            if connection.closed:
+                return
+        connection.idle_since = self._clock()
+        self._idle.setdefault(connection.backend.key, []).append(connection)
 
     def distrust(self, backend: Backend) -> None:
         """A connection to it was stale (UpstreamError.is_stale): for a moment no idle one of its role is used."""
@@ -220,7 +213,8 @@ class Upstream:
 
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
         loop = asyncio.get_running_loop()
-        make = partial(Connection, backend, loop, self.give_back, None if address == backend.host else address)
+        other = None if address == backend.host else address
+        make = partial(Connection, backend, loop, self.give_back, self._heads.render, self._clock, other)
         return (await loop.create_connection(make, address, backend.port))[1]
 
     async def _addresses(self, host: str) -> Sequence[str]:
@@ -228,12 +222,8 @@ class Upstream:
             return (host,)
         return self._names.known(host) or await self._names.find(host)
 
-    def _has_moved(self, connection: Connection) -> bool:
-        """Is the backend somewhere else by now?"""
-        address = connection.address
-        return (
-            address is not None and self._names is not None and self._names.has_left(connection.backend.host, address)
-        )
+    def _has_left(self, host: str, address: str) -> bool:
+        return self._names is not None and self._names.has_left(host, address)
 
     def in_exchange(self, backend: Backend) -> int:
         """Exchanges under way with a backend."""
@@ -277,14 +267,14 @@ class Upstream:
                 connection.abort(upstream_error(Failure.STALLED, backend, "sends nothing while others do"))
 
     def _close_idle(self, now: float) -> None:
-        for backend, idle in list(self._idle.items()):
+        for key, idle in list(self._idle.items()):
             kept = [c for c in idle if c.is_reusable and now - c.idle_since < _KEEP_ALIVE_SECONDS]
             for connection in set(idle).difference(kept):
                 connection.abort()
             if kept:
-                self._idle[backend] = kept
+                self._idle[key] = kept
             else:
-                del self._idle[backend]
+                del self._idle[key]
 
 
 def _tell(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:

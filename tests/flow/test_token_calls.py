@@ -69,7 +69,7 @@ async def calls_for(reads: list[bytes], body: dict[str, Any], *, is_observed: bo
     """Calls for these reads from an engine; those before are the head and three tokens."""
     connection = connected(Line())
     response = Response(connection, lambda error: None)
-    connection.begin(response, (), answer_seconds=1.0, now=0.0)
+    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
     connection.data_received(STREAM_HEAD)
     whole = None if body["stream"] else Assembly()
     delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, whole=whole)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Final, cast
 import h11
 
 from proxy.backend import Backend, Role
+from proxy.balancer.engine_keys import EngineKeys
 from proxy.upstream.connection import Connection
+from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
 from tests.fuzz.cutting import cut, singly, spelled, words
 
@@ -21,6 +23,7 @@ LOOP = asyncio.new_event_loop()
 atexit.register(LOOP.close)
 
 ENGINE = Backend(Role.DECODE, "127.0.0.1", 7100)
+_heads = RequestHeads(EngineKeys(None))
 
 # A head may be so long that it is refused, unless it comes in one piece.
 _LONG_HEAD_BYTES = 60_000
@@ -69,7 +72,7 @@ class Line:
 
 def connected(line: Line) -> Connection:
     """One connection to the engine."""
-    connection = Connection(ENGINE, asyncio.get_running_loop(), lambda _: None)
+    connection = Connection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render, lambda: 0.0)
     connection.connection_made(cast("asyncio.Transport", line))
     return connection
 
@@ -136,7 +139,7 @@ def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
     connection = connected(line)
     heads: list[UpstreamError | None] = []
     response = Response(connection, heads.append)
-    connection.begin(response, (b"", b""), answer_seconds=1.0, now=0.0)
+    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
     attached = False
     for piece in filter(None, pieces):
         if line.is_lost:

@@ -16,8 +16,8 @@ from proxy.api.exchange import passed_back
 from proxy.api.generation import _PASSED_ON
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.listener.replies import _is_acceptable_id, error_response
-from proxy.settings import Timeouts
-from proxy.upstream import Response, Upstream
+from proxy.upstream import Response
+from proxy.upstream.request_heads import RequestHeads
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
 from tests.fuzz.cutting import spelled, words
 
@@ -39,7 +39,7 @@ WORDS: Final = words(
     """
 )
 
-_upstream = Upstream(Timeouts(), EngineKeys(None))
+_heads = RequestHeads(EngineKeys(None))
 _FRAMING = {"host", "content-type", "content-length", "accept-encoding"}
 
 
@@ -80,7 +80,7 @@ def _check_towards_engine(headers: Mapping[str, str]) -> None:
     request_id = headers.get("X-Request-Id", "")
     if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
-    head = _upstream.head(ENGINE, "/v1/completions", 0, passed_on)
+    head = _heads.render(ENGINE, "/v1/completions", 0, passed_on)
     expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})
     assert sorted(name for name, _ in _read_by_llhttp(head)) == expected
     fields = _read_by_h11(head)
@@ -100,7 +100,7 @@ async def _check_refusal(raw: bytes) -> None:
     connection = connected(Line())
     heads: list[UpstreamError | None] = []
     response = Response(connection, heads.append)
-    connection.begin(response, (b"", b""), answer_seconds=1.0, now=0.0)
+    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
     connection.data_received(raw)
     connection.connection_lost(None)
     if heads != [None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,12 +81,25 @@ async def test_an_instance_that_is_not_configured_never_sees_the_engine_key() ->
     assert b"uthorization" not in seen[0]
 
 
+async def test_an_instance_that_was_added_anew_has_no_older_right_to_the_engine_key() -> None:
+    seen: list[bytes] = []
+
+    async def script(link: Link) -> None:
+        for _ in range(2):
+            seen.append((await link.request())[0])
+            link.send(OK)
+
+    async with new_upstream(key="secret") as upstream, engine(script) as backend:
+        for trusted in (True, False):  # on one connection
+            await upstream.fetch(replace(backend, trusted=trusted), "/", b"{}", {}, answer_seconds=LONG)
+    assert [b"Authorization: Bearer secret\r\n" in head for head in seen] == [True, False]
+
+
 async def test_a_connection_notices_when_its_engine_is_gone(upstream: Upstream) -> None:
     async with engine(Link.answer) as backend, exchange(upstream, backend) as response:
         await response.read()
         (connection,) = upstream._busy
-        assert connection._transport is not None
-        sock = connection._transport.get_extra_info("socket")
+        sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         # Only probes tell about an engine that we wait for, and only unacknowledged bytes about one that we write to.

@@ -40,9 +40,8 @@ class Recorder:
         self._then("ended")
 
 
-def begin(upstream: Upstream, connection: Connection, exchange: Recorder) -> None:
-    head = upstream.head(connection.backend, "/v1/completions", 4, {"x-request-id": "r"})
-    connection.begin(exchange, (head, b"{", b' "', b"}"), answer_seconds=LONG, now=upstream._clock())
+def begin(connection: Connection, exchange: Recorder) -> None:
+    connection.begin(exchange, "/v1/completions", [b"{", b' "', b'":0}'], {"x-request-id": "r"}, answer_seconds=LONG)
 
 
 async def test_an_exchange_is_told_of_its_answer_as_it_arrives(upstream: Upstream) -> None:
@@ -56,7 +55,7 @@ async def test_an_exchange_is_told_of_its_answer_as_it_arrives(upstream: Upstrea
     async with engine(script) as backend:
         connection = await upstream.connect(backend)
         exchange = Recorder(lambda call: read.set() if call == "received" else None)
-        begin(upstream, connection, exchange)
+        begin(connection, exchange)
         await exchange.over.wait()
         assert exchange.told == [
             ("answered", 200, {"content-type": "text/event-stream", "transfer-encoding": "chunked"}),
@@ -83,10 +82,10 @@ async def test_the_next_exchange_may_begin_where_one_ends(upstream: Upstream) ->
             if call == "ended":
                 upstream.give_back(connection)
                 assert upstream.take_idle(backend) is connection
-                begin(upstream, connection, second)
+                begin(connection, second)
 
         first = Recorder(go_on)
-        begin(upstream, connection, first)
+        begin(connection, first)
         await second.over.wait()
         assert (
             [told[0] for told in first.told] == [told[0] for told in second.told] == ["answered", "received", "ended"]
@@ -101,7 +100,7 @@ async def test_an_exchange_without_an_answer_only_ends(upstream: Upstream) -> No
     async with engine(script) as backend:
         connection = await upstream.connect(backend)
         exchange = Recorder()
-        begin(upstream, connection, exchange)
+        begin(connection, exchange)
         await exchange.over.wait()
         assert exchange.told == [("ended", Failure.RESET)]
         upstream.give_back(connection)
@@ -119,7 +118,7 @@ async def test_whoever_has_left_is_told_nothing_more(upstream: Upstream, last: s
     async with engine(script) as backend:
         connection = await upstream.connect(backend)
         exchange = Recorder(lambda call: upstream.give_back(connection) if call == last else None)
-        begin(upstream, connection, exchange)
+        begin(connection, exchange)
         await gone.wait()
         await asyncio.sleep(0)  # a turn for the loss of the connection to be told
         assert connection.closed

@@ -282,13 +282,13 @@ async def test_upstream_leaves_an_address_that_has_left_the_name(clock: Clock) -
         at.server.say([old.host])
         for _ in range(22):
             assert await fetch(upstream, backend) == b"ok"
-            (idle,) = upstream._idle[backend]
+            (idle,) = upstream._idle[backend.key]
             assert idle.address == old.host
             clock.now += 0.5
         at.server.say([new.host])
         await at.refreshed("engine")
         assert await fetch(upstream, backend) == b"ok"
-        (idle,) = upstream._idle[backend]
+        (idle,) = upstream._idle[backend.key]
         assert idle.address == new.host
 
 
@@ -309,7 +309,7 @@ async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up
         clock.now += 10.1
         at.names.known("engine")
         await at.refreshed("engine")
-        upstream._idle[backend][0].idle_since = clock.now
+        upstream._idle[backend.key][0].idle_since = clock.now
         for _ in range(2):
             assert await fetch(upstream, backend) == b"ok"
 
