@@ -1,0 +1,55 @@
+"""Draining, and settings of which requests are plain, make no difference between the roads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.fast_path.roads import raw
+
+if TYPE_CHECKING:
+    from tests.fast_path.roads import Clients, Roads
+
+STREAM = request(Api.CHAT, stream=True)
+WHOLE = request(Api.COMPLETIONS, stream=False)
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+async def test_an_answer_while_the_gateway_stops_accepting(roads: Roads, body: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        gateway = clients.gateway
+        idle, line = await clients.connect(), await clients.connect()
+        await idle.ask(body)
+        gateway.prefillers[0].faults.add("slow_headers", seconds=0.05, times=1)
+        line.send(raw(body))
+        await gateway.prefillers[0].wait_until(lambda state: state.live == 1)
+        await gateway.stop_accepting()
+        await line.answer()
+        await line.is_closed()
+        await idle.is_closed()
+
+    await roads.take(talk, is_fast=2, resume={"mode": "off"})
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"listen": {"cors_origins": ["http://page"]}},
+        {"listen": {"max_body_bytes": 100}},
+        {"listen": {"max_body_elements": 3}},
+        {"timeouts": {"answer_seconds": 3.0}},
+    ],
+    ids=["origin", "long", "many elements", "timeouts"],
+)
+async def test_settings_hold_on_both_roads(roads: Roads, body: dict[str, Any], sections: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        await line.ask(body, X_Request_Id="r-0", Origin="http://page")
+        other = await clients.connect()
+        await other.ask({**body, "user": [1] * 50}, X_Request_Id="r-1")
+
+    await roads.take(talk, resume={"mode": "off"}, **sections)
