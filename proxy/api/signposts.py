@@ -1,10 +1,11 @@
 """Where no route is: the way to the one that was probably meant; and `GET /`, which says what there is.
 
-Nothing of the request is quoted: a route that is named is one of this gateway's own.
+Of the request only the path is quoted, as far as it is spelled in letters, digits and marks that mean nothing anywhere.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _slashes: Final = re.compile("/{2,}")
+_is_harmless: Final = re.compile("[A-Za-z0-9/._-]+").fullmatch
 
 # Nobody means a route by more.
 _MAX_PATH: Final = 256
 _MAX_QUERY: Final = 1024
+_MAX_QUOTED: Final = 100
+# Of the characters of two paths, those that are the same (difflib's ratio), if one is the other mistyped.
+_NEAR: Final = 0.85
 _API: Final = "/v1"
 # What clients of engines and of other services ask for, by the beginning of the path behind the version.
 _NOT_SERVED: Final = (
@@ -62,12 +67,12 @@ class Signposts:
         """Where the route is, if only slashes are too many, or else an error that helps."""
         path = request.path
         if len(path) > _MAX_PATH:
-            return _error(None)
+            return _error(path, None)
         tidy = _slashes.sub("/", path).rstrip("/")
         if tidy != path and tidy in self._paths:
             query = request.rel_url.raw_query_string[:_MAX_QUERY]
             return web.Response(status=307, headers={hdrs.LOCATION: f"{tidy}?{query}" if query else tidy})
-        return _error(self._hint(tidy.lower()))
+        return _error(tidy, self._hint(tidy.lower()))
 
     def _hint(self, path: str) -> str | None:
         if (meant := self._meant(path)) is not None:
@@ -78,7 +83,8 @@ class Signposts:
         for beginning, words in _NOT_SERVED:
             if rest == beginning or rest.startswith(beginning + "/"):
                 return words
-        return None
+        mistyped = difflib.get_close_matches(path, self._paths - {"/"}, n=1, cutoff=_NEAR)
+        return f"did you mean {mistyped[0]}?" if mistyped else None
 
     def _meant(self, path: str) -> str | None:
         """A route that the path ends like, or that begins or ends like the path."""
@@ -96,6 +102,8 @@ class Signposts:
         return _json(self._welcome)
 
 
-def _error(hint: str | None) -> GatewayError:
+def _error(path: str, hint: str | None) -> GatewayError:
+    quoted = path[:_MAX_QUOTED]
+    route = f"route {quoted}" if _is_harmless(quoted) else "such route"
     words = hint or "GET / lists those there are"
-    return GatewayError(f"there is no such route on this gateway; {words}", code="not_found", status=404)
+    return GatewayError(f"there is no {route} on this gateway; {words}", code="not_found", status=404)
