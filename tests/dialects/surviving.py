@@ -39,3 +39,19 @@ async def differences(asking: Asking, profile: str, fault: str, places: Iterable
                 found[place] = str(wrong).partition("\n")[0]
         assert decoder.faults
     return found
+
+
+async def from_another_decoder(asking: Asking, profile: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message undisturbed, and those that were given while one of two decoders is lost before each first token.
+    One of them at least was asked of the decoder that is lost.
+    """
+    async with serving(profile) as gateway:
+        expected = await asking(gateway)
+        gateway.expects_inexact_pins = True
+        decoder = gateway.decoders[0]
+        decoder.faults.add(FAULTS["killed"], path="/v1/chat", tokens=0)
+        answers: list[dict[str, Any]] = []
+        while not any(rule["fired"] for rule in decoder.faults.describe()):
+            assert len(answers) < 20
+            answers.append(await asking(gateway))
+        return expected, answers

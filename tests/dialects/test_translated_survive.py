@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.conformance.resuming import serving
 from tests.dialects import messages, responses, surviving
 
 if TYPE_CHECKING:
@@ -24,10 +26,32 @@ LOST = [
 @pytest.mark.timeout(60)
 @pytest.mark.covering("fault step dialect profile stream", LOST)
 async def test_it_is_the_same_answer(fault: str, step: int, dialect: str, profile: str, stream: bool) -> None:
-    async def asking(gateway: Deployment) -> dict[str, Any]:
-        if dialect == "messages":
-            return messages.message(await messages.ask(gateway, messages.story(stream=stream)))
-        return responses.response(await responses.ask(gateway, responses.story(stream=stream)))
-
-    first = 0 if fault == "recomputed" else 1  # before it, what is tried again is what chats have tried again
+    first = 0 if fault == "recomputed" else 1  # before it, another decoder is needed: see below
+    asking = partial(ask, dialect, stream)
     assert not await surviving.differences(asking, profile, fault, range(first, TOKENS, step))
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_before_the_first_token_another_decoder_gives_it(dialect: str, stream: bool) -> None:
+    expected, answers = await surviving.from_another_decoder(partial(ask, dialect, stream), "v0.33")
+    assert answers == [expected] * len(answers)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_first_token_that_is_late_is_told_in_words(dialect: str, stream: bool) -> None:
+    """And not waited for a second time."""
+    asked = messages if dialect == "messages" else responses
+    async with serving("v0.33", timeouts={"first_token_seconds": 0.1}) as gateway:
+        for decoder in gateway.decoders:
+            decoder.faults.add(surviving.FAULTS["stalled"], path="/v1/chat", tokens=0)
+        answer = await asked.ask(gateway, asked.story(stream=stream))
+    assert answer.status == 504
+    assert answer.json["error"]["type"] == ("timeout_error" if dialect == "messages" else "server_error")
+
+
+async def ask(dialect: str, stream: bool, gateway: Deployment) -> dict[str, Any]:
+    if dialect == "messages":
+        return messages.message(await messages.ask(gateway, messages.story(stream=stream)))
+    return responses.response(await responses.ask(gateway, responses.story(stream=stream)))
