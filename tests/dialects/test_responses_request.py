@@ -199,6 +199,23 @@ def test_tools_of_a_namespace_have_its_name() -> None:
     assert asked["messages"] == [assistant(calls=[called(name="agents__find")]), returned("x")]
 
 
+@pytest.mark.parametrize("status", ["in_progress", "incomplete", "completed", None])
+def test_an_answer_that_is_not_complete_is_gone_on_with(status: str | None) -> None:
+    """As vLLM does (`should_continue_final_message`)."""
+    last = {"role": "assistant", "content": [{"type": "output_text", "text": "The quick"}], "status": status}
+    asked = chat(input=[user("Say it."), last])
+    goes_on = status in ("in_progress", "incomplete")
+    assert asked["messages"][-1]["content"] == "The quick"
+    assert asked.get("continue_final_message", False) is goes_on
+    assert asked.get("add_generation_prompt", True) is not goes_on
+
+
+def test_nothing_else_that_is_not_complete_is() -> None:
+    empty = {"role": "assistant", "content": "", "status": "incomplete"}
+    for last in (empty, {**user("Say it."), "status": "incomplete"}, {**call(), "status": "incomplete"}):
+        assert "continue_final_message" not in chat(input=[user("Hi"), last])
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

@@ -222,7 +222,9 @@ def _not_served(kind: object) -> BadRequest:
 
 
 def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
-    """The client has begun the answer itself, which the model is to go on with."""
+    """The client has begun the answer itself, which the model is to go on with, as Anthropic's do. vLLM's begin anew,
+    though they go on with a begun answer of the Responses API.
+    """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
 

@@ -44,10 +44,21 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
         chat["max_tokens"] = chat["max_completion_tokens"] = limit
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
+    if _is_begun(values["input"]) and chat["messages"][-1].get("content"):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     chat |= _tools(values)
     chat |= _format(values)
     chat |= _reasoning(values)
     return chat
+
+
+def _is_begun(given: Any) -> bool:
+    """The last item is an answer that is not complete, such as one that was cut off, which the model is to go on with
+    (vLLM `should_continue_final_message`).
+    """
+    last = given[-1] if isinstance(given, list) and given else {}
+    is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    return is_answer and last.get("status") in ("in_progress", "incomplete")
 
 
 def _tools(values: Mapping[str, Any]) -> dict[str, Any]:
