@@ -56,6 +56,11 @@ VLLM: Final = Family(
             "--block-size": str(BLOCK_SIZE),
             "--enforce-eager": "",
             "--enable-prompt-tokens-details": "",
+            # For calls of tools, which nothing but a chat with tools sees.
+            "--enable-auto-tool-choice": "",
+            "--tool-call-parser": "hermes",
+            # For the routes that render prompts.
+            "--enable-scale-out": "",
         },
         # No traffic with other machines, and no threads bound to cores, because there are more engines than cores.
         {

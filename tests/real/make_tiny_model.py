@@ -25,8 +25,13 @@ CORPUS = [
     "def main():\n    print('hello, world')\n    return 0\n" * 4,
     "0123456789 ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz",
 ]
+# Everything that a conversation has is part of the prompt, so that no engine and no gateway can lose it unnoticed.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['tool_call_id'] %}{{ m['tool_call_id'] }}: {% endif %}"
+    "{% if m['reasoning'] %}<think>{{ m['reasoning'] }}</think>{% endif %}{{ m['content'] or '' }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['id'] }}: {{ c['function']['name'] }}"
+    "({{ c['function']['arguments'] | tojson }}){% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>{% endif %}{% endif %}"
 )
 
