@@ -22,7 +22,9 @@ _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]+").fullmatch
 _LENGTH_DIGITS: Final = 15
 
 # Each of them changes how a request is framed, or who is to answer it first.
-_NOT_PLAIN: Final = frozenset({"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer"})
+_NOT_PLAIN: Final = frozenset(
+    {"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer", "proxy-connection"}
+)
 
 
 class Head(NamedTuple):
