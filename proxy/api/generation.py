@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
-_PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
+PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
 
 
 class GenerationApi:
@@ -110,7 +110,7 @@ class GenerationApi:
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """The headers that reach the engines."""
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 

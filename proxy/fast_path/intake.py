@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from proxy.api.generation import PASSED_ON
+from proxy.api.key_auth import credential_for_engines
 from proxy.api_keys import ANONYMOUS
-from proxy.call import FIRST_TOKEN_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
 from proxy.dialects.requests import read
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
     from proxy.settings import Settings
-
-# As on the other road; see api/generation.py.
-_PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER)
 
 
 class Intake:
@@ -105,10 +103,9 @@ class Intake:
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
         """The headers that reach the engines."""
-        headers = {name: fields[name] for name in _PASSED_ON if name in fields}
+        headers = {name: fields[name] for name in PASSED_ON if name in fields}
         if key is ANONYMOUS:
-            if "authorization" in fields:
-                headers["authorization"] = fields["authorization"]
-            elif "x-api-key" in fields:
-                headers["authorization"] = f"Bearer {fields['x-api-key']}"
+            credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))
+            if credential is not None:
+                headers["authorization"] = credential
         return headers

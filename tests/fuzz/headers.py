@@ -13,7 +13,7 @@ from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.exchange import passed_back
-from proxy.api.generation import _PASSED_ON
+from proxy.api.generation import PASSED_ON
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
@@ -76,7 +76,7 @@ def _of_response(raw: bytes) -> list[object]:
 
 
 def _check_towards_engine(headers: Mapping[str, str]) -> None:
-    passed_on = {name: headers[name] for name in ("authorization", *_PASSED_ON) if name in headers}
+    passed_on = {name: headers[name] for name in ("authorization", *PASSED_ON) if name in headers}
     request_id = headers.get("X-Request-Id", "")
     if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
