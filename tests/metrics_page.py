@@ -36,7 +36,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 # Labels whose values are not listed: they depend on the deployment, or another page explains them.
 _OPEN_LABELS = {
-    "instance": "`host:port`, the same as the target under which Prometheus scrapes the engine itself",
+    "address": "`host:port` of an instance, the same as the target under which Prometheus scrapes the engine itself",
     "code": "the HTTP status, 499 where the client left before it had one",
     "term": "who ended the request and in which stage, see [Log](OPERATING.md#log)",
     "version": "this gateway's version",

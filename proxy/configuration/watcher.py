@@ -40,6 +40,7 @@ class ConfigWatcher(BackgroundOwner):
         self._background = Background(logger, "a reload")
 
     def _begin(self) -> None:
+        self._metrics.config_last_reload_successful.set(1)
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
 
     async def reload(self, by: str) -> Change:
@@ -92,10 +93,12 @@ class ConfigWatcher(BackgroundOwner):
             yield
         except SettingsError as error:
             self._metrics.config_reloads_total.labels("failed").inc()
+            self._metrics.config_last_reload_successful.set(0)
             logger.error("reload by %s is refused, and nothing has changed: %s", by, error)
             raise
 
     def _succeeded(self, change: Change, by: str) -> None:
         self._catch_up()
         self._metrics.config_reloads_total.labels("ok").inc()
+        self._metrics.config_last_reload_successful.set(1)
         logger.info("reload by %s: %s", by, change)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.metrics_core import GaugeMetricFamily
+
+from proxy.balancer.backend_health import HealthState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Scoreboard
 
+_STATES: Final = {state: number for number, state in enumerate(HealthState)}
+
 
 class Instances:
     """What the balancer knows about the instances at the moment of a scrape.
 
-    `instance` is `host:port`, the same as the target under which Prometheus scrapes the engine itself.
+    `address` is `host:port`, the same as the target under which Prometheus scrapes the engine itself. It is not called
+    `instance`, because Prometheus gives every series a label of that name: the gateway it was scraped from.
     """
 
     def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
@@ -35,10 +40,15 @@ class Instances:
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
 
     def collect(self) -> Iterator[Metric]:
-        labels = ("role", "instance")
+        labels = ("role", "address")
         up = GaugeMetricFamily(
             "pdproxy_instance_up",
             "1 if a health check or a request has shown that the instance is healthy, otherwise 0.",
+            labels=labels,
+        )
+        state = GaugeMetricFamily(
+            "pdproxy_instance_state",
+            f"What is known of an instance. {'; '.join(f'{number}: {word}' for word, number in _STATES.items())}.",
             labels=labels,
         )
         inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
@@ -74,15 +84,17 @@ class Instances:
         for backend in (backend for pool in self._pools for backend in pool.backends()):
             key = (backend.role.value, backend.name)
             charged = self._scoreboard.load(backend.slot)
-            up.add_metric(key, self._health.of(backend).is_confirmed)
+            health = self._health.of(backend)
+            up.add_metric(key, health.is_confirmed)
+            state.add_metric(key, _STATES[health.state])
             inflight.add_metric(key, self._scoreboard.requests(backend.slot))
             load.add_metric((*key, "compute"), charged.compute)
             load.add_metric((*key, "kv"), charged.kv)
-            failures.add_metric(key, self._health.of(backend).consecutive_failures)
+            failures.add_metric(key, health.consecutive_failures)
             pinned = self._scoreboard.pinned(backend.slot)
             pinned_kv.add_metric(key, pinned.count)
             pinned_tokens.add_metric(key, pinned.tokens)
             pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
             for misfit in self._misfits.of(backend):
                 misfits.add_metric((*key, misfit.kind), 1)
-        yield from (up, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)
+        yield from (up, state, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)

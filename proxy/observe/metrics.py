@@ -192,7 +192,7 @@ class Metrics:
         self.instance_requests_total = Counter(
             "instance_requests_total",
             "Requests sent to an instance, by result: `ok`, or the failure.",
-            ("role", "instance", "result"),
+            ("role", "address", "result"),
             **new,
         )
         self.retries_total = Counter(
@@ -258,7 +258,7 @@ class Metrics:
         self.instance_ejected_total = Counter(
             "instance_ejected_total",
             "Ejections of an instance because of how its requests went, by cause.",
-            ("role", "instance", "reason"),
+            ("role", "address", "reason"),
             **new,
         )
         self.pair_quarantines_total = Counter(
@@ -303,6 +303,12 @@ class Metrics:
         )
         self.config_reloads_total = Counter(
             "config_reloads_total", "Reloads of the configuration by result.", ("result",), **new
+        )
+        self.config_last_reload_successful = Gauge(
+            "config_last_reload_successful",
+            "1 if the last reload of the configuration was applied, 0 if it was refused.",
+            multiprocess_mode="livemostrecent",
+            **new,
         )
         self.config_last_reload_success_timestamp_seconds = Gauge(
             "config_last_reload_success_timestamp_seconds",
@@ -362,7 +368,7 @@ class Metrics:
             family.samples = [
                 sample
                 for sample in family.samples
-                if "instance" not in sample.labels or (sample.labels["role"], sample.labels["instance"]) in existing
+                if "address" not in sample.labels or (sample.labels["role"], sample.labels["address"]) in existing
             ]
             yield family
         if self._instances is not None:

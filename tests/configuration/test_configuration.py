@@ -358,6 +358,7 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
         assert other.applied == one.applied
     assert [line.getMessage() for line in caplog.records] == ["reload by a test: changed timeouts.idle_seconds"]
     assert one.metric("config_reloads_total") == {"ok": 1.0, "failed": 0.0}
+    assert one.metric("config_last_reload_successful") == {"": 1.0}
     assert other.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
     for part in parts:
         assert part.metric("config_last_reload_success_timestamp_seconds") == {
@@ -374,6 +375,7 @@ async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: py
             await part.watcher.reload("a test")
         part.watcher.begin_reload("SIGHUP")
         await until(lambda: part.metric("config_reloads_total")["failed"] == 2, "both to be refused")
+        assert part.metric("config_last_reload_successful") == {"": 0.0}
     sentence = f"and nothing has changed: {files.path}: workers must be a valid integer, not 'many'"
     assert [line.getMessage() for line in caplog.records] == [
         f"reload by {by} is refused, {sentence}" for by in ("a test", "SIGHUP")

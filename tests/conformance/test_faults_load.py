@@ -117,7 +117,7 @@ async def test_metrics_of_many_instances_are_as_many_times_those_of_one(deploy: 
     async with gateway.session.get(gateway.url + "/metrics") as response:
         text = await response.text()
     for role in engines:
-        counts = {text.count(f'instance="127.0.0.1:{engine.port}"') for engine in role}
+        counts = {text.count(f'address="127.0.0.1:{engine.port}"') for engine in role}
         assert len(counts) == 1
         assert 0 < counts.pop() < 50
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy import __version__
 from proxy.api.passthrough import ROUTES
 from proxy.backend import Load, Role
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.pick import PickRequest
@@ -120,7 +121,7 @@ def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
             assert {sample.value for sample in family.samples} == {0.0}
     assert gateway.value("pdproxy_request_end_total", term="--") == 0
     assert gateway.value("pdproxy_rejected_total", reason="no_healthy_decode") == 0
-    assert gateway.value("pdproxy_instance_requests_total", role="decode", instance="[fd00::1]:7200", result="ok") == 0
+    assert gateway.value("pdproxy_instance_requests_total", role="decode", address="[fd00::1]:7200", result="ok") == 0
 
 
 def test_labels_use_the_words_of_the_rest_of_the_program() -> None:
@@ -139,12 +140,13 @@ def test_build_info_tells_the_version(gateway: Gateway) -> None:
 def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
     prefillers = gateway.pools[Role.PREFILL]
     (prefiller,) = prefillers.backends()
-    labels = {"role": "prefill", "instance": "10.0.0.1:7100"}
+    labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
     prefillers.outcomes.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
     with prefillers.lease(PickRequest.of(Load(compute=30, kv=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
+        assert gateway.value("pdproxy_instance_state", **labels) == list(HealthState).index(HealthState.UP)
         assert gateway.value("pdproxy_instance_inflight", **labels) == 1
         assert gateway.value("pdproxy_instance_load_tokens", kind="compute", **labels) == 30
         assert gateway.value("pdproxy_instance_load_tokens", kind="kv", **labels) == 7
@@ -154,7 +156,7 @@ def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
 
 def test_instances_show_the_kv_that_stays_pinned(gateway: Gateway) -> None:
     (prefiller,) = gateway.pools[Role.PREFILL].backends()
-    labels = {"role": "prefill", "instance": "10.0.0.1:7100"}
+    labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     names = [f"pdproxy_instance_pinned_kv{name}" for name in ("", "_tokens", "_oldest_seconds")]
     assert [gateway.value(name, **labels) for name in names] == [0, 0, 0]
     pin = gateway.pinned_kv.pin(prefiller, 30, 480.0)
@@ -172,7 +174,7 @@ def test_a_removed_instance_loses_its_series(gateway: Gateway) -> None:
     gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "ok").inc()
     assert "10.0.0.1:7100" in gateway.text()
     gateway.roster.remove(Role.PREFILL, "10.0.0.1", 7100)
-    assert gateway.value("pdproxy_instance_up", role="prefill", instance="10.0.0.1:7100") == 0
+    assert gateway.value("pdproxy_instance_up", role="prefill", address="10.0.0.1:7100") == 0
     gateway.roster.finalize()
     assert "10.0.0.1:7100" not in gateway.text()
     assert "[fd00::1]:7200" in gateway.text()
@@ -233,10 +235,10 @@ def test_any_worker_answers_for_all_of_them(tmp_path: Path) -> None:
     assert 'pdproxy_requests_total{api="chat",code="200"} 2.0' in lines
     assert 'pdproxy_inflight_requests{api="chat"} 2.0' in lines
     assert 'pdproxy_request_duration_seconds_count{api="chat",stream="true"} 2.0' in lines
-    assert 'pdproxy_instance_requests_total{instance="p:1",result="ok",role="prefill"} 2.0' in lines
-    assert 'pdproxy_instance_up{instance="p:1",role="prefill"} 0.0' in lines
-    assert 'pdproxy_instance_pinned_kv{instance="p:1",role="prefill"} 2.0' in lines
-    assert 'pdproxy_instance_pinned_kv_tokens{instance="p:1",role="prefill"} 21.0' in lines
+    assert 'pdproxy_instance_requests_total{address="p:1",result="ok",role="prefill"} 2.0' in lines
+    assert 'pdproxy_instance_up{address="p:1",role="prefill"} 0.0' in lines
+    assert 'pdproxy_instance_pinned_kv{address="p:1",role="prefill"} 2.0' in lines
+    assert 'pdproxy_instance_pinned_kv_tokens{address="p:1",role="prefill"} 21.0' in lines
     assert "gone:1" not in found.stdout
     assert "# HELP pdproxy_requests_total Client requests by API and HTTP status." in lines
     assert found.stdout.count("pdproxy_build_info{") == 1

@@ -190,7 +190,7 @@ class Kill:
 
     def _find_serving(self) -> None:
         """Ask the gateway which decoder works; the metrics of engines lag behind."""
-        labels = ({"role": "decode", "instance": f"{HOST}:{decoder.port}"} for decoder in self._cluster.decoders)
+        labels = ({"role": "decode", "address": f"{HOST}:{decoder.port}"} for decoder in self._cluster.decoders)
         requests = [total([self._cluster.gateway], "pdproxy_instance_inflight", label) for label in labels]
         ((_, self._victim),) = (pair for pair in zip(requests, self._cluster.decoders, strict=True) if pair[0])
 

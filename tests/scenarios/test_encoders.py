@@ -35,4 +35,4 @@ async def test_media_is_encoded_whichever_worker_gets_it(
             assert len(generations(encoder)) == 6
             assert len(generations(prefiller)) == 7
             name = f"{encoder.host}:{encoder.port}"
-            await program.counts(f'pdproxy_instance_requests_total{{instance="{name}",result="ok",role="encode"}} 6.0')
+            await program.counts(f'pdproxy_instance_requests_total{{address="{name}",result="ok",role="encode"}} 6.0')

@@ -82,7 +82,7 @@ def print_request_counts(port: int) -> None:
     for labels, value in sorted(samples, key=lambda sample: 'role="prefill"' not in sample[0]):
         label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if float(value) > 0:
-            print(f"  {label['role']:8} {label['instance']:16} {label['result']:10} {float(value):3.0f} requests")
+            print(f"  {label['role']:8} {label['address']:16} {label['result']:10} {float(value):3.0f} requests")
 
 
 def main() -> None:

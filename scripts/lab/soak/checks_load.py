@@ -24,7 +24,7 @@ _SLOPE_SECONDS = 600.0
 
 def leases(evidence: Evidence) -> list[str]:
     wrong = []
-    ended = evidence.rest.by("pdproxy_instance_requests_total", "role", "instance")
+    ended = evidence.rest.by("pdproxy_instance_requests_total", "role", "address")
     # A lease that was moved, or left before its leg was sent, ends without a leg. No leg comes without a lease, but one
     # may come twice if it went on a connection that turned out to be closed.
     sent = Counter((leg.stage, leg.instance) for leg in evidence.legs if leg.stage != "release" and leg.answered)

@@ -140,7 +140,7 @@ class Cluster:
     async def has(self, engine: Engine) -> bool:
         """Whether the gateway knows an instance, be it draining."""
         sample = await self.sample()
-        return any(("instance", engine.instance) in labels for _, labels in sample.metrics)
+        return any(("address", engine.instance) in labels for _, labels in sample.metrics)
 
     async def lacks(self, engine: Engine) -> bool:
         return not await self.has(engine)

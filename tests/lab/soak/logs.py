@@ -74,11 +74,11 @@ def sample(at: float = 20.0, **fields: Any) -> Sample:
     metrics: Mapping[Any, float] = {
         ("pdproxy_requests_total", (("api", "chat"), ("code", "200"))): 1.0,
         ("pdproxy_request_end_total", (("term", "--"),)): 1.0,
-        ("pdproxy_instance_requests_total", (("instance", P), ("result", "ok"), ("role", "prefill"))): 1.0,
-        ("pdproxy_instance_requests_total", (("instance", D), ("result", "ok"), ("role", "decode"))): 1.0,
+        ("pdproxy_instance_requests_total", (("address", P), ("result", "ok"), ("role", "prefill"))): 1.0,
+        ("pdproxy_instance_requests_total", (("address", D), ("result", "ok"), ("role", "decode"))): 1.0,
         ("pdproxy_inflight_requests", (("api", "chat"),)): 0.0,
-        ("pdproxy_instance_inflight", (("instance", D), ("role", "decode"))): 0.0,
-        ("pdproxy_instance_inflight", (("instance", P), ("role", "prefill"))): 0.0,
+        ("pdproxy_instance_inflight", (("address", D), ("role", "decode"))): 0.0,
+        ("pdproxy_instance_inflight", (("address", P), ("role", "prefill"))): 0.0,
         **fields.pop("metrics", {}),
     }
     values: dict[str, Any] = {"at": at, "metrics": metrics, "rss_bytes": 60 << 20, "fds": 40}

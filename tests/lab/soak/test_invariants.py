@@ -21,7 +21,7 @@ def gauge(name: str, value: float, **labels: str) -> dict[Any, float]:
 
 
 def on(instance: str, role: str) -> dict[str, str]:
-    return {"instance": instance, "role": role}
+    return {"address": instance, "role": role}
 
 
 LEFT = {"outcome": Outcome.LEFT, "status": None, "is_done": False, "has_usage": False}
