@@ -18,7 +18,8 @@ from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
-_PROMPT_IDS: Final = b'"prompt_token_ids":['
+PROMPT_IDS: Final = b'"prompt_token_ids":['
+"""What the token ids of the prompt stand behind. It cannot be inside a JSON string, where quotes are escaped."""
 
 
 class Meaning(Enum):
@@ -76,10 +77,10 @@ class Segment:
         if data == DONE:
             self.done = True
             return Meaning.DONE
-        if self.prompt_ids is None and (begin := data.find(_PROMPT_IDS)) >= 0:
+        if self.prompt_ids is None and (begin := data.find(PROMPT_IDS)) >= 0:
             # As long as the prompt, and needed only if the decoder is lost: cut out unparsed. The bytes cannot occur
             # inside a JSON string, where the quotes would be escaped.
-            begin += len(_PROMPT_IDS) - 1
+            begin += len(PROMPT_IDS) - 1
             end = data.find(b"]", begin) + 1
             if end:
                 self.prompt_ids = data[begin:end]

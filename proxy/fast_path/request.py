@@ -10,9 +10,12 @@ from proxy import logs
 from proxy.connectors import legs as steps
 from proxy.connectors.legs import Leg
 from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
+from proxy.fast_path.short_stream import ShortStream
 from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
+from proxy.flow.relay import TokenClock
+from proxy.resume.observed import observed
 from proxy.upstream.response import Response
 from proxy.wire.openai import error_event
 
@@ -41,8 +44,19 @@ class FastRequest:
 
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_connecting", "_connection", "_dialect"),
-        *("_has_task", "_held_bytes", "_is_awake", "_is_counted", "_key", "_legs", "_parts", "_quota", "_record"),
-        *("_relay", "_response", "_sent", "_stream", "_task", "_timeline", "is_over"),
+        *(
+            "_has_task",
+            "_held_bytes",
+            "_is_awake",
+            "_is_counted",
+            "_is_observed",
+            "_key",
+            "_legs",
+            "_parts",
+            "_quota",
+            "_record",
+        ),
+        *("_relay", "_response", "_sent", "_short", "_stream", "_task", "_timeline", "is_over"),
     )
 
     def __init__(
@@ -70,6 +84,9 @@ class FastRequest:
         """To the engine whose answer has not begun."""
         self._sent: Leg | None = None
         self._response: Response | None = None
+        self._answer: StreamedAnswer | EngineBody | None = None
+        """None while the answer is a ShortStream, or was not begun."""
+        self._short: ShortStream | None = None
         self._relay: Relay | None = None
         self._began_at: float | None = None
         """When the client was given the first of the answer, in seconds of the suspects' clock."""
@@ -88,12 +105,10 @@ class FastRequest:
         parts.gateway.admission.enter(record.key)
         parts.gateway.budget.enter()
         self._stream = FastStream(self._client, self._stream_head, parts.settings.listen.write_timeout_seconds)
-        self._answer: StreamedAnswer | EngineBody
         if call.stream:
-            self._answer = parts.gateway.streamed(dialect, call, self._stream, record)
-        else:
-            self._answer = EngineBody(call, dialect)
-        call = self._answer.call
+            self._is_observed = parts.gateway.observes(dialect, call)
+            if self._is_observed:
+                call = observed(call)
         self._timeline = record.timeline()
         legs = parts.connector.legs(call, call.pick_request(), self._timeline)
         assert legs is not None
@@ -174,14 +189,63 @@ class FastRequest:
 
     def _take(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        if isinstance(self._answer, StreamedAnswer):
-            self._relay = self._answer.begin(attempt, self, self._woke)
-        else:
+        if not self._call.stream:
             attempt.response.collect(self._read)
+            return
+        parts = self._parts
+        clock = TokenClock(self._record, parts.metrics)
+        idle_seconds = parts.settings.timeouts.idle_seconds
+        self._short = ShortStream(
+            attempt, self._call, self._stream, self, clock, idle_seconds, is_observed=self._is_observed
+        )
+        attempt.response.limit_silence(attempt.first_token_seconds or parts.settings.timeouts.first_token_seconds)
+        attempt.response.attach(self._short)
+
+    # Owner of a ShortStream
 
     def first_output(self) -> None:
         """The decoder has begun to answer."""
-        self._began_at = self._parts.suspects.now()
+        if self._began_at is None:
+            self._began_at = self._parts.suspects.now()
+
+    def lengthen(self) -> Relay:
+        """See Owner."""
+        short, attempt = self._short, self._attempt
+        assert short is not None
+        assert attempt is not None
+        answer = self._begin_answer()
+        assert isinstance(answer, StreamedAnswer)
+        self._short = None
+        self._stream.pass_over(short.sent_bytes)
+        self._relay = answer.go_on(attempt, self, self._woke, b"".join(short.seen), short.clock)
+        return self._relay
+
+    def finished(self) -> None:
+        """See Owner."""
+        short, attempt = self._short, self._attempt
+        assert short is not None
+        assert attempt is not None
+        try:
+            attempt.saw_usage(short.usage)
+            steps.finish(self._legs)
+        except Exception as error:
+            self._break(error)
+            return
+        self._timeline.leave()
+        self._stream.end(short.unsent + self._dialect.done_event)
+        self._complete()
+
+    def _begin_answer(self) -> StreamedAnswer | EngineBody:
+        """What the attempt loop can go on with."""
+        if self._answer is None:
+            call, dialect = self._call, self._dialect
+            if call.stream:
+                self._answer = self._parts.gateway.streamed(dialect, call, self._stream, self._record)
+            else:
+                self._answer = EngineBody(call, dialect)
+        return self._answer
+
+    # Otherwise
 
     def _woke(self) -> None:
         """The stream has ended, or the client reads too slowly. What there is of it may still be on its way out."""
@@ -216,11 +280,12 @@ class FastRequest:
 
     def _take_body(self, attempt: Attempt, body: bytes, error: UpstreamError | None) -> None:
         """The whole answer has arrived, or has not."""
-        assert isinstance(self._answer, EngineBody)
+        answer = self._begin_answer()
+        assert isinstance(answer, EngineBody)
         try:
             if error is not None:
                 raise error
-            self._answer.take_at_once(attempt, body, self._dialect)
+            answer.take_at_once(attempt, body, self._dialect)
             steps.finish(self._legs)
         except UpstreamError as problem:
             self._fail(problem)
@@ -229,7 +294,7 @@ class FastRequest:
             self._break(problem)
             return
         self._timeline.leave()
-        self._write_body(self._answer.body())
+        self._write_body(answer.body())
         self._complete()
 
     def _complete(self) -> None:
@@ -269,18 +334,18 @@ class FastRequest:
         if self.is_over:  # the client has left meanwhile
             return
         self._has_task = True
-        parts = self._parts
+        parts, answer = self._parts, self._begin_answer()
         token = logs.request_id.set(self._record.request_id)
         self._uncount()
         task = asyncio.current_task()
         assert task is not None
         try:
             with parts.drain.working(task), parts.drain:
-                await parts.gateway.go_on(self._answer, self._record, begun)
-                if isinstance(self._answer, StreamedAnswer):
+                await parts.gateway.go_on(answer, self._record, begun)
+                if isinstance(answer, StreamedAnswer):
                     await self._stream.finish(self._dialect.done_event)
                 else:
-                    self._write_body(self._answer.body())
+                    self._write_body(answer.body())
                     await self._stream.attend()
         except GatewayError as error:
             self._tell(error)
@@ -355,8 +420,8 @@ class FastRequest:
             self._quota.__exit__(None, None, None)
         self._client.done(parts.clock())
         # Each knows this request: they would be cycles of garbage, with the whole body.
-        self._attempt = self._relay = self._response = self._task = None
-        del self._legs, self._answer, self._stream
+        self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
+        del self._legs, self._stream
 
     def _uncount(self) -> None:
         """It is over, or the task counts it from now on."""

@@ -28,7 +28,7 @@ class Client(Protocol):
 class FastStream:
     """One streamed answer on one connection: its headers go out with its first bytes, and chunks behind them."""
 
-    __slots__ = ("_connection", "_head", "_write_timeout_seconds", "is_committed")
+    __slots__ = ("_connection", "_head", "_passed_over", "_write_timeout_seconds", "is_committed")
 
     def __init__(self, connection: Client, head: Callable[[], bytes], write_timeout_seconds: float) -> None:
         """`head`: makes the status line and headers, with the blank line, once they go out."""
@@ -36,6 +36,7 @@ class FastStream:
         """The status and headers have gone out, so that an error can only be told inside the stream."""
         self._connection = connection
         self._head = head
+        self._passed_over = 0
         self._write_timeout_seconds = write_timeout_seconds
 
     @property
@@ -53,8 +54,16 @@ class FastStream:
         """Of the client's connection."""
         return self._connection
 
+    def pass_over(self, size_bytes: int) -> None:
+        """The next so many bytes have been written before."""
+        self._passed_over = size_bytes
+
     def write(self, data: bytes) -> bool:
         """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
+        if self._passed_over:
+            passed_over = min(self._passed_over, len(data))
+            self._passed_over -= passed_over
+            data = data[passed_over:]
         if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
             return False
         connection = self._connection

@@ -176,12 +176,15 @@ class StreamedAnswer(_Relayed):
         self._shares_client = shares_client
         self._begun: Relay | None = None
 
-    def begin(self, attempt: Attempt, guard: OutputListener, wake: Callable[[], None]) -> Relay:
-        """Take an attempt's answer as far as that goes without a task, of one that the client gets in the engine's
-        bytes. `take` goes on with it.
+    def go_on(
+        self, attempt: Attempt, guard: OutputListener, wake: Callable[[], None], seen: bytes, clock: TokenClock
+    ) -> Relay:
+        """Go on, without a task, with the answer of an attempt of which this much was seen already, and timed by this
+        clock. `take` goes on with it.
         """
-        self._begun = Relay(attempt, self.delivery, guard, self._stream, self._clock)
-        self._begun.begin(self._timeouts, wake)
+        self._clock = clock
+        self._begun = Relay(attempt, self.delivery, guard, self._stream, clock)
+        self._begun.begin(self._timeouts, wake, seen)
         return self._begun
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:

@@ -48,14 +48,9 @@ class ChunkWriter:
             return self._rewrite(payload)
         if not self._is_observed or self.wants_ids:
             return event.raw
-        data = segment.data
-        assert data is not None
-        begin = data.find(_TOKEN_IDS)
-        if begin >= 0:
-            begin += len(_TOKEN_IDS) - 1
-            end = data.index(b"]", begin) + 1
-            data = b"%b%b%b" % (data[:begin], b"null".ljust(end - begin), data[end:])
-        elif data is event.data:
+        assert segment.data is not None
+        data = without_token_ids(segment.data)
+        if data is event.data:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
 
@@ -80,6 +75,16 @@ class ChunkWriter:
         payload = {**payload, "choices": [choice]}
         self.last_payload = payload
         return self._rewrite(payload) if self._rewrite else data_event(payload)
+
+
+def without_token_ids(data: bytes) -> bytes:
+    """The data of an event, or an event of one line, with `null` in place of its token ids, if it has any."""
+    begin = data.find(_TOKEN_IDS)
+    if begin < 0:
+        return data
+    begin += len(_TOKEN_IDS) - 1
+    end = data.index(b"]", begin) + 1
+    return b"%b%b%b" % (data[:begin], b"null".ljust(end - begin), data[end:])
 
 
 def has_only_ids(choice: dict[str, Any]) -> bool:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 
-_END_MARK_SECONDS: Final = 1.0
+END_MARK_SECONDS: Final = 1.0
+"""How long the end mark of a body may take when the answer in it is whole."""
 # What comes of reading JSON whose members are of other kinds than those of any engine. Asking each for its kind would
 # cost as much as reading it.
 _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
@@ -112,15 +113,21 @@ class Relay:
         """Nothing more comes of this stream."""
         return self._ended
 
-    def begin(self, timeouts: Timeouts, wake: Callable[[], None]) -> None:
+    def begin(self, timeouts: Timeouts, wake: Callable[[], None], seen: bytes = b"") -> None:
         """Copy from now on. `wake` is called when the client must be attended to before more is read for it, and when
         the stream has ended; from within the read callback, which may not have given all of its output then.
+
+        `seen`: what has arrived already, and somebody else has timed.
         """
         self._wake = wake
         self._has_begun = True
         response = self._attempt.response
         self._idle_seconds = timeouts.idle_seconds
         response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
+        if seen:
+            clock, self._clock = self._clock, None
+            self.received(seen)
+            self._clock, self._forward = clock, None
         response.attach(self)
 
     def is_of(self, attempt: Attempt) -> bool:
@@ -220,7 +227,7 @@ class Relay:
                 delivery.transcript if delivery.is_observed else None,
                 line,
                 None if self._client is None else self._client.protocol,
-                self._hold,
+                self.hold,
                 self._clock,
                 hides_ids=delivery.is_observed and not delivery.writer.wants_ids,
             )
@@ -232,9 +239,9 @@ class Relay:
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):
-            self._hold()
+            self.hold()
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
         """Hold the engine back until the client has been attended to."""
         # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
         self._attempt.response.pause()
@@ -261,7 +268,7 @@ class Relay:
                 self._end(self._unfinished())
             # The answer is whole. What is left is the end mark of the body, for the connection's sake.
             self._is_over = True
-            attempt.response.limit_silence(_END_MARK_SECONDS)
+            attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is Meaning.ERROR:
             self._end(_engine_error(attempt, segment.payload, event.data))
         elif meaning is Meaning.RECOMPUTED:

@@ -125,6 +125,11 @@ class Connection(asyncio.Protocol):
         """Is a streamed answer under way, that is, one with a bound on its gaps?"""
         return self._is_stream and not self.complete and not self.closed
 
+    @property
+    def is_whole(self) -> bool:
+        """Has all of the answer arrived?"""
+        return self._reader.is_complete
+
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:

@@ -60,6 +60,11 @@ class Response:
         self._connection.on_exchanged(self._connection)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the whole body has arrived: with what a sink is given now it ends."""
+        return self._connection.is_whole
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """On which the body arrives."""
         return self._connection.loop

@@ -130,8 +130,8 @@ async def test_a_plain_request_takes_no_more_calls_than_it_did(deploy: Deploy, w
 async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
     gateway = await deploy(decoder={"decode_step_ms": 2.0})
     async with connected(gateway, 4) as lines:
-        few = await per_request(lines, stream=True, max_tokens=1)
-        many = await per_request(lines, stream=True, max_tokens=41)
+        few = await per_request(lines, stream=True, max_tokens=5)
+        many = await per_request(lines, stream=True, max_tokens=45)
     check(TOKEN, Calls((many.python - few.python) / 40, (many.c - few.c) / 40))
 
 

@@ -1,0 +1,225 @@
+"""The beginning of a streamed answer, which is all there is of many: a few events of well-known kinds. No IO.
+
+What a long or an unusual answer takes is not made for it: a Delivery with its Transcript, and the Relay. As soon as an
+answer turns out to be one of these, they are made, and read what has arrived so far; what the client has of it by then
+they write once more, and FastStream passes it over. So all that is done here comes to what they would do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import orjson
+
+from proxy.dialects.segment import PROMPT_IDS, is_mute
+from proxy.flow.chunk_writer import without_token_ids
+from proxy.flow.relay import END_MARK_SECONDS, TokenClock
+from proxy.wire.openai import DONE, data_event, with_prompt_details
+
+if TYPE_CHECKING:
+    from proxy.call import Call
+    from proxy.connectors.attempt import Attempt
+    from proxy.errors import UpstreamError
+    from proxy.fast_path.stream import FastStream
+    from proxy.flow.relay import Relay
+
+# With more the same-looking tokens of a long answer are what counts; see flow/fast_forward.py.
+_MOST_PARTS: Final = 2
+_MOST_BYTES: Final = 16 * 1024
+# What a delta of text says. Calls of tools, and whatever else there may be, are not read here.
+_TEXTS: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
+_ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
+
+
+class Owner(Protocol):
+    """Whose answer it is."""
+
+    def first_output(self) -> None:
+        """The decoder has begun to answer."""
+
+    def lengthen(self) -> Relay:
+        """Have a Relay take the answer, beginning with `seen`."""
+
+    def finished(self) -> None:
+        """The answer is whole."""
+
+
+class _Odd(Exception):
+    """An event is not of the kinds that are read here."""
+
+
+class ShortStream:
+    """A Sink for the decoder's answer to a call for one sequence, in the engine's own bytes."""
+
+    __slots__ = (
+        *("seen", "sent_bytes", "unsent", "usage", "clock"),
+        *("_attempt", "_client", "_owner", "_relay", "_is_observed", "_wants_ids", "_include_usage", "_idle_seconds"),
+        *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_has_prompt"),
+    )
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        call: Call,
+        client: FastStream,
+        owner: Owner,
+        clock: TokenClock,
+        idle_seconds: float,
+        *,
+        is_observed: bool,
+    ) -> None:
+        """`call`: as the client sent it."""
+        self.seen: list[bytes] = []
+        """What has arrived."""
+        self.sent_bytes = 0
+        """How much of the answer was written, without framing."""
+        self.unsent = b""
+        """The end of a whole answer, which is to be written before the end mark."""
+        self.usage: dict[str, Any] | None = None
+        """The usage of the whole answer; None: it was not told yet."""
+        self.clock = clock
+        self._attempt = attempt
+        self._client = client
+        self._owner = owner
+        self._relay: Relay | None = None
+        self._is_observed = is_observed
+        self._wants_ids = bool(call.values.get("return_token_ids"))
+        self._include_usage = call.include_usage
+        self._idle_seconds = idle_seconds
+        self._held = b""
+        """The role chunk, until there is a part of the answer."""
+        self._parts = 0
+        self._is_open = self._is_finished = self._is_done = self._has_prompt = False
+
+    # Sink
+
+    def received(self, data: bytes) -> bool:
+        if self._relay is not None:
+            return self._relay.received(data)
+        before = self._parts
+        try:
+            output = self._read(data)
+        except _Odd:
+            return self._lengthen().received(data)
+        self.seen.append(data)
+        has_parts = self._parts > before
+        if output:
+            if self._is_done and self._attempt.response.is_whole:
+                self.unsent = output
+            else:
+                self.sent_bytes += len(output)
+                if self._client.write(output):
+                    self._lengthen().hold()
+        if has_parts:
+            self.clock.tick()
+        return has_parts
+
+    def ended(self, error: UpstreamError | None) -> None:
+        if self._relay is not None:
+            self._relay.ended(error)
+        elif self._is_done:  # the answer is whole, whatever becomes of the connection
+            self._owner.finished()
+        else:
+            self._lengthen().ended(error)
+
+    # How
+
+    def _lengthen(self) -> Relay:
+        relay = self._relay = self._owner.lengthen()
+        return relay
+
+    def _read(self, data: bytes) -> bytes:
+        """What the client gets of whole events. Raises _Odd, and then nothing has happened.
+
+        One function for all of them, as each function that is called costs more than what it does.
+        """
+        if len(data) > _MOST_BYTES or self._is_done or not data.endswith(b"\n\n") or b"\r" in data:
+            raise _Odd
+        parts, is_finished, is_done, has_prompt = self._parts, self._is_finished, False, self._has_prompt
+        held, usage = self._held, self.usage
+        output: list[bytes] = []
+        for event in data[:-2].split(b"\n\n"):
+            if is_done or not event.startswith(b"data: ") or b"\n" in event:
+                raise _Odd
+            told = event[6:]
+            if told == DONE:
+                if not is_finished or usage is None:
+                    raise _Odd
+                is_done = True
+                continue
+            if not has_prompt and (begin := told.find(PROMPT_IDS)) >= 0:  # see Segment
+                has_prompt = True
+                begin += len(PROMPT_IDS) - 1
+                end = told.find(b"]", begin) + 1
+                told = b"%bnull%b" % (told[:begin], told[end:])
+                if self._is_observed and not self._wants_ids:
+                    event = b"data: " + told
+            try:
+                payload = orjson.loads(told)
+                choices = payload.get("choices")
+                of_all = payload.get("usage")
+                if choices:
+                    (choice,) = choices
+                    delta = choice.get("delta")
+                    ids = choice.get("token_ids")
+                    reason = choice.get("finish_reason")
+                    is_opening = reason is None and is_mute(choice)
+                    if (
+                        choice.get("stop_reason") == "recomputed"
+                        or choice.get("index", 0) != 0
+                        or of_all
+                        or is_finished
+                        or choice.get("logprobs") is not None
+                        or not (type(choice["text"]) is str if delta is None else _is_text(delta))
+                        or not (ids is None or (type(ids) is list and all(type(number) is int for number in ids)))
+                        or (reason is None and not delta and ids and delta is not None)
+                        or (is_opening and (delta is None or "role" not in delta or parts or held))
+                    ):
+                        raise _Odd
+                    if reason is not None:
+                        is_finished = True
+                elif (
+                    payload.get("error")
+                    or not (type(of_all) is dict and of_all)
+                    or not is_finished
+                    or usage is not None
+                ):
+                    raise _Odd
+                else:
+                    attempt = self._attempt
+                    usage = of_all
+                    if attempt.kv_handed_over:
+                        usage = with_prompt_details(of_all, attempt.prompt_details)
+                    if self._include_usage:
+                        raw = event + b"\n\n" if usage is of_all else data_event({**payload, "usage": usage})
+                        output.append(raw)
+                    continue
+            except _ODD_SHAPES:
+                raise _Odd from None
+            raw = event + b"\n\n"
+            if self._is_observed and not self._wants_ids:
+                raw = without_token_ids(raw)
+            if is_opening:
+                held = raw
+                continue
+            parts += 1
+            if held:
+                raw, held = held + raw, b""
+            output.append(raw)
+        if parts > _MOST_PARTS and not is_finished:
+            raise _Odd
+        if parts and not self._is_open:
+            self._is_open = True
+            self._attempt.kv_arrived()
+            self._attempt.response.limit_silence(self._idle_seconds)
+            self._owner.first_output()
+        if is_done:
+            self._attempt.response.limit_silence(END_MARK_SECONDS)
+        self._parts, self._is_finished, self._is_done, self._has_prompt = parts, is_finished, is_done, has_prompt
+        self._held, self.usage = held, usage
+        return b"".join(output)
+
+
+def _is_text(delta: dict[str, Any]) -> bool:
+    """Whether a delta has nothing in it but texts."""
+    return _TEXTS.issuperset(delta) and all(text is None or type(text) is str for text in delta.values())
