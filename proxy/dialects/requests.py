@@ -67,3 +67,18 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
     if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
         raise BadRequest(f"{name} must be true or false", param=name)
     return bool(value)
+
+
+def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A member that is an object; an empty one if it is not there. Raises BadRequest."""
+    value = values.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object", param=name)
+    return value or {}
+
+
+def objects(values: object, param: str) -> list[dict[str, Any]]:
+    """A list of objects, of the member `param`. Raises BadRequest."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise BadRequest(f"{param} must be a list of objects", param=param)
+    return values

@@ -6,8 +6,13 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
+from proxy.dialects.messages import Messages
+from proxy.dialects.messages.answer import message as whole_message
+from proxy.dialects.requests import read
+from proxy.settings import Cost
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
@@ -71,6 +76,27 @@ async def test_a_stop_sequence_is_told(deploy: Deploy, stream: bool) -> None:
     got = message(await ask(gateway, question("Hello there", stop_sequences=["\n\n", stop], stream=stream)))
     assert (got["stop_reason"], got["stop_sequence"]) == ("stop_sequence", stop)
     assert got["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "matched", "arguments", "told"),
+    [
+        ("tool_calls", None, "{}", "tool_use"),
+        ("stop", "END", "{}", "tool_use"),
+        ("stop", "END", '{"a": "', "stop_sequence"),
+        ("tool_calls", "END", '{"a": "', "stop_sequence"),
+        ("stop", None, '{"a": "', "max_tokens"),
+        ("length", None, '{"a": "', "max_tokens"),
+    ],
+)
+def test_a_tool_is_to_be_run_only_if_its_call_is_complete(
+    finish_reason: str, matched: str | None, arguments: str, told: str
+) -> None:
+    call = Messages().parse(read(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
+    use = {"id": "functions.find:0", "function": {"name": "find", "arguments": arguments}}
+    choice = {"message": {"tool_calls": [use]}, "finish_reason": finish_reason, "stop_reason": matched}
+    got = whole_message(call, {"id": "chatcmpl-1", "choices": [choice]})
+    assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -61,6 +61,8 @@ def test_no_system_is_no_message(system: Any) -> None:
         ("Hi", [user("Hi")]),
         ([text("Hi", cache_control={"type": "ephemeral"})], [user("Hi")]),
         ([text("Hi"), text("there")], [user([text("Hi"), text("there")])]),
+        ([text("Hi"), text("")], [user("Hi")]),
+        ([PICTURE, text("")], [user([PART])]),
         ([PICTURE, text("What?")], [user([PART, text("What?")])]),
         (
             [{"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}],
@@ -114,6 +116,11 @@ def test_what_claude_code_says_in_between_stays_there() -> None:
     roles = [(message["role"], message["content"]) for message in messages(*turns)]
     expected = [("user", "Hi"), ("system", "Remember."), ("user", "There"), ("system", "Now."), ("user", "?")]
     assert roles == expected
+
+
+@pytest.mark.parametrize("content", ["x-anthropic-billing-header: cch=1f;", "", []])
+def test_a_reminder_of_nothing_is_none(content: Any) -> None:
+    assert messages(("user", "Hi"), ("system", content)) == [user("Hi")]
 
 
 def test_an_answer_that_the_client_has_begun_goes_on() -> None:
@@ -180,6 +187,40 @@ def test_a_tool(given: dict[str, Any], function: dict[str, Any]) -> None:
     assert told["tool_choice"] == "auto"
 
 
+def change(kind: str, told: Any) -> tuple[str, Any]:
+    return "system", [{"type": kind, "tool": told}]
+
+
+def reference(name: str) -> dict[str, Any]:
+    return {"type": "tool_reference", "name": name}
+
+
+SHOW = {"type": "tool_definition", "definition": {"name": "show", "input_schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ([change("tool_removal", reference("find"))], []),
+        ([change("tool_addition", SHOW)], ["find", "show"]),
+        ([change("tool_addition", SHOW), change("tool_removal", reference("find"))], ["show"]),
+        ([change("tool_removal", reference("find")), change("tool_addition", reference("find"))], ["find"]),
+    ],
+)
+def test_the_tools_are_those_there_are_in_the_end(changes: list[tuple[str, Any]], left: list[str]) -> None:
+    turns = [("user", "Hi"), *changes, ("system", "Remember.")]
+    asked = chat(messages=[{"role": role, "content": content} for role, content in turns], tools=[tool()])
+    assert [each["function"]["name"] for each in asked.get("tools", ())] == left
+    assert ("tool_choice" in asked) is bool(left)
+    assert asked["messages"] == [user("Hi"), {"role": "system", "content": "Remember."}]
+
+
+def test_a_tool_that_is_added_by_its_name_is_not_to_be_loaded_later() -> None:
+    turns = [user("Hi"), {"role": "system", "content": change("tool_addition", reference("find"))[1]}]
+    asked = chat(messages=turns, tools=[tool(defer_loading=True)])
+    assert "defer_loading" not in asked["tools"][0]["function"]
+
+
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
@@ -213,6 +254,13 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}}
         ({"messages": [user([{"type": "search_result"}])]}, "messages", "search_result"),
         ({"messages": [user([{"type": "text"}])]}, "messages", "must have text"),
         ({"messages": [user([{**PICTURE, "source": {"type": "file", "file_id": "x"}}])]}, "messages", "not from files"),
+        ({"messages": [user([{"type": "tool_addition", "tool": SHOW}])]}, "messages", "tool_addition are not served"),
+        (
+            {"messages": [{"role": "system", "content": change("tool_removal", reference("show"))[1]}]},
+            "messages",
+            "tool_removal must have a tool that is declared",
+        ),
+        ({"messages": [{"role": "system", "content": change("tool_removal", SHOW)[1]}]}, "messages", "declared"),
         ({"system": 7}, "system", "text"),
         ({"system": [PICTURE]}, "system", "text blocks only"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "not served"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.errors import GatewayError
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
-_STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 _CUT_OFF: Final[dict[str, Any]] = {}
 _BEGUN: Final[Mapping[Kind, dict[str, Any]]] = {
     Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
@@ -131,14 +131,16 @@ def _stop(
     finish_reason: str | None, matched: object, stops: Collection[str], uses: Sequence[dict[str, Any]]
 ) -> dict[str, str | None]:
     """What the message has counts: a chat that had to call a tool of a name ends like one that called none, and with
-    old engines one that the limit cuts off in a call like one that is complete.
+    old engines one that the limit cuts off in a call like one that is complete. A call that a stop string has cut off
+    must not be run.
     """
-    reason, sequence = _STOP_REASONS.get(finish_reason or ""), None
-    if uses and uses[-1]["input"] is _CUT_OFF:
-        reason = "max_tokens"
+    is_cut = bool(uses) and uses[-1]["input"] is _CUT_OFF
+    reason = _STOP_REASONS.get(finish_reason or "")
+    if reason is None and uses and not is_cut:
+        reason = "tool_use"
     if reason is None and isinstance(matched, str) and matched in stops:
-        reason, sequence = "stop_sequence", matched
-    return {"stop_reason": reason or ("tool_use" if uses else "end_turn"), "stop_sequence": sequence}
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": reason or ("max_tokens" if is_cut else "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.messages.tools import CHANGES, tools_of
+from proxy.dialects.requests import object_in, objects
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ _SAME: Final = (
 _OF_THE_PROMPT: Final = (
     *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
 )
-_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 # What templates call the switch: those of Kimi and DeepSeek, and those of Qwen and GLM.
 _THINKING: Final = ("thinking", "enable_thinking")
 
@@ -51,7 +52,7 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
     if thinking:
         chat["chat_template_kwargs"] = {**thinking, **(chat.get("chat_template_kwargs") or {})}
     chat |= _output(values)
-    user = _object(values, "metadata").get("user_id")
+    user = object_in(values, "metadata").get("user_id")
     if isinstance(user, str):
         chat["user"] = user
     return chat
@@ -69,10 +70,7 @@ def _conversation(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list that is not empty", param="messages")
     chat: dict[str, Any] = {"messages": [*_system(values.get("system")), *_turns(messages)]}
-    if values.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _objects(values["tools"], "tools")]
-        chat |= _tool_choice(_object(values, "tool_choice"))
-    return chat
+    return chat | tools_of(values, messages)
 
 
 # Messages
@@ -80,7 +78,7 @@ def _conversation(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _system(system: object) -> list[dict[str, Any]]:
     if isinstance(system, list):
-        system = "".join(_system_texts(_objects(system, "system")))
+        system = "".join(_system_texts(objects(system, "system")))
     elif system is not None and not isinstance(system, str):
         raise BadRequest("system must be text or a list of text blocks", param="system")
     return [{"role": "system", "content": system}] if system else []
@@ -95,22 +93,32 @@ def _system_texts(blocks: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _turns(messages: list[Any]) -> Iterator[dict[str, Any]]:
-    for message in _objects(messages, "messages"):
+    for message in objects(messages, "messages"):
         role = _ROLES.get(str(message.get("role")))
         if role is None:
             raise BadRequest("the role of a message must be user, assistant or system", param="messages")
         content = message.get("content")
-        if isinstance(content, str):
+        if role == "system":
+            # In place, where vLLM joins them to the first if the template wants that: a reminder at the end would
+            # change the prompt's beginning.
+            yield from _reminder(content)
+        elif isinstance(content, str):
             yield {"role": role, "content": content}
-        elif role == "system":
-            # In place, where vLLM joins them to the first: a reminder at the end would change the prompt's beginning.
-            yield from _system(content)
         elif not isinstance(content, list):
             raise BadRequest("the content of a message must be text or a list of blocks", param="messages")
         elif role == "assistant":
-            yield _assistant(_objects(content, "messages"))
+            yield _assistant(objects(content, "messages"))
         else:
-            yield from _user(_objects(content, "messages"))
+            yield from _user(objects(content, "messages"))
+
+
+def _reminder(content: object) -> list[dict[str, Any]]:
+    """What the system says in between."""
+    if isinstance(content, str):
+        content = [{"text": content}]
+    if isinstance(content, list):
+        content = [block for block in objects(content, "messages") if block.get("type") not in CHANGES]
+    return _system(content)
 
 
 def _user(blocks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -137,7 +145,7 @@ def _result(block: dict[str, Any], images: list[dict[str, Any]]) -> Iterator[dic
     content = block.get("content")
     texts: list[str] = [content] if isinstance(content, str) else []
     references: list[dict[str, Any]] = []
-    for item in _objects(content, "messages") if isinstance(content, list) else ():
+    for item in objects(content, "messages") if isinstance(content, list) else ():
         match item.get("type"):
             case "text":
                 texts.append(_text(item))
@@ -189,7 +197,8 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(parts: list[dict[str, Any]]) -> Any:
-    """Text alone is told as text."""
+    """Text alone is told as text, and none as none."""
+    parts = [part for part in parts if part.get("text") != ""]
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
@@ -203,7 +212,7 @@ def _text(block: dict[str, Any]) -> str:
 
 
 def _image(block: dict[str, Any]) -> dict[str, Any]:
-    source = _object(block, "source")
+    source = object_in(block, "source")
     kind, url, data = source.get("type", "base64"), source.get("url"), source.get("data")
     if kind == "base64" and isinstance(data, str):
         url = f"data:{source.get('media_type') or 'image/jpeg'};base64,{data}"
@@ -229,50 +238,21 @@ def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
     return last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
 
 
-# Tools, thinking, output
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    kind, name, schema = tool.get("type"), tool.get("name"), tool.get("input_schema")
-    if kind not in (None, "custom") or not isinstance(name, str) or not isinstance(schema, dict):
-        raise BadRequest(
-            "tools must have a name and an input_schema: those that Anthropic's service defines or runs are not served",
-            param="tools",
-        )
-    function: dict[str, Any] = {"name": name}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    function["parameters"] = schema if "type" in schema else {**schema, "type": "object"}
-    function |= {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type", "auto")
-    chosen: dict[str, Any] = {}
-    if kind == "tool" and isinstance(choice.get("name"), str):
-        chosen["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    elif kind in _CHOICES:
-        chosen["tool_choice"] = _CHOICES[kind]
-    else:
-        raise BadRequest("tool_choice must be auto, any, none, or a tool with its name", param="tool_choice")
-    if choice.get("disable_parallel_tool_use") is not None:
-        chosen["parallel_tool_calls"] = not choice["disable_parallel_tool_use"]
-    return chosen
+# Thinking, output
 
 
 def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
     """Switches for the template. The budget is left to the engine, since most refuse one unless they are set up for it;
     who has set them up says `thinking_token_budget`. Nothing: the model does what it does by default.
     """
-    kind = _object(values, "thinking").get("type")
+    kind = object_in(values, "thinking").get("type")
     if kind not in (None, "enabled", "disabled", "adaptive"):
         raise BadRequest("thinking must be enabled, disabled or adaptive", param="thinking")
     return {} if kind in (None, "adaptive") else dict.fromkeys(_THINKING, kind == "enabled")
 
 
 def _output(values: Mapping[str, Any]) -> dict[str, Any]:
-    config = _object(values, "output_config")
+    config = object_in(values, "output_config")
     form = config.get("format") or values.get("output_format")  # which was its name in a beta
     wanted: dict[str, Any] = {}
     if form is not None:
@@ -283,16 +263,3 @@ def _output(values: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("effort") is not None:
         wanted["reasoning_effort"] = config["effort"]
     return wanted
-
-
-def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = values.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise BadRequest(f"{name} must be an object", param=name)
-    return value or {}
-
-
-def _objects(values: Any, param: str) -> list[dict[str, Any]]:
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise BadRequest(f"{param} must be a list of objects", param=param)
-    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.dialects.requests import object_in
 from proxy.dialects.responses.items import conversation
 from proxy.dialects.responses.refusals import refuse
 from proxy.dialects.responses.tools import function_name, tools_of
@@ -90,7 +91,7 @@ def _chosen(choice: Mapping[str, Any]) -> str:
 
 
 def _format(values: Mapping[str, Any]) -> dict[str, Any]:
-    form = _object(values, "text").get("format")
+    form = object_in(values, "text").get("format")
     match form:
         case None | {"type": "text"}:
             return {}
@@ -104,15 +105,8 @@ def _format(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(values: Mapping[str, Any]) -> dict[str, Any]:
-    effort = _object(values, "reasoning").get("effort")
+    effort = object_in(values, "reasoning").get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
-
-
-def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = values.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise BadRequest(f"{name} must be an object", param=name)
-    return value or {}
 
 
 _ECHOED: Final = (

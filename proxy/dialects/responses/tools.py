@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.requests import objects
 from proxy.dialects.responses.refusals import refuse
 from proxy.errors import BadRequest
 
@@ -51,12 +52,7 @@ def function_name(name: str, namespace: object) -> str:
 
 def tools_of(values: Mapping[str, Any]) -> list[Tool]:
     """The tools of a request. Raises BadRequest for those that only OpenAI's own service has."""
-    tools = values.get("tools")
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRequest("tools must be a list of objects", param="tools")
-    return [each for tool in tools for each in _read(tool, None)]
+    return [each for tool in objects(values.get("tools") or [], "tools") for each in _read(tool, None)]
 
 
 def _read(tool: Mapping[str, Any], namespace: str | None) -> Iterator[Tool]:
