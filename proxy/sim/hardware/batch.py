@@ -13,60 +13,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.sim.hardware.blocks import Held, KvBlocks
+from proxy.sim.hardware.blocks import KvBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.sim.hardware.cost import Cost
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How an engine was started."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kv_tokens: int
-    """That fit into its KV memory, host memory included where it serves as a cache."""
-    block_tokens: int = 512
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One sequence. The batch has it between `submit` and its last token, or `drop`."""
-
-    prompt_tokens: int
-    answer_tokens: int
-    names: Sequence[Hashable] = ()
-    """Of the prompt's full blocks."""
-    keeps_kv: bool = False
-    """Its blocks stay used after its end, until they are given back: a decoder will fetch them."""
-    awaits_kv: bool = False
-    """Nothing of its prompt is computed here: once admitted it waits for `arrive`."""
-    cached_tokens: int = 0
-    """Of the prompt, found in the cache when it was first admitted."""
-    computed: int = 0
-    """Tokens whose KV is there."""
-    generated: int = 0
-    is_decoding: bool = False
-    """All of its KV is there but the last token's, which the next step computes."""
-    preemptions: int = 0
-    held: Held = field(default_factory=Held)
-    _began_behind: int = 0
-    """Of the tokens to compute, those that its first chunk stands behind."""
-
-    @property
-    def is_ended(self) -> bool:
-        return self.generated >= self.answer_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Of the prompt and of the answer so far: the KV that the next token needs."""
-        return self.prompt_tokens + self.generated
+    from proxy.sim.hardware.work import Shape, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +93,10 @@ class Batch:
     def due(self) -> float | None:
         """When `advance` is to be called; None: when there is more to do."""
         return None if self._run is None else self._run.began + self._run.seconds(self._run.steps)
+
+    def spent_seconds(self, now: float) -> float:
+        """Of the steps under way, what is behind them."""
+        return 0.0 if self._run is None else now - self._run.began
 
     def submit(self, work: Work, now: float) -> None:
         """Raises ValueError for work that does not fit into the engine's memory even alone."""
@@ -224,7 +184,7 @@ class Batch:
         kv_tokens = sum(work.tokens for work in decoding)
         seconds = cost.decode(len(decoding), kv_tokens) if decoding else 0.0
         seconds += sum(cost.chunk(tokens, work.computed) for work, tokens in chunks)
-        if any(work.computed == work._began_behind for work, _ in chunks):
+        if not all(work.is_begun for work, _ in chunks):
             seconds += cost.prompt  # once for all prompts that begin together
         growth = cost.decode(len(decoding), kv_tokens + len(decoding)) - seconds if decoding and not chunks else 0.0
         steps = 1 if chunks or is_short or self._stepwise else self._steps(decoding)
@@ -245,7 +205,7 @@ class Batch:
                 if self._on_admitted is not None:
                     self._on_admitted(work)
                 continue
-            work.computed = work._began_behind = hits * self._shape.block_tokens
+            work.computed = work.began_behind = hits * self._shape.block_tokens
             if work.preemptions:
                 self.recomputed_tokens += work.tokens - work.computed
             else:

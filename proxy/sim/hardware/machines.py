@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.sim.hardware.batch import Shape
 from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.work import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from proxy.sim.hardware.batch import Batch, Work
+from proxy.sim.hardware.batch import Batch
+from proxy.sim.hardware.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.sim.hardware.batch import Shape
     from proxy.sim.hardware.cost import Cost
+    from proxy.sim.hardware.work import Shape
 
 
 class Engine:
@@ -23,11 +25,36 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: dict[Work, asyncio.Future[None]] = {}  # for a first token, then for the last
+        self.cost = cost
+        self._block_tokens = shape.block_tokens
+        self._prompts: dict[Work, None] = {}  # to be computed here
+
+    def hit(self, names: Sequence[int]) -> int:
+        """How many blocks of a prompt, from its beginning, would be found here by one that came now: they are cached,
+        or will be when those before it are done.
+        """
+        hits = self.batch.blocks.hit(names)
+        for work in self._prompts:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(work.names, names, strict=False)))
+            hits = max(hits, same)
+        return hits
+
+    @property
+    def seconds_left(self) -> float:
+        """What the prompts here still take."""
+        seconds = -self.batch.spent_seconds(self._loop.time())
+        for work in self._prompts:
+            cached = work.computed or self._block_tokens * self.batch.blocks.hit(work.names)
+            seconds += self.cost.chunk(work.prompt_tokens - cached, cached)
+            seconds += 0.0 if work.is_begun else self.cost.prompt
+        return max(0.0, seconds)
 
     async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
         """Compute a prompt, whose KV is kept until `give_back`."""
         work = Work(prompt_tokens, 1, names, keeps_kv=True)
+        self._prompts[work] = None
         await self._submit(work)
+        del self._prompts[work]
         return work
 
     async def begin(self, prompt_tokens: int, answer_tokens: int) -> Work:

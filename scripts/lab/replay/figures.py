@@ -114,9 +114,21 @@ def mean(runs: Sequence[Figures]) -> Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    """What is replayed, and on what."""
+
+    trace: str
+    fleet: str
+
+    def __str__(self) -> str:
+        return f"{self.trace}, {self.fleet}"
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One run: which policy under which load, and what came of it."""
 
+    case: Case
     policy: str
     load: float
     seed: int
@@ -125,7 +137,7 @@ class Run:
     def as_json(self) -> dict[str, Any]:
         """For a report that programs read."""
         told = {name: None if isnan(value) else value for name, value in asdict(self.figures).items()}
-        return {"policy": self.policy, "load": self.load, "seed": self.seed, **told}
+        return {**asdict(self.case), "policy": self.policy, "load": self.load, "seed": self.seed, **told}
 
 
 def by_policy(runs: Sequence[Run]) -> dict[str, dict[float, Figures]]:

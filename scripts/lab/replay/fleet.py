@@ -27,13 +27,13 @@ from proxy.settings.model import HealthChecks
 from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lab.replay.trace import Request
     from proxy.balancer.pick import Policy
     from proxy.sim.hardware.machines import Machine
 
-    MakePolicy = Callable[[PolicyContext], Policy]
+    MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
 # 70 KB of KV a token at 25 GB/s.
 _TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6
@@ -52,6 +52,11 @@ class Fleet:
     """The first prefiller is so many times as fast as the others; None: it is as they are."""
 
     @property
+    def name(self) -> str:
+        """As `parse_fleet` reads it."""
+        return f"{self.prefillers}P{self.decoders}D" + ("" if self.slow is None else f":{self.slow:g}")
+
+    @property
     def capacity(self) -> float:
         """Prefillers, the slow one counted for what it is."""
         return self.prefillers - 1 + (1.0 if self.slow is None else self.slow)
@@ -61,12 +66,16 @@ class Fleet:
         return self.prefill_machine.cost.prefill(request.input_tokens)
 
 
-def parse_fleet(text: str) -> tuple[int, int]:
-    """Prefillers and decoders of a text like 8P8D. Raises ValueError."""
-    found = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
-    if found is None or not int(found[1]) or not int(found[2]):
-        raise ValueError(f"{text!r} is no fleet: say how many prefillers and decoders there are, as in 8P8D")
-    return int(found[1]), int(found[2])
+def parse_fleet(text: str) -> tuple[int, int, float | None]:
+    """Prefillers, decoders, and `Fleet.slow`, of a text like 8P8D or 8P8D:0.5. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)P(\d+)D(?::(\d*\.?\d+))?", text, re.IGNORECASE)
+    slow = None if found is None or found[3] is None else float(found[3])
+    if found is None or not int(found[1]) or not int(found[2]) or slow == 0:
+        raise ValueError(
+            f"{text!r} is no fleet: say how many prefillers and decoders there are, as in 8P8D, or 8P8D:0.5 if one"
+            " prefiller is half as fast as the others"
+        )
+    return int(found[1]), int(found[2]), slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class Replay:
         def pool(role: Role, make: MakePolicy, max_running: int | None) -> Pool:
             return Pool(
                 role,
-                policy=make(PolicyContext(rng=rng, clock=self._loop.time)),
+                policy=make(PolicyContext(rng=rng, clock=self._loop.time), self.engines),
                 scoreboard=self._scoreboard,
                 row=self._scoreboard.row(0),
                 roster=roster,

@@ -1,20 +1,26 @@
 """Traces in Mooncake's format: a JSON object a line, with `timestamp` in milliseconds, `input_length` and
 `output_length` in tokens, and `hash_ids`, one for each 512 tokens of the prompt: equal ids, equal prefix up to there.
+
+And in that of Azure's traces of 2023, as CSV: when, and how many tokens. Of a prompt without ids nothing is known to be
+in another one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 BLOCK_TOKENS: Final = 512
+_AZURE_HEAD: Final = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class InvalidTrace(Exception):
@@ -35,25 +41,42 @@ class Request:
 
 def read(path: Path) -> list[Request]:
     """In the order of their arrival. Raises InvalidTrace, OSError."""
+    lines = path.read_text(errors="replace").splitlines()
+    is_azure = lines[:1] == [_AZURE_HEAD]
+    names = count(-1, -1)  # for blocks without ids: below 0, where no trace has its own
     requests = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (is_azure and number == 1):
             continue
         try:
-            requests.append(_request(orjson.loads(line)))
+            requests.append(_azure(line, names) if is_azure else _mooncake(line, names))
         except (ValueError, TypeError, KeyError) as error:
-            raise InvalidTrace(f"{path.name}, line {number}: no request of Mooncake's format: {error}") from None
+            form = "Azure's" if is_azure else "Mooncake's"
+            raise InvalidTrace(f"{path.name}, line {number}: no request of {form} format: {error}") from None
     if not requests:
         raise InvalidTrace(f"{path.name} has no requests")
-    return sorted(requests, key=lambda request: request.at)
+    requests.sort(key=lambda request: request.at)
+    return [replace(request, at=request.at - requests[0].at) for request in requests] if is_azure else requests
 
 
-def _request(told: Any) -> Request:
-    at, tokens, answer = told["timestamp"] / 1000, int(told["input_length"]), int(told["output_length"])
-    blocks = tuple(map(int, told.get("hash_ids", ())))
-    if at < 0 or tokens < 1 or answer < 0:
+def _mooncake(line: str, names: Iterator[int]) -> Request:
+    told: Any = orjson.loads(line)
+    return _request(told["timestamp"] / 1000, told["input_length"], told["output_length"], told.get("hash_ids"), names)
+
+
+def _azure(line: str, names: Iterator[int]) -> Request:
+    at, tokens, answer = line.split(",")
+    # Seven digits of a second are one more than a datetime has.
+    return _request(datetime.fromisoformat(at[:26]).timestamp(), tokens, answer, None, names)
+
+
+def _request(at: float, prompt: Any, answer: Any, ids: Any, names: Iterator[int]) -> Request:
+    tokens, answer_tokens = int(prompt), int(answer)
+    if at < 0 or tokens < 1 or answer_tokens < 0:
         raise ValueError("negative, or an empty prompt")
-    return Request(at, tokens, max(1, answer), blocks)
+    if ids is None:
+        ids = [next(names) for _ in range(-(-tokens // BLOCK_TOKENS))]
+    return Request(at, tokens, max(1, answer_tokens), tuple(map(int, ids)))
 
 
 def spread(requests: Sequence[Request], rng: random.Random) -> list[Request]:

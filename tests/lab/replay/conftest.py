@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.replay import virtual_time
 from lab.replay.fleet import Fleet, Replay
-from proxy.balancer.policies import make_policy
-from proxy.sim.hardware.batch import Shape
+from lab.replay.policies import policies
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import Machine
+from proxy.sim.hardware.work import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ def replayed(fleet: Fleet) -> Callable[..., Replay]:
         requests: Sequence[Request], policy: MakePolicy | None = None, max_running_prefill: int | None = None
     ) -> Replay:
         made: list[Replay] = []
-        least_load = partial(make_policy, "least_load")
+        least_load, _ = policies(fleet, "least_load")["least_load"]
 
         async def course() -> None:
             made.append(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.replay import report
-from lab.replay.figures import Run, Slo, figures, mean, sustained_load
+from lab.replay.figures import Case, Run, Slo, figures, mean, sustained_load
 from lab.replay.trace import Request
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def test_the_load_that_is_sustained_lies_between_those_that_were_run(some: Figur
 
 
 def test_the_report_has_a_line_for_each_policy_and_load_and_a_chart(some: Figures) -> None:
-    runs = [Run(name, load, 1, some) for name in ("a<b", "c") for load in (0.8, 0.9)]
+    runs = [Run(Case("trace", "8P8D"), name, load, 1, some) for name in ("a<b", "c") for load in (0.8, 0.9)]
     assert [line.split()[:2] for line in report.table(runs).splitlines()[1:5]] == [
         *(["a<b", "0.8"], ["a<b", "0.9"], ["c", "0.8"], ["c", "0.9"])
     ]
@@ -102,7 +102,7 @@ def test_the_program_reads_a_trace_and_writes_table_json_and_chart(tmp_path: Pat
         text=True,
     )
     assert "dynamo      0.9" in ran.stdout
-    assert "2/2 dynamo, load 0.9, seed 1: 40 requests" in ran.stderr
+    assert "2/2 trace.jsonl, 2P2D, dynamo, load 0.9, seed 1: 40 requests" in ran.stderr
     assert (tmp_path / "runs.json").read_text().count('"policy"') == 2
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
 

@@ -76,10 +76,11 @@ def test_a_run_is_the_same_every_time_whatever_the_hashes() -> None:
         "from tests.lab.replay.conftest import MACHINE\n"
         "from lab.replay import virtual_time\n"
         "from lab.replay.fleet import Fleet, Replay\n"
-        "from lab.replay.peers import peers\n"
-        "for name, rules in peers(MACHINE.cost).items():\n"
+        "from lab.replay.policies import CLAIRVOYANT, peer_names, policies\n"
+        "fleet = Fleet(3, 2, MACHINE, MACHINE)\n"
+        "for name in [*peer_names(), CLAIRVOYANT]:\n"
         "    async def course():\n"
-        "        replay = Replay(Fleet(3, 2, MACHINE, MACHINE), *rules, seed=1)\n"
+        "        replay = Replay(fleet, *policies(fleet, 'least_load')[name], seed=1)\n"
         "        await replay.run(drawn(150))\n"
         "        print(name, [course.ended_at for course in replay.courses])\n"
         "    virtual_time.run(course(), virtual_time.VirtualLoop())\n"
@@ -95,14 +96,15 @@ def test_a_run_is_the_same_every_time_whatever_the_hashes() -> None:
         for seed in ("1", "2")
     }
     assert len(told) == 1
-    assert len(told.pop().splitlines()) == 8
+    assert len(told.pop().splitlines()) == 9
 
 
-@pytest.mark.parametrize("text", ["", "8P", "0P8D", "8P0D", "8D8P", "8P8D1"])
+@pytest.mark.parametrize("text", ["", "8P", "0P8D", "8P0D", "8D8P", "8P8D1", "8P8D:", "8P8D:0", "8P8D:-1", "8P8D:x"])
 def test_what_is_no_fleet_is_told(text: str) -> None:
     with pytest.raises(ValueError, match="8P8D"):
         parse_fleet(text)
 
 
 def test_a_fleet_is_so_many_prefillers_and_decoders() -> None:
-    assert parse_fleet("2p16d") == (2, 16)
+    assert parse_fleet("2p16d") == (2, 16, None)
+    assert parse_fleet("8P8D:0.5") == (8, 8, 0.5)

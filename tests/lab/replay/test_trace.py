@@ -52,3 +52,32 @@ def test_arrivals_of_one_tick_are_spread_over_it() -> None:
 
 def test_a_faster_trace_has_the_same_requests_in_less_time() -> None:
     assert [request.at for request in faster([Request(3.0, 10, 1, ()), Request(6.0, 10, 1, ())], 3.0)] == [1.0, 2.0]
+
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3180,8\n2023-11-16 18:17:03.9819600,400,0\n"
+)
+
+
+def test_a_trace_of_azures_begins_with_its_first_request(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    first, second = read(path)
+    assert (first.at, first.input_tokens, first.output_tokens) == (0.0, 400, 1)
+    assert (second.at, second.input_tokens, second.output_tokens) == (pytest.approx(0.05), 3180, 8)
+
+
+def test_prompts_of_which_nothing_is_told_have_nothing_in_common(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    assert [len(request.blocks) for request in read(path)] == [1, 7]
+    path.write_text(LINE + LINE.replace(', "hash_ids": [4, 5, 6]', "") * 2)
+    blocks = [block for request in read(path) for block in request.blocks]
+    assert len(set(blocks)) == len(blocks) == 9
+
+
+def test_a_line_that_is_none_of_azures_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE + "2023-11-16,3180\n")
+    with pytest.raises(InvalidTrace, match="line 4: no request of Azure's format"):
+        read(path)

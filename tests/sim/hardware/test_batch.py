@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from proxy.sim.hardware.batch import Batch, Shape, Work
+from proxy.sim.hardware.batch import Batch
 from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.work import Shape, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,87 @@
+"""What the command line of scripts/replay says."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lab.replay.fleet import parse_fleet
+from lab.replay.policies import OURS, policy_names
+from proxy.settings import POLICIES
+from proxy.settings.model import Balance
+from proxy.sim.hardware.machines import MACHINES
+
+_DESCRIPTION = """What another way of choosing instances would make of a trace.
+
+The requests of traces in Mooncake's format, or Azure's of 2023, go through the gateway's own admission, pools and
+policies to simulated engines, in virtual time. `load` is the work of all prompts without a cache over what the
+prefillers can do: traces are made faster or slower for it. The rules of other gateways take part as policies, beside
+the gateway's own."""
+
+
+def read_options() -> argparse.Namespace:
+    """Exits with a message if something is wrong."""
+    names = policy_names()
+    parser = argparse.ArgumentParser(prog="scripts/replay", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("traces", type=Path, nargs="*", metavar="TRACE", help="files of requests in Mooncake's format or Azure's")
+    add("--fit", action="store_true", help="print what was published of the machines beside what the model says")
+    add(
+        "--fleet",
+        dest="fleets",
+        type=_fleet,
+        nargs="+",
+        default=[(8, 8, None)],
+        metavar="8P8D",
+        help="prefillers and decoders; 8P8D:0.5: one prefiller is half as fast as the others (default: 8P8D)",
+    )
+    add("--machine", choices=MACHINES, default="kimi-k2-thinking-a3", help="of the prefillers (default: %(default)s)")
+    add("--decode-machine", choices=MACHINES, default="kimi-k2.5-h200", help="(default: %(default)s)")
+    add("--loads", type=_positive, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)")
+    add("--seeds", type=int, nargs="+", default=[1], help="of all that is drawn (default: 1)")
+    add("--policies", nargs="+", choices=names, metavar="NAME", help=f"(default: all) {', '.join(names)}")
+    add(
+        "--decode-policy",
+        choices=POLICIES,
+        default=Balance().decode_policy,
+        help="of the gateway's own, beside each one for prefillers (default: %(default)s)",
+    )
+    add(
+        "--margins",
+        choices=POLICIES,
+        nargs="?",
+        const=OURS,
+        metavar="NAME",
+        help=f"a line for each trace, fleet and load: this policy ({OURS}) beside today's and the best of the peers",
+    )
+    add("--requests", type=int, metavar="N", help="only the first so many")
+    add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
+    add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
+    add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
+    add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
+    add("--slo-seconds", type=_positive, default=10.0, help="to the first token (default: 10)")
+    add("--slo-base", type=_positive, default=2.0, help="in time: this and so many … (default: 2)")
+    add("--slo-factor", type=_positive, default=3.0, help="… times the prompt's own work (default: 3)")
+    add("--slo-token-ms", type=_positive, default=100.0, help="between two tokens (default: 100)")
+    add("--json", type=Path, metavar="FILE", help="write every run there")
+    add("--svg", type=Path, metavar="FILE", help="draw answers in time over load there, of one trace and fleet")
+    options = parser.parse_args()
+    if not options.traces and not options.fit:
+        parser.error("which trace?")
+    if options.svg is not None and len(options.traces) * len(options.fleets) > 1:
+        parser.error("--svg is of one trace and one fleet")
+    return options
+
+
+def _fleet(text: str) -> tuple[int, int, float | None]:
+    try:
+        return parse_fleet(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value

@@ -1,0 +1,121 @@
+"""Every policy on every trace, fleet, load and seed."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lab.replay import virtual_time
+from lab.replay.figures import Case, Run, Slo, figures
+from lab.replay.fleet import Fleet, Replay
+from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names, policies
+from lab.replay.trace import faster, spread
+from proxy.sim.hardware.machines import MACHINES
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from lab.replay.fleet import MakePolicy
+    from lab.replay.trace import Request
+
+
+def fleets(options: argparse.Namespace) -> list[Fleet]:
+    """Those of the command line."""
+    machine = MACHINES[options.machine]
+    if options.prefill_kv_tokens is not None:
+        machine = replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
+    decode = MACHINES[options.decode_machine]
+    return [
+        Fleet(prefillers, decoders, prefill_machine=machine, decode_machine=decode, slow=slow)
+        for prefillers, decoders, slow in options.fleets
+    ]
+
+
+def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list[Run]:
+    """All runs, with a line on standard error for each."""
+    slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
+    plan = [
+        (trace, fleet, name, load, seed)
+        for trace in traces
+        for fleet in fleets(options)
+        for name in _names(options, fleet)
+        for load in options.loads
+        for seed in options.seeds
+    ]
+    runs = []
+    for number, (trace, fleet, name, load, seed) in enumerate(plan, 1):
+        began = time.monotonic()
+        requests = arrivals(fleet, traces[trace], load, seed)
+        case = Case(trace, fleet.name)
+        progress = _Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
+        both = policies(fleet, options.decode_policy)[name]
+        replay = _replay(fleet, both, requests, seed, options, progress)
+        runs.append(Run(case, name, load, seed, figures(replay, fleet, slo)))
+        progress.ended(time.monotonic() - began)
+    return runs
+
+
+def _names(options: argparse.Namespace, fleet: Fleet) -> Sequence[str]:
+    if options.policies:
+        return list(options.policies)
+    if options.margins:
+        return [options.margins, TODAY, *peer_names(), CLAIRVOYANT]
+    return list(policies(fleet, options.decode_policy))
+
+
+def arrivals(fleet: Fleet, requests: Sequence[Request], load: float, seed: int) -> list[Request]:
+    """The requests of a trace, at the times at which they are this load for the fleet."""
+    evened = spread(requests, random.Random(seed))
+    native = sum(map(fleet.work_seconds, evened)) / evened[-1].at / fleet.capacity
+    return faster(evened, load / native)
+
+
+def _replay(
+    fleet: Fleet,
+    policy: tuple[MakePolicy, MakePolicy],
+    requests: Sequence[Request],
+    seed: int,
+    options: argparse.Namespace,
+    progress: _Progress,
+) -> Replay:
+    made: list[Replay] = []
+
+    async def course() -> None:
+        made.append(
+            Replay(
+                fleet,
+                *policy,
+                seed=seed,
+                max_running_prefill=options.max_running_prefill,
+                max_running_decode=options.max_running_decode,
+                tells_cached=not options.untold,
+                on_end=progress.step,
+            )
+        )
+        await made[0].run(requests)
+
+    virtual_time.run(course(), virtual_time.VirtualLoop())
+    return made[0]
+
+
+class _Progress:
+    """A line on standard error, rewritten while a run goes on if somebody looks at it."""
+
+    def __init__(self, name: str, requests: int) -> None:
+        self._name = name
+        self._requests = requests
+        self._ended = 0
+        self._is_live = sys.stderr.isatty()
+
+    def step(self) -> None:
+        self._ended += 1
+        if self._is_live and self._ended % 200 == 0:
+            print(f"\r{self._name}: {self._ended} of {self._requests}", end="", file=sys.stderr, flush=True)
+
+    def ended(self, seconds: float) -> None:
+        start = "\r" if self._is_live else ""
+        print(f"{start}{self._name}: {self._ended} requests in {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""The choice that knows everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.replay.clairvoyant import ClairvoyantDecode
+from lab.replay.fleet import Subject
+from lab.replay.policies import CLAIRVOYANT, policies
+from lab.replay.trace import Request
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+from proxy.balancer.scoreboard import Scoreboard
+from tests.lab.replay.conftest import MACHINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.replay.fleet import Fleet, Replay
+
+
+@pytest.fixture
+def seen(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[Sequence[Request]], Replay]:
+    return lambda requests: replayed(requests, policies(fleet, "least_load")[CLAIRVOYANT][0])
+
+
+def test_it_knows_what_is_cached_and_what_is_about_to_be(seen: Callable[..., Replay]) -> None:
+    """The second comes while the first is computed; the third finds both prefillers idle."""
+    at = (0.0, 1.15, 20.0)
+    courses = seen(
+        [Request(at[0], 1100, 1, (1, 2, 3)), *(Request(each, 1100, 1, (1, 2, 9)) for each in at[1:])]
+    ).courses
+    assert [course.cached_tokens for course in courses] == [0, 1024, 1024]
+    assert len({course.prefiller for course in courses}) == 1
+
+
+def test_it_leaves_a_cache_whose_queue_is_longer_than_the_work(seen: Callable[..., Replay]) -> None:
+    long = Request(9.9, 30_000, 1, tuple(range(100, 159)))
+    first, other, again = seen([Request(0.0, 1100, 1, (1, 2, 3)), long, Request(10.0, 1100, 1, (1, 2, 9))]).courses
+    assert other.prefiller == first.prefiller
+    assert (again.prefiller == first.prefiller, again.cached_tokens) == (False, 0)
+
+
+def test_those_who_wait_are_computed_the_shortest_first(seen: Callable[..., Replay]) -> None:
+    long = [Request(0.0, 3000, 1, (n,) * 6) for n in (1, 2)]
+    waiting = [Request(0.1, 2000, 1, (3,) * 4), Request(0.2, 500, 1, (4,)), Request(0.2, 600, 1, (5, 5))]
+    courses = seen(long + waiting).courses
+    ended = sorted(courses[2:], key=lambda course: course.first_token_at or 0.0)
+    assert [course.request.input_tokens for course in ended] == [500, 600, 2000]
+
+
+def test_a_decoder_has_no_room_past_its_knee_and_an_answer_goes_where_it_fits() -> None:
+    machine = replace(
+        MACHINE, cost=replace(MACHINE.cost, step_sequence=0.001, knee=2), decode=replace(MACHINE.decode, kv_tokens=5000)
+    )
+    policy = ClairvoyantDecode(machine, PolicyContext())
+    scoreboard = Scoreboard(slots=2)
+    row = scoreboard.row(0)
+    candidates = [Candidate(Backend(Role.DECODE, "d", slot, slot), None, scoreboard) for slot in range(2)]
+
+    def wanted(prompt: int, answer: int) -> PickRequest:
+        return PickRequest(Load(), Load(), Subject(Request(0.0, prompt, answer, ())))
+
+    row.add(0, requests=2, running=2, kv=100)
+    row.add(1, requests=1, running=1, kv=3000)
+    assert policy.choose(candidates, wanted(1000, 500)).backend.slot == 1
+    assert policy.choose(candidates, wanted(1000, 1500)).backend.slot == 0
+    assert policy.has_room(candidates)
+    row.add(1, requests=1, running=1, kv=100)
+    assert not policy.has_room(candidates)

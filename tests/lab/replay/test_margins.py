@@ -1,0 +1,48 @@
+"""One policy beside others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.replay.figures import Case, Run, Slo, figures
+from lab.replay.margins import margins
+from lab.replay.trace import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lab.replay.fleet import Fleet, Replay
+
+
+@pytest.fixture
+def run(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[str, float], Run]:
+    """One of a policy that has this share of answers in time."""
+
+    def run(policy: str, share: float) -> Run:
+        late = round(100 * (1 - share))
+        requests = [Request(10.0 * number, 1000, 3, ()) for number in range(100)]
+        made = replayed(requests)
+        for course in made.courses[-late:] if late else ():
+            course.first_token_at = course.request.at + 60.0
+        return Run(Case("trace", "2P2D"), policy, 0.9, 1, figures(made, fleet, Slo()))
+
+    return run
+
+
+def test_a_line_names_the_best_peer_and_what_is_below(run: Callable[[str, float], Run]) -> None:
+    runs = [run("least_seconds", 0.95), run("today", 0.9), run("dynamo", 1.0), run("llm-d", 0.93)]
+    head, line, _, told = margins(runs, "least_seconds").splitlines()
+    words = line.split()
+    assert head.split()[:3] == ["trace", "fleet", "load"]
+    assert words[:8] == ["trace", "2P2D", "0.9", "94.4", "88.9", "100.0", "dynamo", "-"]
+    assert line.rstrip().endswith("in time good")
+    assert told.startswith("1 of 1 lines")
+
+
+def test_seeds_make_no_difference_that_counts(run: Callable[[str, float], Run]) -> None:
+    runs = [run("least_seconds", 0.95), run("today", 0.95), run("dynamo", 0.95)]
+    _, line, _, told = margins(runs, "least_seconds").splitlines()
+    assert line.split()[-1] == "-"
+    assert told.startswith("0 of 1 lines")
