@@ -84,19 +84,16 @@ class Call:
         limit = values.get("max_completion_tokens") if self.api is Api.CHAT else None
         return (values.get("max_tokens") if limit is None else limit) in (0, 1)
 
-    @property
-    def prefill_load(self) -> Load:
-        """Held by a prefiller: compute until it answers, kv until the decoder's first token."""
-        return Load(compute=self.prompt_tokens + PREFILL_OVERHEAD_TOKENS, kv=self.prompt_tokens)
-
-    @property
-    def decode_load(self) -> Load:
-        """Held by a decoder until the answer has ended."""
-        return Load(compute=DECODE_OVERHEAD_TOKENS, kv=self.prompt_tokens + self.output_tokens)
-
     def pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
-        """What an attempt at it wants backends for; see PickRequest."""
-        return PickRequest(self.prefill_load, self.decode_load, self, avoid, prefer)
+        """What an attempt at it wants backends for; see PickRequest.
+
+        A prefiller has the compute until it answers, and kv until the decoder's first token; a decoder has both until
+        the answer has ended.
+        """
+        tokens = self.prompt_tokens
+        prefill = Load(compute=tokens + PREFILL_OVERHEAD_TOKENS, kv=tokens)
+        decode = Load(compute=DECODE_OVERHEAD_TOKENS, kv=tokens + self.output_tokens)
+        return PickRequest(prefill, decode, self, avoid, prefer)
 
     # What policies may ask; see pick.Subject.
 
@@ -190,8 +187,14 @@ def prompt_tokens(document: Document, cost: Cost) -> int:
     """Estimated prompt length in tokens, at least 1."""
     total = 0
     messages, length = document.excerpt("messages")
-    for message in _objects(messages):
-        total += _content_tokens(message.get("content"), cost, length)
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        if type(content) is str and length is text_bytes and content.isascii():
+            total += -(-len(content) // cost.bytes_per_token)  # what follows comes to the same, with more calls
+        else:
+            total += _content_tokens(content, cost, length)
     if "tools" in document.values:
         total += len(document.view("tools")) // cost.bytes_per_token
     if "prompt" in document.values:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.wire.openai import prompt_details
-
 
 class Usage:
     """One unit's."""
@@ -23,7 +21,8 @@ class Usage:
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens that were found in the prefix cache; None when that is not known."""
-        return _count((self.prompt_details or {}).get("cached_tokens"), None)
+        tokens = (self.prompt_details or {}).get("cached_tokens")
+        return tokens if isinstance(tokens, int) else None
 
     def saw_prompt(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the prompt.
@@ -33,7 +32,8 @@ class Usage:
         if isinstance(usage, dict) and self.prompt_details is None and not self.is_resumed:
             if isinstance(tokens := usage.get("prompt_tokens"), int):
                 self.prompt_tokens = tokens
-            self.prompt_details = prompt_details(usage)
+            details = usage.get("prompt_tokens_details")
+            self.prompt_details = details if isinstance(details, dict) else None
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
 
     def saw_completion(self, usage: Any) -> None:
@@ -48,8 +48,6 @@ def told_of_prompt(usage: Any) -> tuple[int | None, int | None]:
     """
     if not isinstance(usage, dict):
         return None, None
-    return _count(usage.get("prompt_tokens"), None), _count((prompt_details(usage) or {}).get("cached_tokens"), None)
-
-
-def _count(value: Any, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) else otherwise
+    tokens, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return (tokens if isinstance(tokens, int) else None), (cached if isinstance(cached, int) else None)

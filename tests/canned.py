@@ -83,6 +83,7 @@ class CannedEngine:
     ) -> None:
         assert self._server is not None
         self._server.close()
+        await asyncio.sleep(0)  # whoever was accepted just now is served, too
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

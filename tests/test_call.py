@@ -135,8 +135,8 @@ def test_an_absurd_limit_weighs_no_more_than_the_longest_answer(limit: int) -> N
 
 def test_the_loads_follow_from_the_tokens() -> None:
     call = chat("x" * 4000, max_tokens=100)
-    assert call.prefill_load == Load(compute=1000 + PREFILL_OVERHEAD_TOKENS, kv=1000)
-    assert call.decode_load == Load(compute=DECODE_OVERHEAD_TOKENS, kv=1100)
+    assert call.pick_request().prefill == Load(compute=1000 + PREFILL_OVERHEAD_TOKENS, kv=1000)
+    assert call.pick_request().decode == Load(compute=DECODE_OVERHEAD_TOKENS, kv=1100)
 
 
 def test_the_size_of_a_token_is_configurable() -> None:

@@ -36,13 +36,14 @@ class SuspectMemory:
         self._shared = SharedValue("memory of suspects", _MOST * _ENTRY_BYTES)
         with self._shared.exclusive():
             self._shared.write([])
+        self._head = self._shared.head
         self._version = 0
         self._entries: list[_Entry] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compare a request with. Nearly free."""
-        if self._shared.version != self._version:
+        if self._head[0] != self._version:
             self._version, entries = self._shared.read()
             self._entries = [(length, digest, until, engines) for length, digest, until, engines in entries]
         return not self._entries

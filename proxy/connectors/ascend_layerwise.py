@@ -139,12 +139,11 @@ class AscendLayerwise(Disaggregated):
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
     ) -> Document:
         settings = self._context.settings
-        version = self._pools.prefill.engine_version(prefiller)
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                prefill_body(call, version, params.values),
+                prefill_body(call, self._pools.prefill, prefiller, params.values),
                 headers | rank.header(prefiller, settings.balance.prefill_dp_ranks),
                 answer_seconds=prefill_seconds(settings.timeouts, call),
             )

@@ -100,7 +100,7 @@ class Connector(ABC):
         """
 
     def goes_leg_by_leg(self, call: Call) -> bool:
-        """Whether the legs of a call come one after the other."""
+        """Whether the legs of a call come one after the other, and it needs no `check`."""
         return False
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:

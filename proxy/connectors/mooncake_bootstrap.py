@@ -119,7 +119,7 @@ class MooncakeBootstrap(Disaggregated):
             response, body = await self._upstream.fetch(
                 prefiller,
                 call.api.path,
-                prefill_body(call, self._pools.prefill.engine_version(prefiller), meeting.prefill_params),
+                prefill_body(call, self._pools.prefill, prefiller, meeting.prefill_params),
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
                 answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
             )

@@ -79,9 +79,9 @@ class Releaser(BackgroundOwner):
         self._settle_seconds = settle_seconds
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self._last_transfer = KvTransfer.OTHER
-        self._doubtful: dict[Backend, deque[tuple[Backend, int, float]]] = {}
-        """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens, and the
-        monotonic second at which the prefiller frees it anyhow."""
+        self._doubtful: dict[Backend, deque[tuple[Backend, int, KvTransfer, float]]] = {}
+        """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens and
+        connector, and the monotonic second at which they answered."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
         self.configure(settings)
@@ -121,10 +121,10 @@ class Releaser(BackgroundOwner):
         if verdict is Verdict.COMPUTED:
             self.orphaned(kv, {*failed, decoder})
         elif verdict is Verdict.UNKNOWN:
-            until = time.monotonic() + self.pin_seconds(kv.prefiller, kv.transfer)
-            if decoder not in self._doubtful:
-                self._doubtful[decoder] = deque(maxlen=_MAX_DOUBTFUL)
-            self._doubtful[decoder].append((kv.prefiller, kv.tokens, until))
+            doubtful = self._doubtful.get(decoder)
+            if doubtful is None:
+                doubtful = self._doubtful[decoder] = deque(maxlen=_MAX_DOUBTFUL)
+            doubtful.append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
         """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
@@ -132,9 +132,10 @@ class Releaser(BackgroundOwner):
             if self._misfits.verdict(decoder) is not Verdict.UNKNOWN:
                 self._pin(decoder, self._doubtful.pop(decoder))
 
-    def _pin(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, float]]) -> None:
+    def _pin(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, KvTransfer, float]]) -> None:
         now = time.monotonic()
-        for prefiller, tokens, until in doubtful:
+        for prefiller, tokens, transfer, answered_at in doubtful:
+            until = answered_at + self.pin_seconds(prefiller, transfer)
             is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is Verdict.COMPUTED
             if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()

@@ -21,6 +21,7 @@ from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.handoff import KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
 from proxy.connectors.legs import Leg, opened
+from proxy.connectors.one_engine import RARE
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
@@ -85,8 +86,8 @@ class Sequential(Disaggregated):
         self._releaser = context.releaser
 
     def goes_leg_by_leg(self, call: Call) -> bool:
-        """All do."""
-        return True
+        """All do, but rare ones are not for every protocol."""
+        return RARE.isdisjoint(call.values)
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """See Disaggregated."""
@@ -143,8 +144,7 @@ class Sequential(Disaggregated):
         if ranks > 1:
             rank = self._ranks.claim()
             headers |= rank.header(prefiller, ranks)
-        version = self._pools.prefill.engine_version(prefiller)
-        asked = prefill_body(call, version, _ASK_FOR_KV)
+        asked = prefill_body(call, self._pools.prefill, prefiller, _ASK_FOR_KV)
         seconds = prefill_seconds(self._context.settings.timeouts, call)
         try:
             with (yield Leg(prefiller, call.api.path, asked, headers, seconds)) as response:
@@ -154,8 +154,7 @@ class Sequential(Disaggregated):
                 rank.free()
         answer = parse_prefilled(response, body)
         timeline.usage.saw_prompt(answer.values.get("usage"))
-        params = _kv_params(answer)
-        kv = None if params is None else _kept_kv(answer, params, call, prefiller)
+        params, kv = _kept_kv(answer, call, prefiller)
         return Prefilled(attempt_id, response, params, kv, answer.values.get("usage"))
 
     def _decode(
@@ -214,18 +213,17 @@ class Sequential(Disaggregated):
         return True
 
 
-def _kv_params(answer: Document) -> bytes | None:
-    """A prefiller's `kv_transfer_params` as it wrote them; None when there are none that say anything."""
-    params = answer.values.get("kv_transfer_params")
-    return answer.raw_value("kv_transfer_params") if isinstance(params, dict) and params else None
-
-
-def _kept_kv(answer: Document, params: bytes, call: Call, prefiller: Backend) -> PrefilledKv | None:
-    """The KV that parameters name for a decoder to fetch; None when they name none."""
-    values = answer.values["kv_transfer_params"]
-    if values.get("do_remote_prefill") is not True:
-        return None
-    return PrefilledKv(prefiller, params, kv_transfer(values), call.prompt_tokens, call.headers)
+def _kept_kv(answer: Document, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
+    """A prefiller's `kv_transfer_params` as it wrote them, None when there are none that say anything; and the KV that
+    they name for a decoder to fetch, None when they name none.
+    """
+    told = answer.values.get("kv_transfer_params")
+    if not isinstance(told, dict) or not told:
+        return None, None
+    params = answer.raw_value("kv_transfer_params")
+    if params is None or told.get("do_remote_prefill") is not True:
+        return params, None
+    return params, PrefilledKv(prefiller, params, kv_transfer(told), call.prompt_tokens, call.headers)
 
 
 def _decode_params(params: bytes | None, extra: Mapping[str, object]) -> bytes | None:

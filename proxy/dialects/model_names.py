@@ -25,6 +25,7 @@ class ModelNames:
         """Those that can be listed."""
         self._patterns = [(said, served) for said, served in pairs if said not in self.exact]
         self._served = frozenset(served for _, served in pairs)
+        self.has_aliases = bool(pairs)
 
     def served(self, name: str) -> str:
         """What engines call it."""

@@ -15,11 +15,11 @@ from proxy.wire.lax import flag, whole_number
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
-    Reading = tuple[Callable[[object], object], str]
+    Reading = tuple[Callable[[object], object], str, type]
 
-WHOLE_NUMBER: Final = (whole_number, "a whole number")
-FLAG: Final = (flag, "true or false")
-"""How engines read a field that the gateway acts on, and what it is to be."""
+WHOLE_NUMBER: Final = (whole_number, "a whole number", int)
+FLAG: Final = (flag, "true or false", bool)
+"""How engines read a field that the gateway acts on, what it is to be, and values of which type are as they are."""
 
 
 def read(raw: bytes) -> Document:
@@ -37,7 +37,9 @@ def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]
     changes: dict[str, object] = {}
     for name in values:
         if name in readings and (value := values[name]) is not None:
-            read, what = readings[name]
+            read, what, plain = readings[name]
+            if type(value) is plain:
+                continue
             try:
                 meant = read(value)
             except ValueError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.api.generation import PASSED_ON
 from proxy.api.key_auth import credential_for_engines
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
     from proxy.settings import Settings
+
+
+_PASSED_ON: Final = frozenset((*PASSED_ON, "authorization", "x-api-key"))
 
 
 class Intake:
@@ -76,18 +79,17 @@ class Intake:
             key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
             document = read(raw)
             call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
-            connector.check(call)
         except GatewayError:
             return None
         if (
-            self._names.translated(call) is not call
+            (self._names.has_aliases and self._names.translated(call) is not call)
             or not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
             or (not call.stream and self.parts.gateway.observes(dialect, call))
             or not self._admission.lets_go(call.pick_request)
         ):
             return None
-        held_bytes = memory_bytes(raw, document.read_values)
+        held_bytes = len(raw) if len(raw) <= SLIGHT_BYTES else memory_bytes(raw, document.read_values)
         if not self.buffers.take(held_bytes):
             return None
         quota = None
@@ -103,6 +105,8 @@ class Intake:
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
         """The headers that reach the engines."""
+        if _PASSED_ON.isdisjoint(fields):
+            return {}
         headers = {name: fields[name] for name in PASSED_ON if name in fields}
         if key is ANONYMOUS:
             credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))

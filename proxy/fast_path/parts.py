@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
-_SERVER_LINE: Final = f"Server: {SERVER}\r\n".encode()
+_STREAM_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+    b"X-Accel-Buffering: no\r\nX-Request-Id: %%b\r\nTransfer-Encoding: chunked\r\nDate: %%b\r\nServer: %b\r\n%%b\r\n"
+) % SERVER.encode()
+_BODY_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %%d\r\nDate: %%b\r\nServer: %b\r\n"
+    b"X-Request-Id: %%b\r\n%%b\r\n"
+) % SERVER.encode()
+_CLOSE: Final = b"Connection: close\r\n"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,24 +60,16 @@ class FastParts:
 
     def stream_head(self, request_id: str) -> bytes:
         """The head of a streamed answer."""
-        return b"%bDate: %b\r\n%b%b\r\n" % (
-            (
-                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-                f"X-Accel-Buffering: no\r\nX-Request-Id: {request_id}\r\nTransfer-Encoding: chunked\r\n"
-            ).encode(),
-            self._now(),
-            _SERVER_LINE,
-            self._closing(),
-        )
+        if int(self.clock()) != self._date_second:
+            self._tick()
+        return _STREAM_HEAD % (request_id.encode(), self._date, _CLOSE if self.listener.is_closing else b"")
 
     def body_head(self, request_id: str, body_bytes: int) -> bytes:
         """The head of an answer that is one JSON body."""
-        return b"%bDate: %b\r\n%b%b\r\n" % (
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % body_bytes,
-            self._now(),
-            _SERVER_LINE + b"X-Request-Id: %b\r\n" % request_id.encode(),
-            self._closing(),
-        )
+        if int(self.clock()) != self._date_second:
+            self._tick()
+        closing = _CLOSE if self.listener.is_closing else b""
+        return _BODY_HEAD % (body_bytes, self._date, request_id.encode(), closing)
 
     def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str) -> bytes:
         """The whole answer in place of one that failed, which is counted as refused if it was."""
@@ -81,11 +81,5 @@ class FastParts:
         """Log what nobody expected; the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
 
-    def _closing(self) -> bytes:
-        return b"Connection: close\r\n" if self.listener.is_closing else b""
-
-    def _now(self) -> bytes:
-        second = int(self.clock())
-        if second != self._date_second:
-            self._date_second, self._date = second, formatdate(usegmt=True).encode()
-        return self._date
+    def _tick(self) -> None:
+        self._date_second, self._date = int(self.clock()), formatdate(usegmt=True).encode()

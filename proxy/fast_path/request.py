@@ -104,7 +104,9 @@ class FastRequest:
         parts.drain.enter(self)
         parts.gateway.admission.enter(record.key)
         parts.gateway.budget.enter()
-        self._stream = FastStream(self._client, self._stream_head, parts.settings.listen.write_timeout_seconds)
+        self._stream = FastStream(
+            self._client, parts.stream_head, request_id, parts.settings.listen.write_timeout_seconds
+        )
         if call.stream:
             self._is_observed = parts.gateway.observes(dialect, call)
             if self._is_observed:
@@ -139,8 +141,10 @@ class FastRequest:
         connection = self._parts.upstream.take_idle(leg.backend)
         if connection is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(leg))
-        else:
-            self._begin(connection, leg)
+            return
+        self._connection = connection
+        response = self._response = Response(connection, self._answered)
+        connection.begin(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
         """`stale`: what ended the same leg before; it is to be sent once more."""
@@ -432,9 +436,6 @@ class FastRequest:
             self._parts.gateway.budget.leave()
 
     # Bytes
-
-    def _stream_head(self) -> bytes:
-        return self._parts.stream_head(self._record.request_id)
 
     def _write_body(self, body: bytes) -> None:
         self._client.transport.write(self._parts.body_head(self._record.request_id, len(body)) + body)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 
-from proxy.dialects.segment import PROMPT_IDS, is_mute
+from proxy.dialects.segment import PROMPT_IDS
 from proxy.flow.chunk_writer import without_token_ids
 from proxy.flow.relay import END_MARK_SECONDS, TokenClock
 from proxy.wire.openai import DONE, data_event, with_prompt_details
@@ -28,6 +28,7 @@ _MOST_PARTS: Final = 2
 _MOST_BYTES: Final = 16 * 1024
 # What a delta of text says. Calls of tools, and whatever else there may be, are not read here.
 _TEXTS: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
+_INTEGERS: Final = {int}
 _ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -163,15 +164,25 @@ class ShortStream:
                     delta = choice.get("delta")
                     ids = choice.get("token_ids")
                     reason = choice.get("finish_reason")
-                    is_opening = reason is None and is_mute(choice)
+                    is_mute = not ids
+                    if delta is None:
+                        if type(choice["text"]) is not str:
+                            raise _Odd
+                        is_mute = is_mute and not choice["text"]
+                    else:
+                        for name, text in delta.items():
+                            if name not in _TEXTS or not (text is None or type(text) is str):
+                                raise _Odd
+                            if text and name != "role":
+                                is_mute = False
+                    is_opening = reason is None and is_mute
                     if (
                         choice.get("stop_reason") == "recomputed"
                         or choice.get("index", 0) != 0
                         or of_all
                         or is_finished
                         or choice.get("logprobs") is not None
-                        or not (type(choice["text"]) is str if delta is None else _is_text(delta))
-                        or not (ids is None or (type(ids) is list and all(type(number) is int for number in ids)))
+                        or (ids and (type(ids) is not list or set(map(type, ids)) != _INTEGERS))
                         or (reason is None and not delta and ids and delta is not None)
                         or (is_opening and (delta is None or "role" not in delta or parts or held))
                     ):
@@ -189,7 +200,7 @@ class ShortStream:
                     attempt = self._attempt
                     usage = of_all
                     if attempt.kv_handed_over:
-                        usage = with_prompt_details(of_all, attempt.prompt_details)
+                        usage = with_prompt_details(of_all, attempt.timeline.usage.prompt_details)
                     if self._include_usage:
                         raw = event + b"\n\n" if usage is of_all else data_event({**payload, "usage": usage})
                         output.append(raw)
@@ -211,15 +222,11 @@ class ShortStream:
         if parts and not self._is_open:
             self._is_open = True
             self._attempt.kv_arrived()
-            self._attempt.response.limit_silence(self._idle_seconds)
             self._owner.first_output()
-        if is_done:
+            if not is_done:
+                self._attempt.response.limit_silence(self._idle_seconds)
+        if is_done and not self._attempt.response.is_whole:
             self._attempt.response.limit_silence(END_MARK_SECONDS)
         self._parts, self._is_finished, self._is_done, self._has_prompt = parts, is_finished, is_done, has_prompt
         self._held, self.usage = held, usage
         return b"".join(output)
-
-
-def _is_text(delta: dict[str, Any]) -> bool:
-    """Whether a delta has nothing in it but texts."""
-    return _TEXTS.issuperset(delta) and all(text is None or type(text) is str for text in delta.values())

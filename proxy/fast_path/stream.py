@@ -28,14 +28,17 @@ class Client(Protocol):
 class FastStream:
     """One streamed answer on one connection: its headers go out with its first bytes, and chunks behind them."""
 
-    __slots__ = ("_connection", "_head", "_passed_over", "_write_timeout_seconds", "is_committed")
+    __slots__ = ("_connection", "_head", "_passed_over", "_request_id", "_write_timeout_seconds", "is_committed")
 
-    def __init__(self, connection: Client, head: Callable[[], bytes], write_timeout_seconds: float) -> None:
-        """`head`: makes the status line and headers, with the blank line, once they go out."""
+    def __init__(
+        self, connection: Client, head: Callable[[str], bytes], request_id: str, write_timeout_seconds: float
+    ) -> None:
+        """`head`: makes the status line and headers, with the blank line, of the answer to this request."""
         self.is_committed = False
         """The status and headers have gone out, so that an error can only be told inside the stream."""
         self._connection = connection
         self._head = head
+        self._request_id = request_id
         self._passed_over = 0
         self._write_timeout_seconds = write_timeout_seconds
 
@@ -74,7 +77,7 @@ class FastStream:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self.is_committed = True
-            transport.write(b"%b%x\r\n%b\r\n" % (self._head(), len(data), data))
+            transport.write(b"%b%x\r\n%b\r\n" % (self._head(self._request_id), len(data), data))
         return connection.is_paused
 
     async def attend(self) -> None:
@@ -90,7 +93,7 @@ class FastStream:
 
     def end(self, last: bytes) -> None:
         """Send the last bytes and the end mark: the client can tell that it is complete."""
-        head = b"" if self.is_committed else self._head()
+        head = b"" if self.is_committed else self._head(self._request_id)
         self.is_committed = True
         self._connection.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(last), last))
 

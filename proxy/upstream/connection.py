@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
         """Some of a streamed answer has arrived since silence was last checked."""
         self.transport: asyncio.Transport
         """Set when it is connected."""
-        self._reader = AnswerReader()
+        self.reader = AnswerReader()
         self._exchange: Exchange | None = None
         """Whom to tell; None before the first exchange, and when one has ended or was released."""
         self._head_bytes = 0
@@ -124,11 +124,6 @@ class Connection(asyncio.Protocol):
     def is_stream(self) -> bool:
         """Is a streamed answer under way, that is, one with a bound on its gaps?"""
         return self._is_stream and not self.complete and not self.closed
-
-    @property
-    def is_whole(self) -> bool:
-        """Has all of the answer arrived?"""
-        return self._reader.is_complete
 
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
@@ -185,7 +180,7 @@ class Connection(asyncio.Protocol):
 
         For a chunked answer, of which all that has arrived are whole chunks; nothing happens for any other.
         """
-        if self._reader.is_between_chunks:
+        if self.reader.is_between_chunks:
             self._forward = take
 
     def pause(self, paused: bool) -> None:
@@ -225,7 +220,7 @@ class Connection(asyncio.Protocol):
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
             return
         self._has_bytes = True
-        reader = self._reader
+        reader = self.reader
         try:
             body = reader.feed(data)
         except BadAnswer:
@@ -261,7 +256,7 @@ class Connection(asyncio.Protocol):
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")
                 error.is_stale = self.exchanges > 1
             self._end(error)
-        self._reader.close()
+        self.reader.close()
 
     def _end(self, error: UpstreamError | None) -> None:
         self._forward = None

@@ -62,7 +62,7 @@ class Response:
     @property
     def is_whole(self) -> bool:
         """Whether the whole body has arrived: with what a sink is given now it ends."""
-        return self._connection.is_whole
+        return self._connection.reader.is_complete
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

@@ -63,7 +63,11 @@ class Document:
                 self._raw, self._spans = raw, self.values.spans
                 return
             self.values = orjson.loads(raw)
-            if not _is_plainly_spelled(raw, self.values):
+            try:
+                is_plainly_spelled = isinstance(self.values, dict) and orjson.dumps(self.values) == raw
+            except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
+                is_plainly_spelled = False
+            if not is_plainly_spelled:  # if it is, no name stands twice, too
                 self._raw, self._spans = raw, spans_of(raw)
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
@@ -104,7 +108,9 @@ class Document:
 
     def raw_value(self, name: str) -> bytes | None:
         """A copy of the bytes of a member's value; None when there is no such member."""
-        return bytes(self.view(name)) if name in self.values else None
+        if name not in self.values:
+            return None
+        return orjson.dumps(self.values[name]) if self._spans is None else bytes(self.view(name))
 
     def view(self, name: str) -> memoryview:
         """The bytes of a member's value; of a long object they are its own. Raises KeyError."""
@@ -121,7 +127,10 @@ class Document:
         """
         if self._spans is None:
             members = {**self.values, **changes}
-            return orjson.dumps({name: value for name, value in members.items() if value is not REMOVED})
+            for name in changes:
+                if members[name] is REMOVED:
+                    del members[name]
+            return orjson.dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
         start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
@@ -162,14 +171,6 @@ def length_of(body: Body) -> int:
 def joined(body: Body) -> bytes:
     """A body in one piece."""
     return body if isinstance(body, bytes) else b"".join(body)
-
-
-def _is_plainly_spelled(raw: bytes | bytearray, values: Any) -> bool:
-    """Whether serialising gives these very bytes. If so, no name stands twice."""
-    try:
-        return isinstance(values, dict) and orjson.dumps(values) == raw
-    except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
-        return False
 
 
 def _refusal(raw: bytes | bytearray) -> InvalidDocument:

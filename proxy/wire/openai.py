@@ -111,4 +111,6 @@ def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None
     if prefillers is None:
         withdrawn = usage.get("prompt_tokens_details") is not None
         return {**usage, "prompt_tokens_details": None} if withdrawn else usage
-    return {**usage, "prompt_tokens_details": {**(prompt_details(usage) or {}), **prefillers}}
+    details = usage.get("prompt_tokens_details")
+    merged = {**details, **prefillers} if isinstance(details, dict) else prefillers
+    return {**usage, "prompt_tokens_details": merged}

@@ -67,8 +67,8 @@ def test_a_call_is_shown_to_the_policies_of_all_roles_by_one_request(balancer: B
     call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
     request = call.pick_request()
     with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
-        assert balancer.books(decoder.backend) == (1, call.decode_load)
-        assert balancer.books(prefiller.backend) == (1, call.prefill_load)
+        assert balancer.books(decoder.backend) == (1, call.pick_request().decode)
+        assert balancer.books(prefiller.backend) == (1, call.pick_request().prefill)
     (_, of_decoder), (_, of_prefiller) = listening.seen
     assert of_decoder is of_prefiller is request
     assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)

@@ -53,7 +53,7 @@ class Example(Connector):
                 response, body = await upstream.fetch(
                     prefiller,
                     call.api.path,
-                    prefill_body(call, pools.prefill.engine_version(prefiller), {"do_remote_decode": True}),
+                    prefill_body(call, pools.prefill, prefiller, {"do_remote_decode": True}),
                     headers,
                     answer_seconds=prefill_seconds(timeouts, call),
                 )

@@ -68,9 +68,9 @@ class Books:
         call = _CHAT.parse(read(body), _COST, {})
         per_compute, per_kv = WEIGHTS[self._role]
         if self._role is Role.PREFILL:
-            weight = per_compute * call.prefill_load.compute
+            weight = per_compute * call.pick_request().prefill.compute
         else:
-            weight = per_compute * call.decode_load.compute + per_kv * call.decode_load.kv
+            weight = per_compute * call.pick_request().decode.compute + per_kv * call.pick_request().decode.kv
         excess = self._requests[engine] - min(self._requests), self._weights[engine] - min(self._weights)
         self.arrivals.append(Arrival(engine, *excess, weight))
         self._requests[engine] += 1
