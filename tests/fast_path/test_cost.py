@@ -10,6 +10,7 @@ import gc
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -162,6 +163,7 @@ async def test_a_plain_request_leaves_nothing_in_memory(deploy: Deploy, stream: 
 
     async with connected(gateway) as lines:
         await blocks(lines)
-        before = await blocks(lines)
-        left = (await blocks(lines) - before) / (20 * CONNECTIONS)
+        # Connections to engines may come and go in between; what requests leave would be there each time.
+        counts = [await blocks(lines) for _ in range(4)]
+        left = min(after - before for before, after in pairwise(counts)) / (20 * CONNECTIONS)
     assert left <= LEFT_BLOCKS, f"{left:.2f} blocks are left of each request"
