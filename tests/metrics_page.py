@@ -54,14 +54,31 @@ _OPEN_LABELS_OF_METRIC = {
 }
 
 
-def page() -> str:
-    """The whole text."""
+def series() -> Mapping[str, frozenset[str]]:
+    """The names of all series, as queries say them, each with its labels' names."""
+    families, labels = _families()
+    found: dict[str, frozenset[str]] = {}
+    for family in families:
+        name = _name(family)
+        names = [f"{name}_{end}" for end in ("bucket", "sum", "count")] if family.type == "histogram" else [name]
+        for one in names:
+            found[one] = frozenset(labels[name]) | ({"le"} if one.endswith("_bucket") else frozenset())
+    return found
+
+
+def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
+    """All metrics, and the names of each one's labels."""
     metrics = Metrics()
     metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
-    labels = _labels(metrics, families)
+    return families, _labels(metrics, families)
+
+
+def page() -> str:
+    """The whole text."""
+    families, labels = _families()
     rows = [
         f"| `{_name(family)}` | {family.type} | {_quoted(labels[_name(family)])} | {family.documentation} |"
         for family in sorted(families, key=lambda family: family.name)

@@ -88,6 +88,7 @@ class Monitor:
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = clock()
         self._lags: deque[tuple[float, float]] = deque()
+        self._cpu_seconds = 0.0
         self._told = logs.Lost()
         self._was_ready = False
         self.overload = Overload.NONE
@@ -156,6 +157,9 @@ class Monitor:
         self._ticked_at, self._due = now, now + self._tick_seconds
 
     def _note_memory(self, now: float) -> None:
+        before_seconds, self._cpu_seconds = self._cpu_seconds, time.process_time()
+        self._metrics.cpu_seconds_total.inc(self._cpu_seconds - before_seconds)
+        self._metrics.resident_memory_bytes.set(self._memory.resident_bytes())
         share = self._memory.share()
         self._metrics.memory_share.set(share)
         before, self.overload = self.overload, overload_of(share, self.overload)

@@ -34,6 +34,11 @@ class Memory:
         self._machine_bytes = 1024 * _table(root / "proc/meminfo").get(b"MemTotal:", 0)
         self._groups = tuple(_groups(root))
 
+    def resident_bytes(self) -> int:
+        """What this process has in memory; 0 where nothing is told."""
+        pages = _read(self._statm).split()
+        return int(pages[1]) * resource.getpagesize() if pages else 0
+
     def share(self) -> float:
         """What is used of the closest limit: 0 is nothing, 1 is all."""
         pages = _read(self._statm).split()

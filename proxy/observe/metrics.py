@@ -283,6 +283,15 @@ class Metrics:
             multiprocess_mode="livemax",
             **new,
         )
+        self.cpu_seconds_total = Counter(
+            "cpu_seconds_total", "CPU time of the gateway, of all workers since each began.", **new
+        )
+        self.resident_memory_bytes = Gauge(
+            "resident_memory_bytes",
+            "Memory of the gateway, of all workers; what they share counts for each.",
+            multiprocess_mode="livesum",
+            **new,
+        )
         self.memory_share = Gauge(
             "memory_share",
             "Memory in use, as a share of what the container or the host allows.",

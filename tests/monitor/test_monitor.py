@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import tempfile
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -134,6 +135,12 @@ def test_control_groups_of_version_1_limit_memory_too(machine: Machine) -> None:
     assert machine.share() == 0.1
 
 
+def test_memory_of_this_process_is_told_in_bytes(machine: Machine) -> None:
+    assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 100 * MIB
+    (machine.root / "proc/self/statm").unlink()
+    assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 0
+
+
 def test_limits_are_read_again(machine: Machine) -> None:
     machine.write("proc/self/cgroup", "0::/\n")
     machine.group("", limit=200, used=150)
@@ -205,6 +212,18 @@ def test_overload_is_left_lower_than_it_is_entered(shares: list[float], states: 
 def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object) -> Monitor:
     memory = Memory(1, machine.root, NO_LIMIT)
     return Monitor(metrics, memory, OpenFds(limit=1 << 20), clock=clock, shrink_heap=lambda: None, **options)  # type: ignore[arg-type]
+
+
+def test_cpu_time_and_memory_of_the_process_are_told(machine: Machine, clock: Clock) -> None:
+    metrics = Metrics()
+    watching = monitor(metrics, machine, clock)
+    watching.tick()
+    before = value(metrics, "pdproxy_cpu_seconds_total")
+    assert 0 < before <= time.process_time()
+    clock.now += 2.0
+    watching.tick()
+    assert before < value(metrics, "pdproxy_cpu_seconds_total") <= time.process_time()
+    assert value(metrics, "pdproxy_resident_memory_bytes") == 100 * MIB
 
 
 def test_each_change_of_overload_is_one_line_and_the_metric(

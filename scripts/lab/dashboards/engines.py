@@ -1,0 +1,161 @@
+"""The engines' own metrics beside what the gateway believes of them. Prometheus has to scrape the engines, too, at the
+addresses under which the gateway knows them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lab.dashboards.grafana import Dashboard, Panel, Query, Row, Variable
+from lab.dashboards.promql import GATEWAYS, JOB, gauge, matching, quantile
+
+_JOB: Final = Variable(
+    "engine_job", "Engines' job", '{__name__=~"vllm:num_requests_running|sglang:num_running_reqs"}, job'
+)
+_ENGINE: Final = Variable(
+    "engine",
+    "Engine",
+    '{__name__=~"vllm:num_requests_running|sglang:num_running_reqs",job=~"$engine_job"}, instance',
+)
+_ENGINES: Final = 'job=~"$engine_job",instance=~"$engine"'
+_EACH: Final = "{{instance}}"
+
+
+def _sum(metric: str) -> str:
+    return f"sum by (instance) ({metric}{{{_ENGINES}}})"
+
+
+def _rate(metric: str, where: str = "", by: str = "instance") -> str:
+    return f"sum by ({by}) (rate({metric}{{{matching(_ENGINES, where)}}}[$__rate_interval]))"
+
+
+def _p95(histogram: str) -> str:
+    return f"histogram_quantile(0.95, {_rate(f'{histogram}_bucket', by='le, instance')})"
+
+
+_RUNNING: Final = f"({_sum('vllm:num_requests_running')} or {_sum('sglang:num_running_reqs')})"
+_WAITING: Final = f"({_sum('vllm:num_requests_waiting')} or {_sum('sglang:num_queue_reqs')})"
+_KV_USED: Final = f"({_sum('vllm:kv_cache_usage_perc')} or {_sum('sglang:token_usage')})"
+_COUNTED: Final = gauge("pdproxy_instance_inflight", by="address")
+_COUNTED_AS_ENGINES: Final = f'label_replace({_COUNTED}, "instance", "$1", "address", "(.*)")'
+_DECODED: Final = _rate("sglang:realtime_tokens_total", 'mode="decode"')
+
+_LOAD: Final = Row(
+    "Load",
+    [
+        Panel(
+            title="Running",
+            description="Requests that each engine runs (vllm:num_requests_running, sglang:num_running_reqs).",
+            unit="none",
+            queries=[Query(_RUNNING, _EACH)],
+        ),
+        Panel(
+            title="Waiting in engines",
+            description="Requests that wait inside each engine (vllm:num_requests_waiting, sglang:num_queue_reqs). "
+            "If they do so for long, tell the gateway the engines' limits "
+            "(admission.max_running_prefill, _decode), so that requests wait where there is still a "
+            "choice.",
+            unit="none",
+            queries=[Query(_WAITING, _EACH)],
+            runbook="overload",
+        ),
+        Panel(
+            title="KV cache in use",
+            description="Share of each engine's KV cache (vllm:kv_cache_usage_perc, sglang:token_usage). Near 1 "
+            "decoders preempt, or ask the gateway for another prefill.",
+            unit="percentunit",
+            highest=1,
+            queries=[Query(_KV_USED, _EACH)],
+            runbook="when-a-decoder-is-lost",
+        ),
+        Panel(
+            title="The gateway's count less the engine's",
+            description="Requests in flight as the gateway counts them (pdproxy_instance_inflight) less those that "
+            "the engine has, running or waiting. Near 0 the gateway knows its engines; steadily below, "
+            "somebody else uses them; steadily above, requests are on the network or in the engine's "
+            "front.",
+            unit="none",
+            width=12,
+            lowest=None,
+            queries=[Query(f"{_COUNTED_AS_ENGINES} - on (instance) ({_RUNNING} + {_WAITING})", _EACH)],
+        ),
+        Panel(
+            title="Engines that Prometheus reaches",
+            description="1: its metrics are scraped (up). An instance that the gateway calls up and Prometheus does "
+            "not reach has no metrics route, or another network.",
+            unit="none",
+            width=12,
+            highest=1,
+            queries=[Query(f"up{{{_ENGINES}}}", _EACH)],
+        ),
+    ],
+)
+
+_WORK: Final = Row(
+    "Work",
+    [
+        Panel(
+            title="Prompt tokens",
+            description="Prompt tokens per second that each engine took in (vllm:prompt_tokens_total, "
+            "sglang:prompt_tokens_total). Decoders count what they were handed, too.",
+            unit="short",
+            queries=[Query(f"{_rate('vllm:prompt_tokens_total')} or {_rate('sglang:prompt_tokens_total')}", _EACH)],
+        ),
+        Panel(
+            title="Generated tokens",
+            description="Tokens per second that each engine generated (vllm:generation_tokens_total, "
+            'sglang:realtime_tokens_total{mode="decode"}).',
+            unit="short",
+            queries=[Query(f"{_rate('vllm:generation_tokens_total')} or {_DECODED}", _EACH)],
+        ),
+        Panel(
+            title="Where prompts' KV came from (vLLM)",
+            description="Prompt tokens per second that were computed there, found in its cache, or fetched from a "
+            "prefiller (vllm:prompt_tokens_by_source_total). Decoders that compute are PD that is not "
+            "PD.",
+            unit="short",
+            queries=[
+                Query(_rate("vllm:prompt_tokens_by_source_total", by="instance, source"), "{{instance}} {{source}}")
+            ],
+            runbook="pdproxykvcomputedagain",
+        ),
+        Panel(
+            title="Prefix cache hits (vLLM)",
+            description="Share of prompt tokens found in each engine's own cache (vllm:prefix_cache_hits_total over "
+            "vllm:prefix_cache_queries_total).",
+            unit="percentunit",
+            highest=1,
+            queries=[
+                Query(
+                    f"{_rate('vllm:prefix_cache_hits_total')} / ({_rate('vllm:prefix_cache_queries_total')} > 0)", _EACH
+                )
+            ],
+            runbook="how-it-chooses",
+        ),
+        Panel(
+            title="Preemptions (vLLM)",
+            description="Requests per second that lost their KV cache to others (vllm:num_preemptions_total): too "
+            "little memory for what is running.",
+            unit="ops",
+            queries=[Query(_rate("vllm:num_preemptions_total"), _EACH)],
+        ),
+        Panel(
+            title="First token, p95: gateway and engines (vLLM)",
+            description="The whole way as clients see it (pdproxy_time_to_first_token_seconds) beside what each "
+            "engine says of its part (vllm:time_to_first_token_seconds).",
+            unit="s",
+            queries=[
+                Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"), "gateway"),
+                Query(_p95("vllm:time_to_first_token_seconds"), _EACH),
+            ],
+        ),
+    ],
+)
+
+ENGINES: Final = Dashboard(
+    name="engines",
+    title="pdproxy / Engines beside the gateway",
+    description="The engines' own metrics, of vLLM and SGLang, beside what the gateway believes of them.",
+    variables=[JOB, GATEWAYS, _JOB, _ENGINE],
+    rows=[_LOAD, _WORK],
+)

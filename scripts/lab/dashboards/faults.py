@@ -1,0 +1,208 @@
+"""What went wrong, what of it clients saw, and what was saved."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lab.dashboards.grafana import Dashboard, Panel, Query, Row
+from lab.dashboards.promql import ERROR_SHARE, GATEWAY, GATEWAYS, GENERATES, JOB, gauge, rate
+
+_RESUMES: Final = rate("pdproxy_resumes_total")
+_NOT_RESUMED: Final = rate("pdproxy_resume_failures_total")
+
+
+_CLIENTS: Final = Row(
+    "What clients saw",
+    [
+        Panel(
+            title="Failed",
+            description="Share of generation requests that ended with a 5xx, or whose answer broke off after its "
+            "status had been sent (pdproxy_requests_total, pdproxy_streams_broken_total). Clients that "
+            "left do not count.",
+            unit="percentunit",
+            queries=[Query(ERROR_SHARE, "failed")],
+            thresholds={0.001: "orange", 0.0144: "red"},
+            runbook="pdproxyerrorbudgetburnfast",
+        ),
+        Panel(
+            title="5xx",
+            description="Answers of generation requests with a 5xx, per second (pdproxy_requests_total).",
+            unit="reqps",
+            stacked=True,
+            queries=[Query(rate("pdproxy_requests_total", f'code=~"5..",{GENERATES}', by="code"), "{{code}}")],
+            runbook="error-codes",
+        ),
+        Panel(
+            title="Broken answers",
+            description="Answers that ended early although their status had been sent, per second, by who ended them "
+            "and why (pdproxy_streams_broken_total). `client left` is normal.",
+            unit="reqps",
+            stacked=True,
+            queries=[Query(rate("pdproxy_streams_broken_total", by="side, reason"), "{{side}} {{reason}}")],
+            runbook="pdproxyanswerslost",
+        ),
+    ],
+)
+
+_SAVED: Final = Row(
+    "What was saved",
+    [
+        Panel(
+            title="Answers continued, by cause",
+            description="Answers that lost their decoder and went on elsewhere, per second, by its failure "
+            "(pdproxy_resumes_total). `recomputed`: decoders run out of KV memory; give them less, or "
+            "more memory.",
+            unit="ops",
+            width=6,
+            stacked=True,
+            queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],
+            runbook="when-a-decoder-is-lost",
+        ),
+        Panel(
+            title="… by what was done",
+            description="The same by how they were continued (pdproxy_resumes_total).",
+            unit="ops",
+            width=6,
+            stacked=True,
+            queries=[Query(rate("pdproxy_resumes_total", by="action") + " > 0", "{{action}}")],
+            runbook="when-a-decoder-is-lost",
+        ),
+        Panel(
+            title="Saved and lost",
+            description="Answers that were continued, and those that had begun and could not be "
+            "(pdproxy_resumes_total, pdproxy_resume_failures_total).",
+            unit="ops",
+            width=6,
+            queries=[Query(_RESUMES, "continued"), Query(_NOT_RESUMED, "lost")],
+            runbook="pdproxyanswerslost",
+        ),
+        Panel(
+            title="Prefilled again",
+            description="Tokens per second that were prefilled once more to continue answers "
+            "(pdproxy_resumed_tokens_total): what saving them cost.",
+            unit="short",
+            width=6,
+            queries=[Query(rate("pdproxy_resumed_tokens_total"), "tokens")],
+            runbook="when-a-decoder-is-lost",
+        ),
+        Panel(
+            title="Sent again, by failure",
+            description="Requests that were sent to another engine, per second, by role and by the failure before "
+            "(pdproxy_retries_total).",
+            unit="ops",
+            width=12,
+            stacked=True,
+            queries=[Query(rate("pdproxy_retries_total", by="stage, reason") + " > 0", "{{stage}} {{reason}}")],
+            runbook="what-fails-and-what-happens",
+        ),
+        Panel(
+            title="Not sent again",
+            description="Requests that failed because the retry budget had no place in time "
+            "(pdproxy_retry_budget_exhausted_total), and requests that were stopped because engines went "
+            "down under them (pdproxy_suspect_requests_total), per second.",
+            unit="ops",
+            width=12,
+            queries=[
+                Query(rate("pdproxy_retry_budget_exhausted_total"), "retry budget"),
+                Query(rate("pdproxy_suspect_requests_total"), "suspect"),
+            ],
+            runbook="pdproxyretrybudgetexhausted",
+        ),
+    ],
+)
+
+_CAUSES: Final = Row(
+    "Where it came from",
+    [
+        Panel(
+            title="Ejections",
+            description="Instances that were taken out because of their requests, per second, by cause "
+            "(pdproxy_instance_ejected_total).",
+            unit="ops",
+            stacked=True,
+            queries=[Query(rate("pdproxy_instance_ejected_total", by="role, reason"), "{{role}} {{reason}}")],
+            runbook="pdproxyinstanceflapping",
+        ),
+        Panel(
+            title="Odd engines",
+            description="Failed look-ups of instances' names, and events of engines' streams that are no JSON "
+            "objects, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
+            unit="ops",
+            queries=[
+                Query(rate("pdproxy_dns_errors_total"), "name look-ups"),
+                Query(rate("pdproxy_sse_bad_events_total"), "bad events"),
+            ],
+            runbook="pdproxynamelookupsfail",
+        ),
+        Panel(
+            title="Odd clients",
+            description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers that "
+            "clients left or did not read, per second (pdproxy_streams_broken_total).",
+            unit="ops",
+            queries=[
+                Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
+                Query(rate("pdproxy_streams_broken_total", 'side="client"', by="reason"), "{{reason}}"),
+            ],
+            runbook="error-codes",
+        ),
+        Panel(
+            title="Workers replaced",
+            description="Workers that died or stood still and were replaced, per hour "
+            "(pdproxy_worker_replacements_total).",
+            unit="none",
+            width=6,
+            queries=[
+                Query(f"sum by (reason) (increase(pdproxy_worker_replacements_total{{{GATEWAY}}}[1h]))", "{{reason}}")
+            ],
+            runbook="pdproxyworkerreplaced",
+        ),
+        Panel(
+            title="Configuration",
+            description="Age of the configuration in use (pdproxy_config_last_reload_success_timestamp_seconds). "
+            "Reloads that were refused are in the log.",
+            unit="s",
+            width=6,
+            queries=[
+                Query(
+                    "time() - "
+                    + gauge("pdproxy_config_last_reload_success_timestamp_seconds", by="instance", over="max"),
+                    "{{instance}}",
+                )
+            ],
+            runbook="pdproxyreloadfailed",
+        ),
+        Panel(
+            title="Log lines not written",
+            description="Lines per second that were dropped because the log is not read in time, and those left out "
+            "because too many of a kind came at once (pdproxy_log_lines_dropped_total, "
+            "pdproxy_log_lines_suppressed_total).",
+            unit="ops",
+            width=6,
+            queries=[
+                Query(rate("pdproxy_log_lines_dropped_total"), "dropped"),
+                Query(rate("pdproxy_log_lines_suppressed_total"), "suppressed"),
+            ],
+            runbook="pdproxyloglinesdropped",
+        ),
+        Panel(
+            title="Measures against overload",
+            description="What is done for lack of memory (pdproxy_overload_state): 0 nothing, 1 connections are "
+            "closed after each answer, 2 new requests are refused.",
+            kind="state-timeline",
+            unit="none",
+            width=6,
+            lowest=None,
+            states=[("none", "green"), ("closes connections", "orange"), ("refuses", "red")],
+            queries=[Query(gauge("pdproxy_overload_state", by="instance", over="max"), "{{instance}}")],
+            runbook="pdproxyoutofmemory",
+        ),
+    ],
+)
+
+FAULTS: Final = Dashboard(
+    name="faults",
+    title="pdproxy / Resume and faults",
+    description="What went wrong, what of it clients saw, and what was saved.",
+    variables=[JOB, GATEWAYS],
+    rows=[_CLIENTS, _SAVED, _CAUSES],
+)

@@ -1,0 +1,281 @@
+"""Is it well, what does it serve, and how fast?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lab.dashboards.grafana import Dashboard, Panel, Query, Row
+from lab.dashboards.promql import (
+    ERROR_SHARE,
+    GATEWAYS,
+    GENERATES,
+    JOB,
+    buckets,
+    gauge,
+    percentiles,
+    quantile,
+    rate,
+)
+
+_LAG: Final = 0.25
+_FIRING: Final = 'count(ALERTS{alertname=~"Pdproxy.+",alertstate="firing"}) or vector(0)'
+
+
+def _healthy(title: str, role: str) -> Panel:
+    up = gauge("pdproxy_instance_up", f'role="{role}"', by="address", over="max")
+    return Panel(
+        title=title,
+        description=f"Instances of role {role} that are up (pdproxy_instance_up). None: requests are 503.",
+        kind="stat",
+        unit="none",
+        width=3,
+        height=4,
+        queries=[Query(f"sum({up}) or vector(0)")],
+        thresholds={0: "red", 1: "green"},
+        runbook="pdproxynohealthyinstance",
+    )
+
+
+_WELL: Final = Row(
+    "Is it well?",
+    [
+        Panel(
+            title="Requests",
+            description="Generation requests that ended, per second (pdproxy_requests_total).",
+            kind="stat",
+            unit="reqps",
+            width=3,
+            height=4,
+            queries=[Query(rate("pdproxy_requests_total", GENERATES))],
+        ),
+        Panel(
+            title="Failed",
+            description="Share of generation requests that ended with a 5xx, or whose answer broke off after its "
+            "status had been sent (pdproxy_requests_total, pdproxy_streams_broken_total). Clients that "
+            "left do not count.",
+            kind="stat",
+            unit="percentunit",
+            width=3,
+            height=4,
+            decimals=2,
+            queries=[Query(ERROR_SHARE)],
+            thresholds={0.001: "orange", 0.0144: "red"},
+            runbook="pdproxyerrorbudgetburnfast",
+        ),
+        Panel(
+            title="First token, p95",
+            description="95 of 100 streamed answers began sooner (pdproxy_time_to_first_token_seconds).",
+            kind="stat",
+            unit="s",
+            width=3,
+            height=4,
+            queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"))],
+            thresholds={5: "orange", 10: "red"},
+            runbook="pdproxyfirsttokenslow",
+        ),
+        Panel(
+            title="Between tokens, p95",
+            description="95 of 100 parts of streamed answers came sooner after the one before "
+            "(pdproxy_inter_token_seconds, a sample).",
+            kind="stat",
+            unit="s",
+            width=3,
+            height=4,
+            queries=[Query(quantile(0.95, "pdproxy_inter_token_seconds"))],
+            thresholds={0.1: "orange", 0.2: "red"},
+        ),
+        _healthy("Prefillers up", "prefill"),
+        _healthy("Decoders up", "decode"),
+        Panel(
+            title="Waiting",
+            description="Requests that wait for an instance with room (pdproxy_queued_requests).",
+            kind="stat",
+            unit="none",
+            width=3,
+            height=4,
+            queries=[Query(gauge("pdproxy_queued_requests"))],
+            thresholds={1: "yellow", 100: "orange"},
+            runbook="pdproxyqueuerefuses",
+        ),
+        Panel(
+            title="Alerts",
+            description="Alerts of configs/prometheus/alerts.yaml that are firing, of all gateways.",
+            kind="stat",
+            unit="none",
+            width=3,
+            height=4,
+            queries=[Query(_FIRING)],
+            thresholds={1: "red"},
+            runbook="alerts",
+        ),
+    ],
+)
+
+_TRAFFIC: Final = Row(
+    "Traffic",
+    [
+        Panel(
+            title="Requests by API",
+            description="Requests that ended, per second (pdproxy_requests_total).",
+            unit="reqps",
+            queries=[Query(rate("pdproxy_requests_total", by="api") + " > 0", "{{api}}")],
+            stacked=True,
+        ),
+        Panel(
+            title="Answers by status",
+            description="Answers by HTTP status, per second; 499 are clients that left before there was one "
+            "(pdproxy_requests_total). An answer that broke off counts with the status it had.",
+            unit="reqps",
+            queries=[Query(rate("pdproxy_requests_total", GENERATES, by="code") + " > 0", "{{code}}")],
+            stacked=True,
+            runbook="error-codes",
+        ),
+        Panel(
+            title="Tokens",
+            description="Tokens per second as engines report them: of prompts, those of them that were cached, and "
+            "generated ones (pdproxy_tokens_total). They count when their request has ended.",
+            unit="short",
+            queries=[Query(rate("pdproxy_tokens_total", by="kind"), "{{kind}}")],
+        ),
+        Panel(
+            title="In flight",
+            description="Requests that clients have sent and that have not ended (pdproxy_inflight_requests).",
+            unit="none",
+            queries=[Query(gauge("pdproxy_inflight_requests", GENERATES, by="api"), "{{api}}")],
+            stacked=True,
+            runbook="pdproxyrequestsstuck",
+        ),
+        Panel(
+            title="How requests ended",
+            description="All that did not simply end (`--`), by who ended them and where, per second "
+            "(pdproxy_request_end_total). First letter: C, c client, S, s engine, P gateway, K drain; "
+            "second: where.",
+            unit="reqps",
+            queries=[Query(rate("pdproxy_request_end_total", 'term!="--"', by="term") + " > 0", "{{term}}")],
+            stacked=True,
+            runbook="log",
+        ),
+        Panel(
+            title="Refused",
+            description="Requests that no engine was asked about, per second, by reason (pdproxy_rejected_total).",
+            unit="reqps",
+            queries=[Query(rate("pdproxy_rejected_total", by="reason") + " > 0", "{{reason}}")],
+            stacked=True,
+            runbook="error-codes",
+        ),
+    ],
+)
+
+_LATENCY: Final = Row(
+    "Latency, as clients see it",
+    [
+        Panel(
+            title="First token",
+            description="Time to the first token of streamed answers (pdproxy_time_to_first_token_seconds).",
+            unit="s",
+            queries=percentiles("pdproxy_time_to_first_token_seconds"),
+            thresholds={10: "red"},
+            runbook="pdproxyfirsttokenslow",
+        ),
+        Panel(
+            title="Between tokens",
+            description="Time between two parts of a streamed answer (pdproxy_inter_token_seconds, one in eight).",
+            unit="s",
+            queries=percentiles("pdproxy_inter_token_seconds"),
+        ),
+        Panel(
+            title="Whole answers",
+            description="Time to the end of the answer (pdproxy_request_duration_seconds).",
+            unit="s",
+            queries=percentiles("pdproxy_request_duration_seconds"),
+        ),
+        Panel(
+            title="First token, how many took how long",
+            description="Streamed answers by the time to their first token (pdproxy_time_to_first_token_seconds).",
+            kind="heatmap",
+            unit="s",
+            width=12,
+            lowest=None,
+            queries=buckets("pdproxy_time_to_first_token_seconds"),
+        ),
+        Panel(
+            title="First token by API, p95",
+            description="The same for each API (pdproxy_time_to_first_token_seconds).",
+            unit="s",
+            width=12,
+            queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds", by="api"), "{{api}}")],
+        ),
+    ],
+)
+
+_GATEWAY: Final = Row(
+    "The gateway itself",
+    [
+        Panel(
+            title="CPU",
+            description="Cores in use by all workers (pdproxy_cpu_seconds_total). A worker cannot use more than one: "
+            "near one core for each of `workers`, add workers.",
+            unit="none",
+            width=6,
+            queries=[Query(rate("pdproxy_cpu_seconds_total", by="instance"), "{{instance}}")],
+        ),
+        Panel(
+            title="Memory",
+            description="Resident memory of all workers (pdproxy_resident_memory_bytes).",
+            unit="bytes",
+            width=6,
+            queries=[Query(gauge("pdproxy_resident_memory_bytes", by="instance"), "{{instance}}")],
+        ),
+        Panel(
+            title="Event loop late",
+            description="How late the event loop of the worst worker ran in the last 15 s "
+            "(pdproxy_loop_lag_seconds). Tokens of all its streams are as late.",
+            unit="s",
+            width=6,
+            queries=[Query(gauge("pdproxy_loop_lag_seconds", by="instance", over="max"), "{{instance}}")],
+            thresholds={_LAG: "red"},
+            runbook="pdproxyeventlooplate",
+        ),
+        Panel(
+            title="Limits",
+            description="Memory as a share of what the container or host allows, and open files of the worst worker "
+            "as a share of its limit (pdproxy_memory_share, pdproxy_open_fds_share).",
+            unit="percentunit",
+            width=6,
+            highest=1,
+            queries=[
+                Query(gauge("pdproxy_memory_share", over="max"), "memory"),
+                Query(gauge("pdproxy_open_fds_share", over="max"), "open files"),
+            ],
+            thresholds={0.8: "orange", 0.92: "red"},
+            runbook="pdproxyoutofmemory",
+        ),
+        Panel(
+            title="Client connections",
+            description="Open connections of clients (pdproxy_connections). `listen.max_connections` bounds each "
+            "worker's.",
+            unit="none",
+            width=12,
+            queries=[Query(gauge("pdproxy_connections", by="instance"), "{{instance}}")],
+        ),
+        Panel(
+            title="Version",
+            description="What runs (pdproxy_build_info).",
+            kind="table",
+            unit="none",
+            width=12,
+            lowest=None,
+            queries=[
+                Query(gauge("pdproxy_build_info", by="instance, version, python, aiohttp", over="max"), column="is")
+            ],
+        ),
+    ],
+)
+
+OVERVIEW: Final = Dashboard(
+    name="overview",
+    title="pdproxy / Overview",
+    description="Is the gateway well, what does it serve, and how fast?",
+    variables=[JOB, GATEWAYS],
+    rows=[_WELL, _TRAFFIC, _LATENCY, _GATEWAY],
+)

@@ -1,0 +1,232 @@
+"""Where the time of a request goes between prefillers and decoders, and what becomes of its KV cache."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lab.dashboards.grafana import Dashboard, Panel, Query, Row
+from lab.dashboards.promql import (
+    ADDRESS,
+    GATEWAYS,
+    INSTANCES,
+    JOB,
+    ROLE,
+    buckets,
+    gauge,
+    matching,
+    mean,
+    percentiles,
+    quantile,
+    rate,
+    share,
+)
+
+_STAGE: Final = "pdproxy_stage_duration_seconds"
+_MEANING: Final = (
+    "queue: waiting for room; encode: media; prefill: until the prefiller has answered; handoff: until the decoder's "
+    "status line; first_token: until its first token; stream: the rest"
+)
+_PROMPT: Final = rate("pdproxy_tokens_total", 'kind="prompt"')
+_CACHED: Final = rate("pdproxy_tokens_total", 'kind="cached"')
+_TOLD: Final = rate("pdproxy_handovers_total", 'result!="unknown"')
+_COMPUTED: Final = rate("pdproxy_handovers_total", 'result="computed"')
+
+
+_TIME: Final = Row(
+    "Where the time goes",
+    [
+        Panel(
+            title="Mean time by stage",
+            description=f"How an average request spends its time ({_STAGE}). {_MEANING}.",
+            unit="s",
+            width=12,
+            queries=[Query(mean(_STAGE, by="stage"), "{{stage}}")],
+            stacked=True,
+        ),
+        Panel(
+            title="p95 by stage",
+            description=f"95 of 100 requests were done with each stage sooner ({_STAGE}). {_MEANING}.",
+            unit="s",
+            width=12,
+            queries=[Query(quantile(0.95, _STAGE, by="stage"), "{{stage}}")],
+        ),
+        Panel(
+            title="Before the first token, by stage",
+            description="Share of the stages in the time before the first token: which of them is worth work. Mostly "
+            "queue: too few instances, or limits too low. Mostly prefill: more prefillers, or a better "
+            "cache. Mostly handoff and first_token: the KV transfer, or decoders that are full "
+            f"({_STAGE}).",
+            unit="percentunit",
+            width=12,
+            highest=1,
+            stacked=True,
+            queries=[
+                Query(
+                    rate(f"{_STAGE}_sum", 'stage!="stream"', by="stage")
+                    + " / scalar("
+                    + rate(f"{_STAGE}_sum", 'stage!="stream"')
+                    + " > 0)",
+                    "{{stage}}",
+                )
+            ],
+        ),
+        Panel(
+            title="Prefill, how many took how long",
+            description=f"Prefill legs by their time ({_STAGE}).",
+            kind="heatmap",
+            unit="s",
+            width=12,
+            lowest=None,
+            queries=buckets(_STAGE, 'stage="prefill"'),
+        ),
+        Panel(
+            title="Prefill",
+            description=f"Until the prefiller has answered ({_STAGE}).",
+            unit="s",
+            queries=percentiles(_STAGE, 'stage="prefill"'),
+        ),
+        Panel(
+            title="Hand-over and first token",
+            description="From the prefiller's answer to the decoder's status line, and from there to its first "
+            f"token: together the KV transfer and the decoder's own queue ({_STAGE}).",
+            unit="s",
+            queries=[
+                Query(quantile(0.5, _STAGE, 'stage=~"handoff|first_token"', by="stage"), "{{stage}} p50"),
+                Query(quantile(0.95, _STAGE, 'stage=~"handoff|first_token"', by="stage"), "{{stage}} p95"),
+            ],
+            runbook="pdproxykvcomputedagain",
+        ),
+        Panel(
+            title="Streaming",
+            description=f"From the first token to the end of the answer ({_STAGE}).",
+            unit="s",
+            queries=percentiles(_STAGE, 'stage="stream"'),
+        ),
+    ],
+)
+
+_TOKENS: Final = Row(
+    "Tokens",
+    [
+        Panel(
+            title="Prompt tokens",
+            description="Tokens of prompts per second, and those of them that engines found in their prefix cache "
+            "(pdproxy_tokens_total).",
+            unit="short",
+            queries=[Query(_PROMPT, "prompt"), Query(_CACHED, "cached")],
+        ),
+        Panel(
+            title="Found in the prefix cache",
+            description="Share of prompt tokens that engines did not compute (pdproxy_tokens_total). Nothing at all: "
+            "engines may not tell it; start them with --enable-prompt-tokens-details (vLLM) or "
+            "--enable-cache-report (SGLang).",
+            unit="percentunit",
+            highest=1,
+            queries=[Query(share(_CACHED, _PROMPT), "cached")],
+            runbook="how-it-chooses",
+        ),
+        Panel(
+            title="Generated tokens",
+            description="Tokens of answers per second (pdproxy_tokens_total).",
+            unit="short",
+            queries=[Query(rate("pdproxy_tokens_total", 'kind="completion"'), "generated")],
+        ),
+        Panel(
+            title="Tokens per request",
+            description="Mean size of prompts and answers (pdproxy_tokens_total over pdproxy_request_end_total): "
+            "what the fleet has to be made for.",
+            unit="short",
+            width=12,
+            queries=[
+                Query(share(rate("pdproxy_tokens_total", f'kind="{kind}"'), rate("pdproxy_request_end_total")), kind)
+                for kind in ("prompt", "completion")
+            ],
+        ),
+        Panel(
+            title="Prompts without a prefill leg",
+            description="Short prompts that went to a decoder alone, per second (pdproxy_prefills_skipped_total, "
+            "kv.prefill_min_tokens).",
+            unit="reqps",
+            width=12,
+            queries=[Query(rate("pdproxy_prefills_skipped_total"), "skipped")],
+        ),
+    ],
+)
+
+_KV: Final = Row(
+    "KV cache handed over",
+    [
+        Panel(
+            title="Hand-overs",
+            description="What the decoders' own counters say of the KV they were handed, per second "
+            "(pdproxy_handovers_total): transferred, computed once more, or unknown.",
+            unit="ops",
+            queries=[Query(rate("pdproxy_handovers_total", by="result"), "{{result}}")],
+            stacked=True,
+            runbook="pdproxykvcomputedagain",
+        ),
+        Panel(
+            title="Computed once more",
+            description="Share of hand-overs after which the decoder computed the prompt again, of those of which is "
+            "known (pdproxy_handovers_total): work done twice.",
+            unit="percentunit",
+            highest=1,
+            queries=[Query(share(_COMPUTED, _TOLD), "computed again")],
+            thresholds={0.05: "red"},
+            runbook="pdproxykvcomputedagain",
+        ),
+        Panel(
+            title="Prefills without KV parameters",
+            description="Prefill answers with which no decoder can fetch anything, per second, by what was done next "
+            "(pdproxy_missing_kv_total).",
+            unit="ops",
+            queries=[Query(rate("pdproxy_missing_kv_total", by="action"), "{{action}}")],
+            runbook="pdproxyinstancemisfit",
+        ),
+        Panel(
+            title="Orphaned KV caches",
+            description="Prefilled KV that no decoder fetched, per second, and what became of it "
+            "(pdproxy_kv_orphans_total, pdproxy_kv_released_total).",
+            unit="ops",
+            queries=[
+                Query(rate("pdproxy_kv_orphans_total"), "orphaned"),
+                Query(rate("pdproxy_kv_released_total", by="result"), "{{result}}"),
+            ],
+            runbook="pdproxykvorphaned",
+        ),
+        Panel(
+            title="Pinned KV",
+            description="Estimated tokens of KV that a prefiller keeps for nobody (pdproxy_instance_pinned_kv_tokens).",
+            unit="short",
+            queries=[
+                Query(
+                    gauge(
+                        "pdproxy_instance_pinned_kv_tokens", 'role="prefill"', by="address", of=INSTANCES, over="max"
+                    ),
+                    "{{address}}",
+                )
+            ],
+            runbook="kv-cache-that-nobody-fetches",
+        ),
+        Panel(
+            title="Pairs kept apart",
+            description="Times a prefiller and a decoder were parted after failed hand-overs, per second "
+            "(pdproxy_pair_quarantines_total), and hand-overs that ended in a failure to load "
+            "(pdproxy_retries_total).",
+            unit="ops",
+            queries=[
+                Query(rate("pdproxy_pair_quarantines_total"), "quarantines"),
+                Query(rate("pdproxy_retries_total", matching('stage="prefill"', 'reason="missing_kv"')), "no KV"),
+            ],
+            runbook="pdproxypairskeptapart",
+        ),
+    ],
+)
+
+STAGES: Final = Dashboard(
+    name="stages",
+    title="pdproxy / Prefill and decode stages",
+    description="Where the time of requests goes between prefillers and decoders, and what becomes of their KV caches.",
+    variables=[JOB, GATEWAYS, ROLE, ADDRESS],
+    rows=[_TIME, _TOKENS, _KV],
+)

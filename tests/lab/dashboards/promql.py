@@ -1,0 +1,55 @@
+"""What a query asks for: the series by name, and the labels that it names anywhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What Grafana writes into a query before it sends it.
+_VARIABLES = {"$__rate_interval": "1m", "$__range": "1h"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`selectors`: of each series its name and the labels that are matched; `grouped`: labels of `by` and `on`."""
+
+    selectors: tuple[tuple[str, frozenset[str]], ...]
+    grouped: frozenset[str]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.selectors}
+
+
+def asked(expr: str) -> Asked:
+    """Raises ValueError if it is not PromQL."""
+    for variable, text in _VARIABLES.items():
+        expr = expr.replace(variable, text)
+    nodes = list(_walk(promql_parser.parse(re.sub(r"\$\{?\w+\}?", ".+", expr))))
+    selectors = [node for node in nodes if isinstance(node, promql_parser.VectorSelector)]
+    modifiers = [modifier for node in nodes if (modifier := getattr(node, "modifier", None)) is not None]
+    return Asked(
+        tuple((node.name or "", frozenset(m.name for m in node.matchers.matchers)) for node in selectors),
+        frozenset(label for modifier in modifiers for label in _labels(modifier)),
+    )
+
+
+def _labels(modifier: Any) -> list[str]:
+    matching = getattr(modifier, "matching", modifier)
+    return list(getattr(matching, "labels", None) or [])
+
+
+def _walk(node: Any) -> Iterator[Any]:
+    yield node
+    for name in ("lhs", "rhs", "expr", "param", "vector_selector"):
+        inner = getattr(node, name, None)
+        if isinstance(inner, promql_parser.Expr):
+            yield from _walk(inner)
+    for argument in getattr(node, "args", None) or ():
+        yield from _walk(argument)

@@ -1,0 +1,133 @@
+"""The names of metrics and labels in dashboards, rules and pages are those that the gateway has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lab.dashboards.all import DASHBOARDS
+from proxy.observe import metrics
+from proxy.terms import Stage
+from tests.lab.dashboards.promql import asked
+from tests.metrics_page import series
+from tests.test_readme import OPERATING, PAGES, anchors
+
+RULES = Path(__file__).parents[3] / "configs" / "prometheus"
+KNOWN = series()
+OF_PROMETHEUS = {"ALERTS": {"alertname", "alertstate"}, "up": set[str]()}
+TARGET = {"job", "instance"}
+# By hand, from vLLM 0.32 and SGLang 0.5.23; scripts/test-observability asks the simulated engines for them.
+ENGINES = {
+    "vllm": {"engine", "model_name", "source", "le"},
+    "sglang": {"model_name", "mode", "le"},
+}
+
+
+def rules(file: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load((RULES / file).read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+RECORDED = {rule["record"]: rule["expr"] for rule in rules("recording.yaml")}
+ALERTS = {rule["alert"]: rule for rule in rules("alerts.yaml")}
+
+
+def labels_of(name: str) -> set[str]:
+    """Of a series that there is. The name of a recorded one begins with those that it is recorded by."""
+    level = name.partition(":")[0]
+    if name in RECORDED:
+        return set(level.split("_"))
+    known: dict[str, Any] = {**KNOWN, **OF_PROMETHEUS}
+    if level not in ENGINES and name not in known:
+        pytest.fail(f"there is no {name}")
+    return {*(ENGINES.get(level) or known[name]), *TARGET}
+
+
+def check(expr: str) -> None:
+    found = asked(expr)
+    known = {name: labels_of(name) for name in found.names if name}
+    for name, labels in found.selectors:
+        assert labels <= known.get(name, TARGET), expr
+    # `instance` made of `address` by label_replace is one of the target, too.
+    assert found.grouped <= set().union(*known.values()), expr
+
+
+QUERIES = [
+    pytest.param(query.expr, query.legend, id=f"{dashboard.name}: {panel.title} {index}")
+    for dashboard in DASHBOARDS
+    for panel in dashboard.panels
+    for index, query in enumerate(panel.queries)
+]
+
+
+@pytest.mark.parametrize(("expr", "legend"), QUERIES)
+def test_a_query_asks_for_what_there_is(expr: str, legend: str) -> None:
+    check(expr)
+    assert set(re.findall(r"{{(\w+)}}", legend)) <= set(re.findall(r"\w+", expr)), "the legend has other labels"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_series_asks_for_what_there_is(name: str) -> None:
+    check(RECORDED[name])
+    outermost = re.search(r"by \(([^)]*)\)", RECORDED[name])
+    assert outermost is None or set(re.findall(r"\w+", outermost[1])) - {"le"} == labels_of(name)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_asks_for_what_there_is_and_tells_of_it(name: str) -> None:
+    rule = ALERTS[name]
+    check(rule["expr"])
+    told = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    assert told <= {label for series in asked(rule["expr"]).names for label in labels_of(series)}
+    assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_has_a_section_in_the_runbook(name: str) -> None:
+    assert ALERTS[name]["annotations"]["runbook_url"] == f"OPERATING.md#{name.lower()}"
+    assert f"\n### {name}\n" in OPERATING
+    assert name.lower() in anchors(OPERATING)
+
+
+def test_the_runbook_has_no_section_for_an_alert_that_is_gone() -> None:
+    assert re.findall(r"^### (Pdproxy\w+)$", OPERATING, re.MULTILINE) == list(ALERTS)
+
+
+# promtool runs them, in scripts/test-observability.
+def test_every_alert_has_a_unit_test_in_which_it_is_silent_then_fires_and_is_over() -> None:
+    tests = yaml.safe_load((RULES / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
+    outcomes = {
+        test["name"]: [(e["expr"], e["exp_samples"][0]["value"]) for e in test["promql_expr_test"]] for test in tests
+    }
+    assert outcomes == {
+        name: [(f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)', value) for value in (0, 1, 0)]
+        for name in ALERTS
+    }
+
+
+def test_values_of_labels_in_rules_are_known() -> None:
+    known = {
+        "result": {*metrics.HANDOVERS, *metrics.RELEASES, "ok", "failed"},
+        "side": {side for side, _ in metrics.BROKEN_STREAMS},
+        "reason": {*metrics.REJECTIONS},
+        "stage": {stage.label for stage in Stage},
+        "role": {*metrics.LEGS},
+        "api": {*metrics.APIS},
+    }
+    text = " ".join([*RECORDED.values(), *(rule["expr"] for rule in ALERTS.values())])
+    named = re.findall(r'\b(result|side|reason|stage|role|api)[!=]=?~?"([^"]+)"', text)
+    assert len(named) > 5
+    for label, values in named:
+        assert set(values.split("|")) <= known[label], (label, values)
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "CHANGELOG.md"])
+def test_a_page_names_metrics_and_labels_that_there_are(page: str) -> None:
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in KNOWN} | {*KNOWN}
+    for name, labels in re.findall(r"\b(pdproxy_\w+)(?:\{([^}`]*)\})?", PAGES[page]):
+        assert name in families, name
+        assert not labels or set(re.findall(r"(\w+)(?:[,=]|$)", labels)) <= labels_of(name), (name, labels)
