@@ -67,6 +67,10 @@ class Options:
     """How long a decoder of SGLang looks for a bootstrap server that it does not know."""
     metaserver_delay_seconds: float = 0.0
     """Layerwise: how long a decoder queues before it calls back."""
+    clock_offset_seconds: float = 0.0
+    """How much its clock is ahead."""
+    keep_alive_seconds: float = 75.0
+    """An idle connection is closed after this long."""
     store: str | None = None
     """The directory that stands for a KV store; None has nothing and keeps nothing."""
 

@@ -69,6 +69,7 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         grammar=_grammar(body),
         one_call=body.get("parallel_tool_calls") is False,
         dp_rank=dp_rank,
+        cache_salt=body.get("cache_salt") or "",
     )
 
 

@@ -118,6 +118,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--dev-mode", action="store_true", help="tell the configuration at /server_info, as VLLM_SERVER_DEV_MODE=1 does"
     )
     add("--private-prompt-ids", action="store_true", help="a chat's prompt may be ids under vllm-ascend's own key")
+    add(
+        "--clock-offset-seconds",
+        type=float,
+        default=default.clock_offset_seconds,
+        metavar="SECONDS",
+        help="how much its clock is ahead",
+    )
+    add(
+        "--keep-alive-seconds",
+        type=float,
+        default=default.keep_alive_seconds,
+        metavar="SECONDS",
+        help="an idle connection is closed after this long (default: %(default)s)",
+    )
     add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")

@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import asdict
+from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
@@ -96,6 +97,11 @@ class ControlRoutes:
             return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
         return await handler(request)  # type: ignore[no-any-return]
 
+    async def date(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Tell the time as this engine's clock has it."""
+        if offset_seconds := self._core.options.clock_offset_seconds:
+            response.headers["Date"] = formatdate(time.time() + offset_seconds, usegmt=True)
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -137,7 +143,11 @@ class ControlRoutes:
         name = _PULLING[options.connector] if options.kv_protocol == "pull" else _CONNECTORS.get(options.kv_protocol)
         role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[options.role]
         engine_id = self._core.protocol.describe().get("engine_id")
-        transfer = None if name is None else {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
+        transfer: dict[str, Any] | None = None
+        if name is not None:
+            transfer = {"kv_connector": name, "kv_role": role, "engine_id": engine_id}
+            if name == "NixlConnector" and options.pin_seconds is not None:
+                transfer["kv_connector_extra_config"] = {"kv_lease_duration": options.pin_seconds}
         config = {"kv_transfer_config": transfer, "scheduler_config": {"max_num_seqs": options.max_num_seqs}}
         return json_response({"vllm_config": config})
 

@@ -27,6 +27,8 @@ ACTIONS: Final[dict[str, str]] = {
     "ignore_prompt_ids": "render a chat's messages although `kv_transfer_params` gives its prompt as ids",
     "slow_load": "the transfer of KV takes `seconds` longer",
     "load_failure": "the KV cannot be loaded",
+    "corrupt_kv": "the KV that was fetched is that of another prompt",
+    "other_tokenizer": "the prompt has one token more than other engines make of it",
     "ignore_leaving": "do not notice that the client has left; only an abort by name ends the request",
     "missing_kv_params": "answer a prefill without kv_transfer_params, pinning and sending nothing",
     "lost_response": "pin the KV of a prefill, then reset the connection",

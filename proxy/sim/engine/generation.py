@@ -164,7 +164,7 @@ class Generation:
 
     def _prefill(self, sequence: Sequence) -> None:
         """Account for computing a prompt here, less what the prefix cache has."""
-        sequence.cached_tokens = self._core.cache.add(sequence.prompt)
+        sequence.cached_tokens = self._core.cache.add(sequence.prompt, self._ask.cache_salt)
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
         self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
         self._core.state.prompt_tokens += len(sequence.prompt)
@@ -181,6 +181,8 @@ class Generation:
             return
         if "load_failure" in self._plan:
             loaded = Loaded.FAILED
+        if "corrupt_kv" in self._plan and loaded is Loaded.YES:
+            loaded = Loaded.FOREIGN
         if loaded is Loaded.FAILED and self._core.options.kv_load_failure_policy == "fail":
             sequence.fail()
             self._core.scheduler.drop(sequence)
@@ -192,7 +194,7 @@ class Generation:
                 sequence.source = GarbageWriter()
             # A decoder that got the KV calls all but the last token, which it runs again, cached.
             sequence.cached_tokens = len(sequence.prompt) - 1
-            self._core.cache.add(sequence.prompt)
+            self._core.cache.add(sequence.prompt, self._ask.cache_salt)
             self._core.metrics.count_prompt(transferred=len(sequence.prompt))
             self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.scheduler.begin(sequence)
@@ -270,7 +272,7 @@ class Generation:
         request_id = self._child_id(sequence.index)
         ask = self._ask
         prompt_index = sequence.index // ask.samples
-        return Child(request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank)
+        return Child(request_id, sequence.prompt, prompt_index, ask.samples, ask.kv_params, ask.dp_rank, ask.cache_salt)
 
     def _child_id(self, index: int) -> str:
         prompt_index, sample = divmod(index, self._ask.samples)

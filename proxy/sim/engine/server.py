@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from proxy.sim.engine.generation import Generation
 from proxy.sim.engine.replies import json_response, read_json, refusal
 from proxy.sim.engine.stream import WAS_CUT, EventStream, hang, reset, reset_soon
 from proxy.sim.errors import EngineError
+from proxy.sim.model.tokenizer import BOS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,8 @@ class GenerationRoutes:
         except EngineError as error:
             await self._release_rejected(error, body)
             return refusal(error, endpoint)
+        if "other_tokenizer" in plan:
+            ask = replace(ask, prompts=[[BOS, *prompt] for prompt in ask.prompts])
         if core.protocol.is_deadly(ask.kv_params):
             self._kill()
             await hang()

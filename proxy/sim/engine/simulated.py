@@ -122,7 +122,11 @@ class SimulatedEngine:
             protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
         )
         self._runner = web.AppRunner(
-            self._app(self._core), handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+            self._app(self._core),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=2.0,
+            keepalive_timeout=self.options.keep_alive_seconds,
         )
         await self._runner.setup()
         self.port = await self._listen(self._runner, self.port)
@@ -141,6 +145,7 @@ class SimulatedEngine:
             app.add_routes([*control.routes_of_vllm(), *pooling.routes_of_vllm()])
         app.add_routes(core.protocol.routes())
         app.add_routes(generations.routes())
+        app.on_response_prepare.append(control.date)
         app.on_cleanup.append(generations.stop)
         return app
 

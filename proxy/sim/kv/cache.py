@@ -109,12 +109,14 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
 
-    def add(self, ids: Sequence[int]) -> int:
-        """Cache a prompt; returns how many of its tokens had been cached already, never all of them."""
+    def add(self, ids: Sequence[int], salt: str = "") -> int:
+        """Cache a prompt; returns how many of its tokens had been cached already, never all of them. What has another
+        `salt` is another prompt.
+        """
         packed = memoryview(pack(ids))
         width = self._block_size * packed.nbytes // max(1, len(ids))
         cached = 0
-        chain = 0
+        chain = crc32(salt.encode())
         for count in range(1, len(ids) // self._block_size + 1):
             chain = crc32(packed[(count - 1) * width : count * width], chain)
             key = (count, chain)

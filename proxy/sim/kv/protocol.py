@@ -47,6 +47,7 @@ class Child:
     params: Mapping[str, Any]
     """Of the whole request."""
     dp_rank: int | None = None
+    cache_salt: str = ""
 
 
 class KvProtocol:

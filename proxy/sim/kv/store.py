@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded
 from proxy.sim.model.writer import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from proxy.sim.options import Options
     from proxy.sim.state import State
@@ -34,12 +35,12 @@ class StoreProtocol(KvProtocol):
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
         if self._directory is not None:
-            self._place(self._directory, child.prompt).touch()
+            self._place(self._directory, child).touch()
             self._stored += 1
         return None
 
     async def load(self, child: Child) -> Loaded:
-        if self._directory is None or not self._place(self._directory, child.prompt).exists():
+        if self._directory is None or not self._place(self._directory, child).exists():
             return Loaded.ABSENT
         self._state.pulls += 1
         return Loaded.YES
@@ -48,5 +49,5 @@ class StoreProtocol(KvProtocol):
         return {"stored": self._stored}
 
     @staticmethod
-    def _place(directory: Path, prompt: Sequence[int]) -> Path:
-        return directory / f"{digest(prompt):08x}-{len(prompt)}"
+    def _place(directory: Path, child: Child) -> Path:
+        return directory / f"{digest(child.prompt):08x}-{crc32(child.cache_salt.encode()):08x}-{len(child.prompt)}"

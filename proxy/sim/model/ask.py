@@ -42,6 +42,8 @@ class Ask:
     """What the answer is bound to; None: nothing."""
     one_call: bool
     """Of several tool calls only the first is told (`parallel_tool_calls` false)."""
+    cache_salt: str = ""
+    """Equal prompts with another one have no KV cache in common."""
     echo_only: bool = False
     """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
     prompt_logprobs: int | None = None
