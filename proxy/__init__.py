@@ -30,6 +30,7 @@ Transcript   the client's answer so far, over all segments: its text and token i
 Delivery     what the client has of one answer; the only one that gives it more
 Seam         how the stream of another decoder is joined to what the client has
 Suspicion    what is known of one client request under which engines went down, for all of its units
+Canary       a prompt of the gateway's own that shows whether a hand-over between two engines works
 RequestRecord what happened to one request, for its log line and the metrics; it has a Timeline for each unit
 """
 

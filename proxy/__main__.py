@@ -49,6 +49,10 @@ def _run(words: list[str]) -> int:
             return 0
         case ["health", *flags]:
             return _health(load(flags, os.environ, needs_backends=False).settings)
+        case ["doctor", *flags]:
+            from proxy.doctor import main as doctor
+
+            return doctor(flags, os.environ)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

@@ -54,6 +54,8 @@ class Setup:
     """Of vLLM, in its words: what moves its KV cache, several if they work together; nothing: it stays where it is."""
     kv_role: str | None = None
     """vLLM only: `kv_producer`, `kv_consumer` or `kv_both`."""
+    lease_seconds: float | None = None
+    """vLLM's NixlConnector only, where it is set: `kv_lease_duration`, for which it keeps KV that is not fetched."""
     engine_id: str | None = None
     """vLLM only: what its KV connector calls it, with `_dp` and a number behind it where it has several ranks."""
 
@@ -86,11 +88,13 @@ def parse_setup(info: Any) -> Setup:
     if told == "MultiConnector":
         listed = _list(_member(transfer, "kv_connector_extra_config"), "connectors")
         parts = tuple(_member(part, "kv_connector") for part in listed) or parts
+    lease = _member(_member(transfer, "kv_connector_extra_config"), "kv_lease_duration")
     role, engine_id = _member(transfer, "kv_role"), _member(transfer, "engine_id")
     return Setup(
         tells_transfer=True,
         kv_connectors=() if told is None else tuple(map(str, parts)),
         kv_role=role if isinstance(role, str) else None,
+        lease_seconds=float(lease) if isinstance(lease, int | float) and lease > 0 else None,
         engine_id=engine_id if isinstance(engine_id, str) else None,
     )
 

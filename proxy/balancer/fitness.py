@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.scoreboard import Row
 
+NO_KV_PARAMS: Final = (
+    "answers prefills without kv_transfer_params, so decoders compute its prompts again: check its "
+    "--kv-transfer-config, and that this gateway's connector serves it"
+)
+
 # Answers in a row. A request may ask the same prefiller twice.
 _LEAST_WITHOUT_PARAMS: Final = 3
 
@@ -70,8 +75,7 @@ class Fitness:
             self.report(
                 prefiller,
                 MisfitKind.NO_KV_PARAMS,
-                "answers prefills without kv_transfer_params, so decoders compute its prompts again: check its "
-                "--kv-transfer-config, and that this gateway's connector serves it",
+                NO_KV_PARAMS,
             )
 
     def refused_key(self, backend: Backend) -> None:

@@ -41,8 +41,10 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
 
 
-def judge(before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_store: bool) -> Verdict | None:
-    """The verdict on the hand-overs between two readings. None: there were too few to say, as yet.
+def judge(
+    before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_store: bool, least: int = LEAST_HANDOVERS
+) -> Verdict | None:
+    """The verdict on the hand-overs between two readings. None: there were less than `least`, too few to say as yet.
 
     `from_store`: what the decoder has in its own prefix cache it does not look for in the store, so that only much
     computed per hand-over says that it found nothing there.
@@ -52,7 +54,7 @@ def judge(before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_st
         return Verdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
     if transferred > 0:
         return Verdict.TRANSFERRED
-    if sent.count < LEAST_HANDOVERS:
+    if sent.count < least:
         return None
     if from_store:
         is_much = computed >= sent.count * LEAST_STORED_TOKENS

@@ -99,6 +99,14 @@ class Connector(ABC):
         Raises NoBackendAvailable and UpstreamError.
         """
 
+    def alone(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt] | None:
+        """An attempt of one decoder that is handed no KV cache and computes the prompt by itself. None: no engine of
+        this protocol does.
+        """
+        return None
+
     def goes_leg_by_leg(self, call: Call) -> bool:
         """Whether the legs of a call come one after the other, and it needs no `check`."""
         return False

@@ -42,6 +42,10 @@ class Disaggregated(Connector):
         """Both legs, or one engine's alone. See Connector.open."""
         return self._one_engine.open(call, request, timeline) or self.open_both(call, request, timeline)
 
+    def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+        """A decoder's. See Connector.alone."""
+        return self._one_engine.decoder.open(call, request, timeline)
+
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
         alone = None if RARE.isdisjoint(call.values) else self._one_engine.legs(call, request, timeline)

@@ -86,6 +86,12 @@ class Encoding(Connector):
             return self._connector.open(call, request, timeline)
         return self._open_encoded(call, items, request, timeline)
 
+    def alone(
+        self, call: Call, request: PickRequest, timeline: Timeline
+    ) -> AbstractAsyncContextManager[Attempt] | None:
+        """As the other connector does, for calls without media. See Connector.alone."""
+        return self._connector.alone(call, request, timeline)
+
     def goes_leg_by_leg(self, call: Call) -> bool:
         """Where there is nothing to encode, as the other connector says."""
         return self._connector.goes_leg_by_leg(call) and not media(call)

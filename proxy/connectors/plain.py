@@ -40,6 +40,10 @@ class Plain(Connector):
         """One leg. See Connector.open."""
         return self._leg.open(call, request, timeline)
 
+    def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+        """The same. See Connector.alone."""
+        return self.open(call, request, timeline)
+
     def goes_leg_by_leg(self, call: Call) -> bool:
         """All do."""
         return True

@@ -11,22 +11,18 @@ import asyncio
 import logging
 import math
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from proxy import SERVER, logs
+from proxy import logs
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import (
-    UNKNOWN_VERSION,
-    EngineFacts,
-    Identity,
-    parse_engine_version,
-    parse_kind,
-    parse_max_model_len,
-    parse_max_num_seqs,
-    parse_models,
-    parse_setup,
+from proxy.discovery.facts import (
+    MODELS_PATH,
+    SERVER_INFO_PATH,
+    SERVER_INFO_TIMEOUT_SECONDS,
+    VERSION_PATH,
+    facts_of,
+    with_setup,
 )
 from proxy.errors import Failure
 from proxy.upstream import engine_json
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend, Role
+    from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
@@ -45,14 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MODELS_PATH: Final = "/v1/models"
 # Somebody's answer waits for it.
 _GONE_TIMEOUT_SECONDS: Final = 0.5
-
-# Of SGLang and, with VLLM_SERVER_DEV_MODE=1, of vLLM, which otherwise puts its configuration into one text. vLLM looks
-# for compilers, drivers and packages when it is asked for the first time, which takes seconds.
-_SERVER_INFO_PATH: Final = "/server_info?config_format=json"
-_SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
@@ -192,31 +183,18 @@ class Prober(BackgroundOwner):
         return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
 
     async def _ask_facts(self, backend: Backend) -> EngineFacts:
-        """What vLLM tells at `/version`, `{"version": "0.23.0"}`, and of its models (ModelCard.max_model_len)."""
         timeout_seconds = self._checks.timeout_seconds
-        version, models = await asyncio.gather(
-            self._get(backend, "/version", timeout_seconds), self._get(backend, _MODELS_PATH, timeout_seconds)
+        return facts_of(
+            *await asyncio.gather(
+                self._get(backend, VERSION_PATH, timeout_seconds), self._get(backend, MODELS_PATH, timeout_seconds)
+            )
         )
-        listed = models and models.json_or_none
-        identity = Identity(
-            kind=parse_kind(listed),
-            models=parse_models(listed),
-            is_gateway=version is not None and version.headers.get("Server") == SERVER,
-            refused_key=models is not None and models.status in (401, 403),
-        )
-        engine_version = (
-            UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version and version.json_or_none)
-        )
-        return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
         """Add to what it said how it was started, and how many requests it works on at a time, as far as it tells."""
-        answer = await self._get(backend, _SERVER_INFO_PATH, _SERVER_INFO_TIMEOUT_SECONDS)
-        info = answer and answer.json_or_none
+        info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
         if self._health.of(backend).facts is facts:  # not if it went down meanwhile
-            identity = replace(facts.identity, setup=parse_setup(info))
-            told = replace(facts, max_num_seqs=parse_max_num_seqs(info), identity=identity)
-            self._health.note_facts(backend, told)
+            self._health.note_facts(backend, with_setup(facts, info))
 
     async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> Answer | None:
         """None: there was no answer."""

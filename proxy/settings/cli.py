@@ -61,7 +61,8 @@ sub-commands, as the first word, with the same flags:
   print-config   print the effective options and where each came from
   check-config   say whether the configuration is in order
   health         ask the gateway on this host whether it is alive
-and with flags of its own:
+and with flags of their own besides:
+  doctor         ask every instance what it is, hand over a prompt in every pair, and say what does not fit
   mock-engine    run a simulated engine"""
 
 

@@ -35,6 +35,8 @@ class ConnectorTraits:
     """The KV cache travels through a store that engines share, which also keeps it."""
     tells_bootstrap_port: bool = False
     """Prefillers say where their bootstrap server is. Of vLLM's only traffic tells."""
+    meets_at_bootstrap: bool = False
+    """Decoders meet a prefiller at its bootstrap server."""
     counts_expired_leases: bool = False
     """Prefillers count the KV whose lease ended before it was fetched."""
     has_sglang_routes: bool = False
@@ -63,11 +65,12 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         has_prefill_first=True,
         is_store=True,
     ),
-    "mooncake_bootstrap": ConnectorTraits(kv_connectors=("MooncakeConnector",)),
+    "mooncake_bootstrap": ConnectorTraits(kv_connectors=("MooncakeConnector",), meets_at_bootstrap=True),
     "sglang_bootstrap": ConnectorTraits(
         engine="SGLang",
         takes_encoders=False,
         tells_bootstrap_port=True,
+        meets_at_bootstrap=True,
         has_sglang_routes=True,
         cache_path="/flush_cache",
     ),

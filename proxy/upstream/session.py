@@ -17,6 +17,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from proxy.upstream.connection import SOCKET_OPTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp.connector import AddrInfoType
 
     from proxy.upstream.names import Names
@@ -26,8 +28,10 @@ _KEEP_ALIVE_SECONDS: Final = 3.5  # engines close idle connections after 5 s
 _BUFFER_BYTES: Final = 64 * 1024
 
 
-def new_session(names: Names) -> aiohttp.ClientSession:
-    """A client that does not decompress answers and keeps no cookies. Redirects are its users' to refuse."""
+def new_session(names: Names, traces: Sequence[aiohttp.TraceConfig] = ()) -> aiohttp.ClientSession:
+    """A client that does not decompress answers and keeps no cookies. Redirects are its users' to refuse. `traces` hear
+    of what it does.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=0,
@@ -41,6 +45,7 @@ def new_session(names: Names) -> aiohttp.ClientSession:
         auto_decompress=False,
         headers={"Accept-Encoding": "identity"},
         read_bufsize=_BUFFER_BYTES,
+        trace_configs=list(traces),
     )
 
 

@@ -13,7 +13,7 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
-from proxy.connectors.releaser import Releaser
+from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
 from proxy.discovery import SOURCES
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
@@ -46,6 +46,15 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The connector, and what it works with."""
+
+    connector: Connector
+    context: ConnectorContext
+    releaser: Releaser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
     """What works on one side of a call."""
 
@@ -65,65 +74,41 @@ class Engines:
 @asynccontextmanager
 async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[Engines]:
     """Leaving closes the connections and ends what is under way."""
-    settings, pools = basis.settings, balancing.pools
+    pools = balancing.pools
     async with AsyncExitStack() as stack:
-        lines = await stack.enter_async_context(_lines(basis, balancing))
-        releaser = await stack.enter_async_context(
-            Releaser(
-                pools=pools,
-                upstream=lines.upstream,
-                settings=settings,
-                pinned_kv=balancing.pinned_kv,
-                misfits=basis.shared.misfits,
-                metrics=basis.metrics,
-                settle_seconds=settle_seconds,
-            )
-        )
-        basis.live.add(releaser.configure)
-        background = await stack.enter_async_context(Background(logging.getLogger(__name__), "a message to an engine"))
-        callback_url = _callback_url(basis)
-        context = ConnectorContext(
-            pools=pools,
-            upstream=lines.upstream,
-            releaser=releaser,
-            session=lines.session,
-            keys=balancing.keys,
-            settings=settings,
-            metrics=basis.metrics,
-            fitness=balancing.fitness,
-            background=background,
-            callback_url=callback_url,
-        )
-        connector = CONNECTORS[settings.connector](context)
+        lines = await stack.enter_async_context(build_lines(basis, balancing))
+        link = await stack.enter_async_context(build_link(basis, balancing, lines, settle_seconds))
+        connector = link.connector
         serving = {role: pools.of(role) for role in connector.roles}
         everybody = dict(serving)
         if pools.encode is not None:
-            connector = Encoding(connector, pools.encode, context)
+            connector = Encoding(connector, pools.encode, link.context)
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         if basis.index == 0:  # a worker that takes its place is the 0th, too
-            watcher = Watcher(SOURCES, basis.shared.roster, everybody, settings)
+            watcher = Watcher(SOURCES, basis.shared.roster, everybody, basis.settings)
             await stack.enter_async_context(watcher)
             basis.live.add(watcher.configure)
         basis.metrics.watch_instances(
             tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
         )
-        await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, releaser))
+        await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))
         yield Engines(
             lines=lines,
-            releaser=releaser,
+            releaser=link.releaser,
             connector=connector,
             serving=serving,
             pools=everybody,
             prober=prober,
             joiner=joiner,
-            callback_url=callback_url,
+            callback_url=link.context.callback_url,
         )
 
 
 @asynccontextmanager
-async def _lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
+async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
+    """Leaving closes the connections."""
     settings, live = basis.settings, basis.live
     async with (
         Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
@@ -140,6 +125,40 @@ async def _lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
         live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
         live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new)))
         yield Lines(names=names, session=session, upstream=upstream)
+
+
+@asynccontextmanager
+async def build_link(
+    basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = SETTLE_SECONDS
+) -> AsyncIterator[Link]:
+    """The connector of the settings. Leaving ends what is under way."""
+    settings, pools = basis.settings, balancing.pools
+    async with (
+        Releaser(
+            pools=pools,
+            upstream=lines.upstream,
+            settings=settings,
+            pinned_kv=balancing.pinned_kv,
+            misfits=basis.shared.misfits,
+            metrics=basis.metrics,
+            settle_seconds=settle_seconds,
+        ) as releaser,
+        Background(logging.getLogger(__name__), "a message to an engine") as background,
+    ):
+        basis.live.add(releaser.configure)
+        context = ConnectorContext(
+            pools=pools,
+            upstream=lines.upstream,
+            releaser=releaser,
+            session=lines.session,
+            keys=balancing.keys,
+            settings=settings,
+            metrics=basis.metrics,
+            fitness=balancing.fitness,
+            background=background,
+            callback_url=_callback_url(basis),
+        )
+        yield Link(connector=CONNECTORS[settings.connector](context), context=context, releaser=releaser)
 
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:

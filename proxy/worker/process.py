@@ -70,7 +70,7 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: _Stop) -> None
         tune()
         if worker.index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
-            for told in (*worker.settings.doors, *_shortages(worker.settings)):
+            for told in (*worker.settings.doors, *shortages(worker.settings)):
                 logger.warning("%s", told)
         telling = loop.create_task(_tell_when_ready(worker, shared))
         await stop.requested.wait()
@@ -151,7 +151,7 @@ async def _first_of(*waits: Awaitable[object], seconds: float) -> None:
         task.result()
 
 
-def _shortages(settings: Settings) -> Iterator[str]:
+def shortages(settings: Settings) -> Iterator[str]:
     """What this process may not have as much of as it will need, a sentence each."""
     room = connections_for_fds()
     if room < (settings.listen.max_connections or _FEW_CONNECTIONS):

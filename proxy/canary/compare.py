@@ -1,0 +1,76 @@
+"""What follows from a canary's numbers: where its KV cache came from, and whether two answers are the same. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.handovers import Verdict, judge
+from proxy.balancer.scoreboard import Handovers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.wire.exposition import PromptTokens
+
+# Where the counters grew by more than this share of the prompt others ask the engine, too.
+_OTHERS_SHARE: Final = 1.5
+_CACHED_SHARE: Final = 0.5
+# A hand-over that takes as long as a prefill most likely was one. Shorter prefills cannot be told from anything else.
+_SLOW_SHARE: Final = 0.75
+_LEAST_SECONDS: Final = 0.25
+# What is decided by the order of additions is decided later.
+_SURE_TOKENS: Final = 3
+_SURE_CHARACTERS: Final = 8
+
+
+class Agreement(Enum):
+    """How alike two greedy answers to one prompt are."""
+
+    SAME = auto()
+    DRIFTS = auto()
+    """They begin alike. Kernels that add in another order can have done that."""
+    DIFFERS = auto()
+
+
+def agreement(one: Sequence[int] | str, other: Sequence[int] | str) -> Agreement:
+    """Of two answers: both are token ids, or both are text."""
+    if one == other:
+        return Agreement.SAME
+    alike = next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
+    sure = _SURE_CHARACTERS if isinstance(one, str) else _SURE_TOKENS
+    return Agreement.DRIFTS if alike >= sure else Agreement.DIFFERS
+
+
+def by_counters(
+    before: PromptTokens | None, after: PromptTokens | None, tokens: int, *, from_store: bool
+) -> Verdict | None:
+    """What became of a canary of so many prompt tokens by the decoder's counters around it. None: they have not counted
+    it yet.
+    """
+    if before is None or after is None:
+        return Verdict.UNKNOWN
+    grown = [new - old for new, old in zip(after, before, strict=True)]
+    if min(grown) >= 0 and sum(grown) < _CACHED_SHARE * tokens:
+        return None
+    verdict = judge(before, after, Handovers(1, tokens), from_store=from_store, least=1)
+    _, _, cached = grown
+    is_others = verdict is Verdict.TRANSFERRED and sum(grown) > _OTHERS_SHARE * tokens
+    is_cached = verdict is Verdict.COMPUTED and cached >= _CACHED_SHARE * tokens
+    return Verdict.UNKNOWN if verdict is None or is_others or is_cached else verdict
+
+
+def by_usage(cached_tokens: int | None, tokens: int) -> Verdict:
+    """What became of it by what the decoder itself calls cached of a prompt that no cache had. None: it does not tell,
+    which is what vLLM does of 0, too.
+    """
+    return Verdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * tokens else Verdict.UNKNOWN
+
+
+def by_time(handoff_seconds: float | None, alone_seconds: float | None) -> Verdict:
+    """What became of it by how long the first token took after a hand-over, and by a decoder alone; None: not known."""
+    if handoff_seconds is None or alone_seconds is None or alone_seconds < _LEAST_SECONDS:
+        return Verdict.UNKNOWN
+    return Verdict.COMPUTED if handoff_seconds >= _SLOW_SHARE * alone_seconds else Verdict.TRANSFERRED

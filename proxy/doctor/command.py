@@ -1,0 +1,129 @@
+"""The sub-command: its flags, its progress, its report and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import logging
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from proxy import SERVER
+from proxy.doctor.examination import Examination
+from proxy.doctor.findings import exit_code
+from proxy.doctor.gateway import Host, check_gateway
+from proxy.doctor.report import as_json, as_table
+from proxy.settings import SettingsError, load, reachable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_WIDTH: Final = 120
+_LOOK_SECONDS: Final = 2.0
+
+_DESCRIPTION: Final = """\
+Ask every instance of the configuration what it is, send one long prompt of ours through every pair of a prefiller and a
+decoder, and say what does not fit and what to do about it. All other flags are the gateway's: give those it is started
+with. Instances that were added at run time are not known here."""
+_EPILOG: Final = """\
+The exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not work."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message.removeprefix("argument "))
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code. Raises SettingsError."""
+    flags, rest = _parser().parse_known_args(argv)
+    loaded = load(rest, environ)
+    # What its parts have to say to an operator of a gateway is in the findings.
+    logging.getLogger("proxy").setLevel(logging.CRITICAL)
+    found = check_gateway(Host(loaded=loaded, is_gateway=_is_gateway, cores=os.cpu_count() or 1))
+    progress = _Progress()
+    examination = Examination(
+        loaded,
+        canary_seconds=flags.canary_seconds,
+        canary_tokens=flags.canary_tokens,
+        canaries_per_pair=flags.canaries,
+        progress=progress.show,
+    )
+    try:
+        found += asyncio.run(examination.run())
+    finally:
+        progress.clear()
+    if flags.json:
+        print(as_json(found).decode())
+    else:
+        is_terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
+        print(as_table(found, width, coloured=is_terminal and not environ.get("NO_COLOR")))
+    return exit_code(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="pdproxy doctor",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage="pdproxy doctor [--json] [--canaries N] [flags of pdproxy]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--canaries", type=_natural, default=1, metavar="N", help="prompts through each pair; 0 generates nothing (1)")
+    add("--canary-tokens", type=_natural, default=2048, metavar="N", help="about how long such a prompt is (2048)")
+    add("--canary-seconds", type=_seconds, default=60.0, metavar="N", help="how long its answer may take (60)")
+    return parser
+
+
+def _natural(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number")
+    return int(word)
+
+
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds")
+    return seconds
+
+
+class _Progress:
+    """One line on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def show(self, noun: str, done: int, total: int) -> None:
+        """So many of so many."""
+        if sys.stderr.isatty():
+            line = f"{noun}: {done} of {total}"
+            print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+
+    def clear(self) -> None:
+        """It is over."""
+        if self._width:
+            print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _is_gateway(host: str, port: int) -> bool:
+    """Whether a gateway like this one answers there."""
+    connection = http.client.HTTPConnection(reachable(host), port, timeout=_LOOK_SECONDS)
+    try:
+        connection.request("GET", "/livez")
+        return bool(connection.getresponse().getheader("Server") == SERVER)
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
