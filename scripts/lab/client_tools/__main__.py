@@ -1,6 +1,6 @@
 """Run clients against the gateway in front of simulated engines: no request may fail.
 
-Those are the engines' own load generators, clients' libraries, and Claude Code and Codex.
+Those are the engines' own load generators, clients' libraries, Claude Code and Codex, and lm-eval.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
-from lab.client_tools import installed, libraries, tools
+from lab.client_tools import evaluations, installed, libraries, tools
 from lab.client_tools.coding_agents import CODING_AGENTS
 from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
 from lab.common.invocation import unwind_on_signals
@@ -30,11 +31,7 @@ def main() -> None:
     options = _options()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        went_well = [
-            run(options, directory)
-            for name, run in (("load", _run_load), ("libraries", _run_libraries), ("agents", _run_agents))
-            if options.only in (None, name)
-        ]
+        went_well = [run(options, directory) for name, run in _RUNS.items() if options.only in (None, name)]
     sys.exit(not all(went_well))
 
 
@@ -88,9 +85,34 @@ def _run_agents(options: argparse.Namespace, directory: Path) -> bool:
     return all(went_well)
 
 
+def _run_evaluations(options: argparse.Namespace, directory: Path) -> bool:
+    if options.only is None and not evaluations.is_installed():
+        print("Without lm-eval: --only evaluations installs it, which takes a gigabyte.")
+        return True
+    if not evaluations.provide():
+        sys.exit("lm-eval cannot be had")
+    went_well = []
+    for deployment in DEPLOYMENTS:
+        place = directory / f"evaluations-{deployment.name}"
+        place.mkdir()
+        with deployment.started(place) as port:
+            is_well, told = evaluations.run(port, place)
+        print(f"lm-eval, {deployment.name}: {told}" if is_well else f"lm-eval, {deployment.name} failed: {told}")
+        went_well.append(is_well)
+    return all(went_well)
+
+
+_RUNS: Final = {
+    "load": _run_load,
+    "libraries": _run_libraries,
+    "agents": _run_agents,
+    "evaluations": _run_evaluations,
+}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/client-tools", description=__doc__)
-    parser.add_argument("--only", choices=["load", "libraries", "agents"], help="only these clients")
+    parser.add_argument("--only", choices=list(_RUNS), help="only these clients")
     parser.add_argument("--requests", type=int, default=60, help="of each run of a load generator (default: 60)")
     parser.add_argument("--engines", choices=[deployment.name for deployment in DEPLOYMENTS], help="only load of these")
     return parser.parse_args()

@@ -1,0 +1,123 @@
+"""lm-eval, which asks for log-likelihoods and for texts: it must come to the same as with one engine alone.
+
+It is installed only when it is asked for, into .venv-evaluations: it takes a gigabyte, of which data sets are the most.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lab.client_tools.deployments import MODEL
+from lab.common.processes import HOST, clean_environment, free_ports, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DIRECTORY: Final = Path(".venv-evaluations").absolute()
+_PYTHON: Final = _DIRECTORY / "bin" / "python"
+# There are no wheels of the last three, which are Python alone.
+_SOURCES: Final = ("sqlitedict", "word2number", "rouge-score")
+_WHEELS: Final = ("lm-eval[api]==0.4.13", "transformers<6")
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+_QUESTIONS: Final = (
+    {"question": "Which river flows through Cairo?", "choices": ["the Nile", "the Po"], "answer": 0},
+    {"question": "Which river flows through Turin?", "choices": ["the Nile", "the Po"], "answer": 1},
+    {"question": "What is two and two?", "choices": ["four", "a long way of saying five"], "answer": 0},
+)
+_CHOICE: Final = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+_GENERATE: Final = {
+    "output_type": "generate_until",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+}
+_TASKS: Final[dict[str, dict[str, Any]]] = {"choice": _CHOICE, "generate": _GENERATE}
+_RUNS: Final = (
+    ("local-completions", "completions", tuple(_TASKS)),
+    ("local-chat-completions", "chat/completions", ("generate",)),
+)
+
+
+def is_installed() -> bool:
+    """Whether it need not be installed."""
+    return (_DIRECTORY / "complete").exists()
+
+
+def provide() -> bool:
+    """Have it. False when it cannot be had; then pip has said why."""
+    if is_installed():
+        return True
+    environment = clean_environment() | {"PIP_USER": "0"}
+    environment.pop("PYTHONPATH")
+    print(f"installing {_WHEELS[0]} into {_DIRECTORY.name} (900 MB, once)", file=sys.stderr, flush=True)
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
+    for command in (
+        (sys.executable, "-m", "venv", "--clear", str(_DIRECTORY)),
+        (str(_PYTHON), *pip, "--no-binary", ",".join(_SOURCES), *_WHEELS),
+    ):
+        if subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode != 0:
+            return False
+    (_DIRECTORY / ".gitignore").write_text("*\n")
+    (_DIRECTORY / "complete").touch()
+    return True
+
+
+def run(port: int, directory: Path) -> tuple[bool, str]:
+    """All tasks by the gateway on this port, and by an engine alone: whether they came to the same, and to what."""
+    _write_tasks(directory)
+    tokenizer = directory / "tokenizer"
+    made = Path(__file__).with_name("tokenizer.py")
+    subprocess.run([str(_PYTHON), str(made), str(tokenizer)], check=True, capture_output=True)
+    with _engine(directory) as alone:
+        told = [_answers(each, tokenizer, directory / str(each)) for each in (port, alone)]
+    if told[0] != told[1]:
+        return False, f"the gateway's answers {told[0]} are not the engine's {told[1]}"
+    return True, f"{len(told[0])} answers are those of an engine alone, log-likelihoods, texts and chats"
+
+
+def _write_tasks(directory: Path) -> None:
+    questions = directory / "questions.jsonl"
+    questions.write_text("".join(f"{json.dumps(question)}\n" for question in _QUESTIONS))
+    for name, task in _TASKS.items():
+        told: dict[str, Any] = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(questions)}},
+            "test_split": "test",
+            "doc_to_text": "{{question}}",
+            **task,
+        }
+        (directory / f"{name}.yaml").write_text(json.dumps(told))  # JSON is YAML
+
+
+@contextmanager
+def _engine(directory: Path) -> Iterator[int]:
+    (port,) = free_ports(1)
+    flags = ("--role", "both", "--port", str(port), "--model", MODEL, "--profile", "v0.33")
+    with running("engine", [sys.executable, "-m", "proxy", "mock-engine", *flags], port, directory / "alone.log"):
+        yield port
+
+
+def _answers(port: int, tokenizer: Path, results: Path) -> list[Any]:
+    """What was answered to each question, in order."""
+    answers = []
+    for model, path, tasks in _RUNS:
+        is_chat = path.startswith("chat")
+        arguments = f"model={MODEL},base_url=http://{HOST}:{port}/v1/{path},num_concurrent=2"
+        arguments += "" if is_chat else f",tokenizer={tokenizer}"
+        command = [str(_PYTHON), "-m", "lm_eval", "run", "--model", model, "--model_args", arguments]
+        command += ["--include_path", str(results.parent), "--tasks", *tasks, "--log_samples"]
+        command += ["--output_path", str(results / model), *(["--apply_chat_template"] if is_chat else [])]
+        environment = {**clean_environment(), **_OFFLINE, "HF_HOME": str(results.parent), "OPENAI_API_KEY": "any"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"lm-eval ended with {done.returncode}: {done.stderr[-2000:]}")
+        for file in sorted((results / model).rglob("samples_*.jsonl")):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            answers += [line["resps"] for line in sorted(lines, key=lambda line: int(line["doc_id"]))]
+    return answers
