@@ -10,7 +10,7 @@ from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
 from proxy.wire.elision import text_bytes
 from proxy.wire.openai import Api
-from proxy.wire.prefix import PrefixKeys
+from proxy.wire.prefix import NO_KEYS, PrefixKeys, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.settings import Cost
     from proxy.wire.document import Body, Document
-    from proxy.wire.prefix import Prompt
 
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
@@ -100,7 +99,7 @@ class Call:
     @property
     def prefix_keys(self) -> PrefixKeys:
         """What the prompt's prefixes are called; empty where the request has no single prompt."""
-        return PrefixKeys() if self.prompt is None else self.prompt.keys
+        return NO_KEYS if self.prompt is None else self.prompt.keys
 
     @property
     def session(self) -> str | None:
@@ -183,18 +182,22 @@ class Call:
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
-def prompt_tokens(document: Document, cost: Cost) -> int:
-    """Estimated prompt length in tokens, at least 1."""
+def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
+    """Estimated prompt length in tokens, at least 1, and the prompt."""
     total = 0
+    has_reasoning = has_media = False
     messages, length = document.excerpt("messages")
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
             continue
         content = message.get("content")
+        if "reasoning_content" in message or "reasoning" in message:
+            has_reasoning = True
         if type(content) is str and length is text_bytes and content.isascii():
             total += -(-len(content) // cost.bytes_per_token)  # what follows comes to the same, with more calls
-        else:
-            total += _content_tokens(content, cost, length)
+            continue
+        has_media = has_media or (isinstance(content, list) and any("text" not in part for part in _objects(content)))
+        total += _content_tokens(content, cost, length)
     if "tools" in document.values:
         total += len(document.view("tools")) // cost.bytes_per_token
     if "prompt" in document.values:
@@ -203,7 +206,7 @@ def prompt_tokens(document: Document, cost: Cost) -> int:
             text, length = document.excerpt("prompt")
             ids = text_tokens(text, cost, length)
         total += ids
-    return max(1, total)
+    return max(1, total), Prompt(document, has_reasoning=has_reasoning, has_media=has_media)
 
 
 def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
+import orjson
 import pytest
 
 from proxy.api_keys import KeyUsage
@@ -135,7 +136,7 @@ class Deployment:
 
         async def client() -> None:
             url = self.url + api_of(body).path
-            async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            async with aiohttp.ClientSession() as session, session.post(url, data=orjson.dumps(body)) as response:
                 async for part in response.content.iter_any():
                     received.extend(part)
 

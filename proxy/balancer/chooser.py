@@ -88,6 +88,13 @@ class Chooser:
                 return True
         return False
 
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        """Whether a request that nobody is in front of goes now: it need not wait for a better place."""
+        candidates, policy = self.candidates, self.policy
+        if not self.holds_queue or not candidates or policy.has_room_everywhere(candidates):
+            return True
+        return policy.first_to_go(candidates, [request()]) is not None
+
     def work_seconds(self, request: PickRequest) -> float:
         """See Policy.work_seconds."""
         return self.policy.work_seconds(self.candidates, request) if self.candidates else 0.0

@@ -9,14 +9,14 @@ who come after it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from proxy.backend import Load, Role
 from proxy.balancer.policies import LeastLoad
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
-from proxy.balancer.prefixes import CachedPrefixes
+from proxy.balancer.prefiller import Prefiller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,39 +24,22 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
-# Differences that predictions cannot tell: among these it is the prompt that says who.
+# Differences that predictions cannot tell.
 _TIE_SHARE: Final = 0.05
 _TIE_SECONDS: Final = 0.02
+# Shorter prompts are not looked up: to compute them anew takes hardly longer.
+_LEAST_TOKENS: Final = 256
 # Of a first turn's prompt, the pieces that another one of the same kind shares with it.
-_KIND_PIECES: Final = 4
+_KIND_PIECES: Final = 8
 # The share of busy backends over that of idle ones, at most; and how fast the share is followed.
 _MOST_CROWDING: Final = 6.0
 _BUSY_STEP: Final = 0.02
 # Weights are 10 for a token of compute: see policies.WEIGHTS.
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
-# What is under way is not thought to be over before its answer is here.
-_LEAST_LEFT: Final = 0.1
 # Those who wait are as many at most, unless they are not going to be chosen for.
 _MOST_ASKED: Final = 2048
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """A prompt under way."""
-
-    at: float
-    seconds: float
-    """Predicted."""
-    tokens: float
-    computed: float
-    """Of the tokens, those that are not expected to be cached."""
-    hit: int
-    keys: Sequence[int]
-    ends: Sequence[float]
-    ages: Sequence[float | None]
-    new: Sequence[int]
-    told: tuple[int, int] | None = None
-    """Tokens of the prompt, and those of them that were cached, as the backend told."""
+# More answers than one in such a time teach nothing new.
+_LESSON_SECONDS: Final = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +52,12 @@ class _Asked:
     """Tokens up to the end of each piece."""
     tokens: int
     """Of the prompt."""
-    there: dict[Backend, tuple[int, int, float]]
+    there: dict[Prefiller, tuple[int, int, float]] = field(default_factory=dict)
     """The version of what is known of a backend, the pieces that are cached there, and seconds."""
+
+
+# Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
+_Choice = tuple["PickRequest", Prefiller, _Asked, int, float]
 
 
 class LeastSeconds(LeastLoad):
@@ -86,40 +73,127 @@ class LeastSeconds(LeastLoad):
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._cost = PrefillCost()
-        self._prefixes: dict[Backend, CachedPrefixes] = {}
-        self._versions: dict[Backend, int] = {}
-        self._sent: dict[Backend, dict[int, _Sent]] = {}  # by request, the oldest first
-        self._answered: dict[Backend, float] = {}
+        self._prefillers: dict[Backend, Prefiller] = {}
+        self._seen: Sequence[Candidate] = ()  # the candidates of the last time, and what is known of them
+        self._seen_prefillers: list[Prefiller] = []
+        self._seen_slots: list[int] = []
         self._busy = 0.0
-        self._asked: OrderedDict[int, _Asked] = OrderedDict()  # by the subject's id
-        self._decided: tuple[object, Backend] | None = None
+        self._next_lesson = 0.0
+        self._asked: OrderedDict[int, _Asked] = OrderedDict()  # who waits, by the subject's id
+        self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
+        self._chosen: _Choice | None = None
+
+    # Where it goes
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """The soonest done; among those that cannot be told apart, prompts that begin alike go the same way."""
+        """The soonest done; of those that cannot be told apart the one to which prompts that begin alike go, or which
+        is least loaded.
+        """
         if candidates[0].backend.role is Role.DECODE:
             return super().choose(candidates, request)
+        prefillers = self._known(candidates)
         decided, self._decided = self._decided, None
         if decided is not None and decided[0] is (request.subject or request):
-            for candidate in candidates:
-                if candidate.backend == decided[1]:
-                    return candidate
+            both = zip(candidates, prefillers, strict=True)
+            if free := [candidate for candidate, prefiller in both if prefiller in decided[1]]:
+                candidates = free
+                prefillers = [self._prefillers[candidate.backend] for candidate in free]
+        asked = self._asked.get(id(request.subject)) or self._ask(request)
         now = self.context.clock()
-        waits = [self._left(candidate.backend, candidate.weight * _SECONDS_PER_WEIGHT, now) for candidate in candidates]
-        return candidates[self._soonest(candidates, waits, request)]
+        waits = [
+            prefiller.left(candidate.weight * _SECONDS_PER_WEIGHT, now) if candidate.weight else 0.0
+            for candidate, prefiller in zip(candidates, prefillers, strict=True)
+        ]
+        scores, near = self._scores(prefillers, waits, asked)
+        equal = [place for place, score in enumerate(scores) if score <= near]
+        if len(equal) == 1:
+            place = equal[0]
+        elif not asked.keys:
+            tied = candidates if len(equal) == len(candidates) else [candidates[place] for place in equal]
+            place = equal[tied.index(super().choose(tied, request))]
+        elif any(asked.there[prefillers[place]][1] for place in equal):
+            place = scores.index(min(scores))
+        else:
+            kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+            place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
+        self._chosen = request, prefillers[place], asked, *self._own(prefillers[place], asked)
+        return candidates[place]
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """The predicted seconds, in what they are in tokens."""
+        load = request.load(backend.role)
+        if backend.role is Role.DECODE or request.subject is None:
+            return load
+        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), load.kv)
+
+    def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
+        """What is known of a backend that was chosen, by whomever, and of the request."""
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
+            prefiller, asked = self._of(backend), self._ask(request)
+            chosen = self._chosen = request, prefiller, asked, *self._own(prefiller, asked)
+        return chosen
+
+    # What becomes of it
+
+    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+        """What is under way counts as cached, or a burst with one prompt would scatter."""
+        if backend.role is Role.DECODE:
+            return
+        _, prefiller, asked, hit, seconds = self._choice(backend, request)
+        self._chosen = None
+        prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, self.context.clock())
+        if self._asked:
+            self._asked.pop(id(request.subject), None)
+
+    def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """What the backend says of the prompt."""
+        if cached_tokens is not None and backend in self._prefillers:
+            self._prefillers[backend].tell(id(request), prompt_tokens, cached_tokens)
+
+    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        prefiller = self._prefillers.get(backend)
+        if prefiller is None:
+            return
+        now = self.context.clock()
+        sample = prefiller.end(id(request), served, now)
+        if sample is not None and now >= self._next_lesson:
+            self._next_lesson = now + _LESSON_SECONDS
+            self._cost.learn(backend, *sample)
+            prefiller.slowness = self._cost.slowness(backend)
+
+    # The queue in front of all
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether a prompt that went to one of them now would begin almost at once."""
         if candidates[0].backend.role is Role.DECODE:
             return super().has_room(candidates)
-        waits = self._waits(candidates)
-        return any(self._is_free(candidate, wait) for candidate, wait in zip(candidates, waits, strict=True))
+        prefillers = self._known(candidates)
+        loads = candidates[0].scoreboard.compute(self._seen_slots)
+        if 0 in loads:
+            return True
+        now = self.context.clock()
+        return any(map(self._is_free, candidates, prefillers, self._waits(prefillers, loads, now), loads))
+
+    def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether it would begin almost at once on any of them."""
+        if candidates[0].backend.role is Role.DECODE:
+            return True
+        prefillers = self._known(candidates)
+        loads = candidates[0].scoreboard.compute(self._seen_slots)
+        if not any(loads):
+            self._busy -= _BUSY_STEP * self._busy
+            return True
+        now = self.context.clock()
+        return all(map(self._is_free, candidates, prefillers, self._waits(prefillers, loads, now), loads))
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least; a decoder's work is not known."""
         if candidates[0].backend.role is Role.DECODE:
             return 0.0
-        asked = self._ask(request)
-        return min(self._own(candidate.backend, asked)[1] for candidate in candidates)
+        asked = self._wait(request)
+        return min(self._own(prefiller, asked)[1] for prefiller in self._known(candidates))
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """The first that is soonest done where there is room. Those before it wait for what they will be done sooner
@@ -127,154 +201,105 @@ class LeastSeconds(LeastLoad):
         """
         if candidates[0].backend.role is Role.DECODE:
             return 0
-        waits = self._waits(candidates)
-        self._busy += _BUSY_STEP * (1 - waits.count(0.0) / len(waits) - self._busy)
-        free = [self._is_free(candidate, wait) for candidate, wait in zip(candidates, waits, strict=True)]
+        prefillers = self._known(candidates)
+        loads = candidates[0].scoreboard.compute(self._seen_slots)
+        waits = self._waits(prefillers, loads, self.context.clock())
+        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
         for place, request in enumerate(waiting):
-            best = self._soonest(candidates, waits, request)
-            backend = candidates[best].backend
-            if free[best]:
-                self._decided = request.subject or request, backend
+            asked = self._wait(request)
+            scores, near = self._scores(prefillers, waits, asked)
+            best = [
+                prefiller
+                for prefiller, score, is_free in zip(prefillers, scores, free, strict=True)
+                if is_free and score <= near
+            ]
+            if best:
+                self._decided = request.subject or request, best
                 return place
-            waits[best] += self._own(backend, self._ask(request))[1]
+            soonest = scores.index(min(scores))
+            waits[soonest] += self._own(prefillers[soonest], asked)[1]
         return None
 
-    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """The predicted seconds, in what they are in tokens."""
-        load = request.load(backend.role)
-        if backend.role is Role.DECODE:
-            return load
-        return Load(compute=round(self._own(backend, self._ask(request))[1] / SECONDS_PER_LOAD), kv=load.kv)
+    def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
+        """Whether what it has is soon done, or so short that an engine which works on several computes more with it."""
+        limit = candidate.limit
+        if limit is not None and load and not candidate.has_room:
+            return False
+        if wait < self.ahead_seconds:
+            return True
+        if limit == 1:
+            return False
+        # What other workers have sent there is not told in tokens.
+        others = max(0, load - prefiller.charge) * SECONDS_PER_LOAD / max(1e-9, self._cost.shape[1])
+        return prefiller.computing + others < self.batch_tokens
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:
-        """What is under way counts as cached, or a burst with one prompt would scatter."""
-        if backend.role is Role.DECODE:
-            return
-        asked = self._ask(request)
-        hit, seconds = self._own(backend, asked)
-        keys, ends = asked.keys, asked.ends
-        prefixes = self._cached(backend)
-        ages = prefixes.ages(keys)
-        computed = request.prompt_tokens - (ends[hit - 1] if hit else 0.0)
-        new = prefixes.use(keys, ends, computed)
-        self._changed(backend)
-        sent = _Sent(self.context.clock(), seconds, request.prompt_tokens, computed, hit, keys, ends, ages, new)
-        self._sent.setdefault(backend, {})[id(request)] = sent
-        self._asked.pop(id(request.subject or request), None)
+    # What is known
 
-    def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """What the backend says of the prompt."""
-        sent = self._sent.get(backend, {}).get(id(request))
-        if sent is not None and cached_tokens is not None:
-            sent.told = prompt_tokens, cached_tokens
+    def _known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
+        """Of each of them."""
+        if candidates is not self._seen:
+            self._seen = candidates
+            self._seen_prefillers = [self._of(candidate.backend) for candidate in candidates]
+            self._seen_slots = [candidate.backend.slot for candidate in candidates]
+        return self._seen_prefillers
 
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        """An answer teaches how long prompts take and what is cached; of a failure there is nothing in the cache."""
-        sent = self._sent.get(backend, {}).pop(id(request), None)
-        if sent is None:
-            return
-        now = self.context.clock()
-        prefixes = self._cached(backend)
-        self._changed(backend)
-        if not served:
-            prefixes.drop(sent.new)
-            return
-        tokens, cached = sent.tokens, sent.ends[sent.hit - 1] if sent.hit else 0.0
-        if sent.told is not None:
-            told_tokens, told_cached = sent.told
-            share = told_cached / max(1, told_tokens)
-            prefixes.odometer += cached - share * tokens
-            prefixes.learn(sent.ages, sent.ends, cached, share * tokens)
-            tokens, cached = float(told_tokens), float(told_cached)
-        # Prompts that were sent one behind the other were computed one after the other.
-        began = max(sent.at, self._answered.get(backend, 0.0))
-        self._answered[backend] = now
-        self._cost.learn(backend, tokens - cached, cached, now - began)
-
-    def _soonest(self, candidates: Sequence[Candidate], waits: Sequence[float], request: PickRequest) -> int:
-        """The place of the candidate with the least score: its wait, and what the prompt adds."""
-        asked = self._ask(request)
-        factor = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
-        scores = [
-            wait + factor * self._own(candidate.backend, asked)[1]
-            for candidate, wait in zip(candidates, waits, strict=True)
-        ]
-        least = min(scores)
-        near = least + max(_TIE_SECONDS, _TIE_SHARE * least)
-        equal = [place for place, score in enumerate(scores) if score <= near]
-        if len(equal) == 1:
-            return equal[0]
-        if not asked.keys:
-            chosen = self._take_turn([candidates[place] for place in equal])
-            return next(place for place in equal if candidates[place] is chosen)
-        if any(self._own(candidates[place].backend, asked)[0] for place in equal):
-            return scores.index(least)
-        kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
-        return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
-
-    def _cached(self, backend: Backend) -> CachedPrefixes:
-        known = self._prefixes.get(backend)
+    def _of(self, backend: Backend) -> Prefiller:
+        known = self._prefillers.get(backend)
         if known is None:
-            known = self._prefixes[backend] = CachedPrefixes()
+            known = self._prefillers[backend] = Prefiller(backend)
         return known
 
-    def _changed(self, backend: Backend) -> None:
-        """What is known of it is not what it was."""
-        self._versions[backend] = self._versions.get(backend, 0) + 1
-
-    def _ask(self, request: PickRequest) -> _Asked:
+    def _wait(self, request: PickRequest) -> _Asked:
         """What is known of a request, worked out once while it waits."""
         subject = request.subject or request
         asked = self._asked.get(id(subject))
         if asked is None or (asked.request.subject or asked.request) is not subject:
-            prefix = request.prefix_keys
-            tokens = request.prompt_tokens
-            per_byte = tokens / prefix.sizes[-1] if prefix.sizes else 0.0
-            asked = _Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens, {})
-            self._asked[id(subject)] = asked
+            asked = self._asked[id(subject)] = self._ask(request)
             if len(self._asked) > _MOST_ASKED:
                 self._asked.popitem(last=False)
         return asked
 
-    def _own(self, backend: Backend, asked: _Asked) -> tuple[int, float]:
+    def _ask(self, request: PickRequest) -> _Asked:
+        tokens = request.prompt_tokens
+        if tokens < _LEAST_TOKENS or not (prefix := request.prefix_keys).keys:
+            return _Asked(request, (), (), tokens)
+        per_byte = tokens / prefix.sizes[-1]
+        return _Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)
+
+    def _own(self, prefiller: Prefiller, asked: _Asked) -> tuple[int, float]:
         """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
-        if asked.request.subject is None:  # what is only passed on
-            return 0, asked.request.load(backend.role).compute * SECONDS_PER_LOAD
-        version = self._versions.get(backend, 0)
-        known = asked.there.get(backend)
-        if known is None or known[0] != version:
-            prefixes = self._cached(backend)
-            hit = prefixes.hit(asked.keys)
-            cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
-            known = asked.there[backend] = version, hit, self._cost.seconds(backend, asked.tokens - cached, cached)
+        known = asked.there.get(prefiller)
+        if known is None or known[0] != prefiller.version:
+            if asked.request.subject is None:  # what is only passed on
+                hit, seconds = 0, asked.request.prefill.compute * SECONDS_PER_LOAD
+            else:
+                prefixes = prefiller.cached
+                hit = prefixes.hit(asked.keys)
+                cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
+                seconds = self._cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+            known = asked.there[prefiller] = prefiller.version, hit, seconds
         return known[1], known[2]
 
-    def _waits(self, candidates: Sequence[Candidate]) -> list[float]:
+    def _scores(
+        self, prefillers: Sequence[Prefiller], waits: Sequence[float], asked: _Asked
+    ) -> tuple[list[float], float]:
+        """The wait at each of them and what the prompt adds; and up to where they cannot be told from the least."""
+        counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
+        if asked.keys or asked.request.subject is None:
+            scores = [
+                wait + counts * self._own(prefiller, asked)[1]
+                for prefiller, wait in zip(prefillers, waits, strict=True)
+            ]
+        else:
+            counts *= self._cost.seconds(asked.tokens, 0.0)
+            scores = [wait + counts * prefiller.slowness for prefiller, wait in zip(prefillers, waits, strict=True)]
+        least = min(scores)
+        return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
+
+    def _waits(self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float) -> list[float]:
         """Seconds until each of them is free; 0.0: it is."""
-        now = self.context.clock()
-        loads = candidates[0].scoreboard.weigh([candidate.backend.slot for candidate in candidates], 1, 0)
         return [
-            self._left(candidate.backend, load * SECONDS_PER_LOAD, now) if load else 0.0
-            for candidate, load in zip(candidates, loads, strict=True)
+            prefiller.left(load * SECONDS_PER_LOAD, now) if load else 0.0
+            for prefiller, load in zip(prefillers, loads, strict=True)
         ]
-
-    def _is_free(self, candidate: Candidate, wait: float) -> bool:
-        """Whether what it has is soon done, or so short that an engine which works on several computes more with it."""
-        if candidate.limit is not None and not candidate.has_room:
-            return False
-        if wait < self.ahead_seconds:
-            return True
-        if candidate.limit == 1:
-            return False
-        sent = self._sent.get(candidate.backend)
-        return sum(each.computed for each in sent.values()) < self.batch_tokens if sent else False
-
-    def _left(self, backend: Backend, load_seconds: float, now: float) -> float:
-        """What is left of its load: less what the oldest prompt under way has probably behind it."""
-        if not (sent := self._sent.get(backend)):
-            return load_seconds
-        oldest = next(iter(sent.values()))
-        spent = now - max(oldest.at, self._answered.get(backend, 0.0))
-        # One that is overdue is expected to take as long again as it is late: it may never answer.
-        left = max(oldest.seconds - spent, spent - oldest.seconds, _LEAST_LEFT * oldest.seconds)
-        return max(0.0, load_seconds - oldest.seconds + left)

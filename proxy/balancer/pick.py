@@ -10,10 +10,10 @@ import random
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.backend import Load, Role
-from proxy.wire.prefix import PrefixKeys
+from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.scoreboard import Scoreboard
-
-
-_NO_KEYS: Final = PrefixKeys()
 
 
 class Subject(Protocol):
@@ -106,7 +103,7 @@ class PickRequest:
     @property
     def prefix_keys(self) -> PrefixKeys:
         """See Subject; empty where nothing is known."""
-        return _NO_KEYS if self.subject is None else self.subject.prefix_keys
+        return NO_KEYS if self.subject is None else self.subject.prefix_keys
 
     @property
     def session(self) -> str | None:
@@ -216,6 +213,10 @@ class Policy(ABC):
         A policy that overrides this holds the queue: only then the next two are asked.
         """
         return any(candidate.has_room for candidate in candidates)
+
+    def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a request that nobody is in front of goes now, wherever it is sent; False: `first_to_go` is asked."""
+        return False
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn."""

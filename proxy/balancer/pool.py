@@ -239,6 +239,14 @@ class Pool:
         """Whether the policy has a say in who had better wait."""
         return self._chooser.holds_queue
 
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        """Whether a request that nobody is in front of goes now, by the policy, where there is room."""
+        chooser = self._chooser
+        if not chooser.holds_queue:
+            return True
+        self._members.refresh()
+        return bool(self._members.awaiting_trial) or chooser.lets_go(request)
+
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""
         self._members.refresh()

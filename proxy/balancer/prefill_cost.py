@@ -49,18 +49,21 @@ class PrefillCost:
         self._weight = 1.0  # of the next sample: instead of all older ones' becoming less
         self._level = 0.0  # the logarithm of how much longer prefills take than by the prior
 
-    def seconds(self, backend: Hashable, uncached: float, cached: float) -> float:
-        """What such a prompt probably takes a backend."""
+    def seconds(self, uncached: float, cached: float) -> float:
+        """What such a prompt probably takes a backend that is as fast as most."""
         first, token, attention = self.shape
-        seconds = first + uncached * (token + attention * (cached + uncached / 2))
-        return seconds * self._factors[backend] if backend in self._factors else seconds
+        return first + uncached * (token + attention * (cached + uncached / 2))
+
+    def slowness(self, backend: Hashable) -> float:
+        """How many times as long as the most it takes a backend."""
+        return self._factors.get(backend, 1.0)
 
     def learn(self, backend: Hashable, uncached: float, cached: float, seconds: float) -> None:
         """It has taken so long, and not waited for anything else."""
         if seconds <= 0 or uncached <= 0:
             return
         slowness = self._slowness.get(backend, 0.0)
-        error = math.log(seconds / self.seconds(backend, uncached, cached))
+        error = math.log(seconds / self.seconds(uncached, cached)) - slowness
         if self.samples >= _TRUSTED_SAMPLES:
             clipped = max(-_MOST_ERROR, min(_MOST_ERROR, error))
             seconds *= math.exp(clipped - error)

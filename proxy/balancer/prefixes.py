@@ -1,4 +1,4 @@
-"""Which prefixes of prompts each prefiller probably has in its cache: what was sent where, and what came after it.
+"""Which prefixes of prompts a prefiller probably has in its cache: what was sent there, and what came after it.
 
 Engines evict the least recently used blocks, of one prompt the tail before the head. So each backend has an odometer,
 the tokens that it has had to compute, and each prefix the reading at which it was last used: it is gone when the
@@ -8,8 +8,7 @@ tells how far back the cache goes. Only keys are kept, and a bounded number of t
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
 _FIRST_CAPACITY: Final = 1_000_000
 _LEAST_CAPACITY, _MOST_CAPACITY = 32_768, 64_000_000
 _CAPACITY_STEP: Final = 0.1
-# Beyond the capacity prefixes are remembered for so much longer, or it could not be learned that it is larger.
-_MEMORY: Final = 1.5
-# Of one backend, about 10 MB.
-MAX_KEYS: Final = 65_536
+# Of one backend: twice as many, at some 110 bytes each.
+MAX_KEYS: Final = 16_384
 
 # A backend that does not say what was cached: its cache is believed in, but not as if it did.
 _UNTOLD_TRUST: Final = 0.7
@@ -34,6 +31,8 @@ _BLOCK_TOKENS: Final = 256
 class CachedPrefixes:
     """Those of one backend. Positions are of pieces of a prompt, in order; `ends` are tokens up to their ends."""
 
+    __slots__ = ("capacity", "odometer", "trust", "_young", "_old", "_turned")
+
     def __init__(self) -> None:
         self.capacity = float(_FIRST_CAPACITY)
         """Tokens that fit into its cache."""
@@ -41,78 +40,70 @@ class CachedPrefixes:
         """Tokens that it has computed."""
         self.trust = _UNTOLD_TRUST
         """How much of what was expected to be cached really was, lately."""
-        self._readings: OrderedDict[int, float] = OrderedDict()  # those used last come last
+        # The readings of keys in two generations. What was used since the odometer stood at `_turned` is young. What
+        # is old is remembered for one more generation, or it could not be learned that the cache is larger.
+        self._young: dict[int, float] = {}
+        self._old: dict[int, float] = {}
+        self._turned = 0.0
 
     def __len__(self) -> int:
-        return len(self._readings)
+        """Keys that are remembered, of which some may count twice."""
+        return len(self._young) + len(self._old)
 
     def hit(self, keys: Sequence[int]) -> int:
         """How many pieces are probably cached, from the first one on."""
-        readings = self._readings
-        oldest = self.odometer - self.capacity
-        get, gone = readings.get, oldest - 1
-        if not keys or get(keys[0], gone) < oldest:
+        if not keys or self._is_gone(keys[0]):
             return 0
-        if get(keys[-1], gone) >= oldest:
+        if not self._is_gone(keys[-1]):
             return len(keys)
-        low, high = 0, len(keys) - 1  # the piece at `low` is there, that at `high` is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if get(keys[middle], gone) >= oldest:
-                low = middle
-            else:
-                high = middle
-        return high
+        return bisect_left(keys, True, key=self._is_gone)
 
-    def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[int]:
-        """A prompt goes there, of which so many tokens will have to be computed. The keys that are new."""
-        self.odometer += computed
-        odometer, readings = self.odometer, self._readings
-        new = []
-        for position in range(len(keys) - 1, -1, -1):
-            key = keys[position]
-            if key in readings:
-                readings.move_to_end(key)
-            else:
-                new.append(key)
-            readings[key] = odometer - ends[position]
-        self._forget_old()
-        return new
+    def _is_gone(self, key: int) -> bool:
+        reading = self._young.get(key)
+        if reading is None:
+            reading = self._old.get(key)
+            if reading is None:
+                return True
+        return reading < self.odometer - self.capacity
+
+    def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[float | None]:
+        """A prompt goes there, of which so many tokens will have to be computed. The readings of its pieces until now;
+        None: they are new.
+        """
+        known: list[float | None] = list(map(self._young.get, keys))
+        if None in known and self._old:
+            old = self._old.get
+            known = [old(key) if reading is None else reading for key, reading in zip(keys, known, strict=True)]
+        odometer = self.odometer = self.odometer + computed
+        self._young.update(zip(keys, [odometer - end for end in ends], strict=True))
+        if len(self._young) > MAX_KEYS or odometer - self._turned > self.capacity:
+            self._young, self._old, self._turned = {}, self._young, odometer
+        return known
 
     def drop(self, keys: Sequence[int]) -> None:
         """Nothing has come of these."""
         for key in keys:
-            self._readings.pop(key, None)
+            self._young.pop(key, None)
+            self._old.pop(key, None)
 
     def clear(self) -> None:
         """Its cache is empty."""
-        self._readings.clear()
+        self._young, self._old = {}, {}
 
-    def ages(self, keys: Sequence[int]) -> list[float | None]:
-        """How far back each piece was last used; None: it is not known to have been. For `learn`."""
-        odometer, get = self.odometer, self._readings.get
-        return [None if (reading := get(key)) is None else odometer - reading for key in keys]
-
-    def learn(self, ages: Sequence[float | None], ends: Sequence[float], expected: float, told: float) -> None:
-        """What an answer says was cached, `told` tokens where so many had been `expected`. `ages`: what was known of
-        the prompt's pieces when it was sent, which end at the tokens of `ends`.
+    def learn(
+        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, told: float
+    ) -> None:
+        """What an answer says was cached, `told` tokens where so many had been `expected`. `known`: the readings of the
+        prompt's pieces, which end at the tokens of `ends`, when it was sent, and then the odometer's.
         """
         if expected:
             self.trust += _TRUST_STEP * (min(1.0, told / expected) - self.trust)
         pieces = bisect_right(ends, told + _BLOCK_TOKENS) if told else 0
-        kept = max((age for age in ages[:pieces] if age is not None), default=0.0)
+        kept = odometer - min((reading for reading in known[:pieces] if reading is not None), default=odometer)
         if kept > self.capacity:
             self.capacity += _CAPACITY_STEP * (kept - self.capacity)
-        gone = next((age for age in ages[pieces:] if age is not None), None)
-        if told and gone is not None and gone < self.capacity:
-            self.capacity -= _CAPACITY_STEP * (self.capacity - gone)
+        if told:
+            gone = next((odometer - reading for reading in known[pieces:] if reading is not None), None)
+            if gone is not None and gone < self.capacity:
+                self.capacity -= _CAPACITY_STEP * (self.capacity - gone)
         self.capacity = min(max(self.capacity, _LEAST_CAPACITY), _MOST_CAPACITY)
-
-    def _forget_old(self) -> None:
-        readings = self._readings
-        oldest = self.odometer - _MEMORY * self.capacity
-        while readings:
-            key, reading = next(iter(readings.items()))
-            if reading >= oldest and len(readings) <= MAX_KEYS:
-                return
-            del readings[key]

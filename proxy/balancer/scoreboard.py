@@ -182,6 +182,13 @@ class Scoreboard:
             weights.append(per_compute * compute + per_kv * kv)
         return weights
 
+    def compute(self, slots: Iterable[int]) -> list[int]:
+        """Only the compute of every slot asked for."""
+        cells, width = self._cells, self._width
+        if self._rows == 1:
+            return [cells[CELLS_PER_SLOT * slot + COMPUTE] for slot in slots]
+        return [sum(cells[CELLS_PER_SLOT * slot + COMPUTE :: width]) for slot in slots]
+
     def erase(self, number: int) -> None:
         """Forget what a row had been charged with. Only for a worker that is dead, as it would go on from zero, or by
         the guest that writes it.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
-from proxy.call import Call, output_limit, prompt_tokens
+from proxy.call import Call, measured_prompt, output_limit
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
@@ -14,7 +14,6 @@ from proxy.errors import BadRequest, Failure
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import RESERVED_FIELDS, Api, with_prompt_details
-from proxy.wire.prefix import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,16 +76,17 @@ class OpenAi(Dialect):
             # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
             # What else stands in their options (continuous_usage_stats) means nothing without it.
             changes["stream_options"] = {"include_usage": True}
+        tokens, prompt = measured_prompt(document, cost)
         return Call(
             api=self.api,
             document=document,
-            prompt_tokens=prompt_tokens(document, cost),
+            prompt_tokens=tokens,
             output_tokens=output_limit(values) or cost.default_output_tokens,
             stream=stream,
             include_usage=include_usage,
             headers=headers,
             changes=changes,
-            prompt=Prompt(values),
+            prompt=prompt,
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:

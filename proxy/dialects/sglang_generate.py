@@ -64,7 +64,7 @@ class SglangGenerate(Dialect):
             include_usage=False,
             headers=headers,
             changes={**changes, **without_reserved(values, sglang.RESERVED_FIELDS)},
-            prompt=Prompt(values),
+            prompt=Prompt(document),
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:

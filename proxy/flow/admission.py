@@ -46,6 +46,9 @@ class LineUp(Protocol):
     def holds_queue(self) -> bool:
         """Whether it has a say in that now: otherwise they go in turn, and it is not asked for more."""
 
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        """Whether one that nobody is in front of need not wait, where there is room."""
+
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes: of one key's units those with less work go first, see _AGEING."""
 
@@ -57,6 +60,10 @@ class InTurn:
     """In the order of their arrival."""
 
     holds_queue = False
+
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        """Always."""
+        return True
 
     def work_seconds(self, request: PickRequest) -> float:
         """All the same."""
@@ -179,7 +186,7 @@ class Admission:
 
     def lets_go(self, request: Callable[[], PickRequest]) -> bool:
         """Whether a unit that would find room at once, see `is_open`, need not wait for a better place."""
-        return not self._line_up.holds_queue or self._line_up.first_to_go([request()]) is not None
+        return self._line_up.lets_go(request)
 
     def readmit(self, key: str) -> Entry:
         """Let a unit in that has been in: it waits for nobody."""
@@ -298,7 +305,8 @@ class Admission:
 
     def _goes(self, entry: Entry) -> bool:
         """Whether one that nobody is in front of need not wait."""
-        return entry.request is None or self._line_up.first_to_go([entry.request]) is not None
+        request = entry.request
+        return request is None or self._line_up.lets_go(lambda: request)
 
     def _precedence(self, line: _Line) -> tuple[int, int]:
         """Least first: the key that has least running, and of several the one whose last turn was longest ago."""

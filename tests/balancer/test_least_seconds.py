@@ -118,7 +118,7 @@ def test_unknown_prompts_are_charged_as_least_load_charges_them(prefillers: Pref
 def test_what_failed_is_not_thought_to_be_cached(prefillers: Prefillers) -> None:
     with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
         raise RuntimeError
-    cached = prefillers.policy._cached(lease.backend)
+    cached = prefillers.policy._of(lease.backend).cached
     assert cached.hit([1, 2, 3]) == 0
 
 

@@ -24,14 +24,14 @@ def taught(machine: str, samples: int, *, noise: float = 0.05, slow: float = 1.0
 
 def test_what_is_not_known_yet_is_reckoned_as_least_load_does() -> None:
     learned = PrefillCost()
-    assert learned.seconds("any", 10_000, 0) == pytest.approx((3480 + 10_000) * SECONDS_PER_LOAD, rel=0.01)
+    assert learned.seconds(10_000, 0) == pytest.approx((3480 + 10_000) * SECONDS_PER_LOAD, rel=0.01)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_after_two_hundred_answers_predictions_are_within_a_few_percent(machine: str) -> None:
     learned, cost = taught(machine, 200), MACHINES[machine].cost
     errors = sorted(
-        abs(learned.seconds("one", uncached, cached) / cost.prefill(uncached, cached) - 1)
+        abs(learned.seconds(uncached, cached) / cost.prefill(uncached, cached) - 1)
         for uncached in (200, 1000, 5000, 20_000, 60_000)
         for cached in (0, 5000, 40_000)
     )
@@ -41,15 +41,15 @@ def test_after_two_hundred_answers_predictions_are_within_a_few_percent(machine:
 
 def test_an_instance_that_takes_twice_as_long_is_found_out() -> None:
     learned = taught("kimi-k2-thinking-a3", 300, slow=2.0)
-    assert learned.seconds("slow", 5000, 0) / learned.seconds("one", 5000, 0) == pytest.approx(2.0, rel=0.15)
+    assert learned.slowness("slow") / learned.slowness("one") == pytest.approx(2.0, rel=0.15)
 
 
 def test_a_few_answers_that_took_much_too_long_change_little() -> None:
     learned = taught("kimi-k2-thinking-a3", 200)
-    before = learned.seconds("one", 5000, 0)
+    before = learned.seconds(5000, 0)
     for _ in range(3):
         learned.learn("one", 5000, 0, 300.0)
-    assert learned.seconds("one", 5000, 0) < 1.5 * before
+    assert learned.seconds(5000, 0) < 1.5 * before
 
 
 def test_an_engine_that_became_slower_is_followed() -> None:
@@ -58,7 +58,7 @@ def test_an_engine_that_became_slower_is_followed() -> None:
     for _ in range(2000):
         tokens = rng.randint(100, 40_000)
         learned.learn("one", tokens, 0, cost.prefill(tokens))
-    assert learned.seconds("one", 10_000, 0) == pytest.approx(cost.prefill(10_000), rel=0.2)
+    assert learned.seconds(10_000, 0) * learned.slowness("one") == pytest.approx(cost.prefill(10_000), rel=0.2)
 
 
 def test_no_part_of_the_cost_is_ever_negative() -> None:

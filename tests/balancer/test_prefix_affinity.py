@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.settings import POLICIES
-from proxy.wire import prefix
 from proxy.wire.openai import Api
-from proxy.wire.prefix import PrefixKeys, prefix_keys
+from proxy.wire.prefix import Prompt
 from tests.asking import request, until
 from tests.balancer.prefix_affinity import PrefixAffinity
 from tests.deployment import generations
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.sim.engine import SimulatedEngine
+    from proxy.wire.prefix import PrefixKeys
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -69,12 +69,13 @@ async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[PrefixKeys] = []
+    compute = Prompt._computed
 
-    def counting(values: Any) -> Any:
-        computed.append(prefix_keys(values))
+    def counting(prompt: Prompt) -> PrefixKeys:
+        computed.append(compute(prompt))
         return computed[-1]
 
-    monkeypatch.setattr(prefix, "prefix_keys", counting)
+    monkeypatch.setattr(Prompt, "_computed", counting)
     gateway = await deploy(2, 1, **CHOOSING)
     assert (await gateway.ask(turn(LONG, n=4))).is_done
     assert sum(who_prefilled(gateway)) == 4
@@ -87,7 +88,7 @@ async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
 async def test_policies_that_do_not_look_at_prompts_pay_nothing_for_their_keys(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix, "prefix_keys", None)
+    monkeypatch.setattr(Prompt, "_computed", None)
     gateway = await deploy()
     assert (await gateway.ask(turn(LONG))).is_done
 

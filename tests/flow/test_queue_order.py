@@ -15,7 +15,7 @@ from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Counter:
@@ -32,6 +32,9 @@ class Counter:
 
     def work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill.compute)
+
+    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
+        return self.first_to_go([request()]) is not None
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)

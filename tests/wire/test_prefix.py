@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
+import orjson
 import pytest
 
-from proxy.wire.document import REMOVED
-from proxy.wire.prefix import PrefixKeys, Prompt, prefix_keys
+from proxy.call import measured_prompt
+from proxy.settings.model import Cost
+from proxy.wire.document import REMOVED, Document
+from proxy.wire.prefix import PrefixKeys, Prompt
 
 TEXT = "".join(f"sentence number {number}. " for number in range(1000))
 
@@ -18,38 +22,45 @@ def chat(*contents: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": content} for content in contents], **fields}
 
 
+def prefix_keys(values: dict[str, Any]) -> PrefixKeys:
+    return measured_prompt(Document(orjson.dumps(values)), Cost())[1].keys
+
+
 def shared(one: dict[str, Any], other: dict[str, Any]) -> int:
-    """How many pieces two prompts have in common; it is the same for keys and sizes."""
-    pairs = list(zip(prefix_keys(one).keys, prefix_keys(other).keys, strict=False))
-    equal = [left == right for left, right in pairs]
+    """Up to how many bytes two prompts have keys in common."""
+    left, right = prefix_keys(one), prefix_keys(other)
+    equal = [mine == its for mine, its in zip(left.keys, right.keys, strict=False)]
     assert equal == sorted(equal, reverse=True)  # once apart, they stay apart
-    return sum(equal)
+    assert left.sizes[: sum(equal)] == right.sizes[: sum(equal)]
+    return left.sizes[sum(equal) - 1] if any(equal) else 0
 
 
 def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
-    assert shared(chat("a", "b"), chat("a", "b", "c")) == 2
-    assert shared(chat("a", "b"), chat("a", "x", "b")) == 1
-    assert shared(chat("x", "b"), chat("a", "b")) == 0
+    size = len(orjson.dumps(chat(TEXT, TEXT)["messages"]))
+    assert size * 15 / 16 <= shared(chat(TEXT, TEXT), chat(TEXT, TEXT, "c")) < size
+    assert size / 2 * 15 / 16 <= shared(chat(TEXT, TEXT), chat(TEXT, "x", TEXT)) <= size / 2 + 100
+    assert shared(chat("x", TEXT), chat("a", TEXT)) == 0
+    assert shared(chat(TEXT), chat(TEXT)) == len(orjson.dumps(chat(TEXT)["messages"]))
 
 
 @pytest.mark.parametrize("name", ["prompt", "text"])
-def test_text_is_cut_into_pieces_of_two_kibibytes(name: str) -> None:
-    keys = prefix_keys({name: TEXT})
-    assert keys.sizes == (*range(2048, len(TEXT), 2048), len(TEXT))
-    assert shared({name: TEXT}, {name: TEXT[:5000] + "!"}) == 2
+def test_pieces_of_a_text_grow_with_what_is_before_them(name: str) -> None:
+    sizes = prefix_keys({name: TEXT}).sizes
+    assert [*sizes[:18], sizes[-1]] == [*range(512, 8193, 512), 8704, 9216, len(TEXT) + 2]
+    assert all(end - start <= max(512, start / 8) for start, end in pairwise(sizes))
+    assert 4608 <= shared({name: TEXT}, {name: TEXT[:5000] + "!"}) < 5000
 
 
 @pytest.mark.parametrize("name", ["prompt", "input_ids"])
-def test_token_ids_are_cut_into_pieces_of_512(name: str) -> None:
-    ids = list(range(1200))
-    assert prefix_keys({name: ids}).sizes == (512, 1024, 1200)
-    assert shared({name: ids}, {name: [*ids[:1100], 7]}) == 2
+def test_token_ids_are_cut_into_pieces_as_text_is(name: str) -> None:
+    ids = list(range(1000, 2200))
+    assert prefix_keys({name: ids}).sizes[-1] == 5 * len(ids) + 1
+    assert 5 * 1100 - 512 < shared({name: ids}, {name: [*ids[:1100], 7]}) <= 5 * 1100
 
 
-def test_a_long_prompt_has_larger_pieces_and_no_more_than_512() -> None:
-    assert len(prefix_keys({"prompt": "x" * 10_000_000}).keys) <= 512
-    assert len(prefix_keys({"prompt": [7] * 1_000_000}).keys) <= 512
-    assert len(prefix_keys(chat("x" * 3_000_000, "y" * 10)).keys) <= 513
+@pytest.mark.parametrize("values", [{"prompt": "x" * 10_000_000}, {"prompt": [7] * 1_000_000}, chat("x" * 3_000_000)])
+def test_a_long_prompt_has_few_pieces(values: dict[str, Any]) -> None:
+    assert len(prefix_keys(values).keys) <= 200
 
 
 @pytest.mark.parametrize(
@@ -73,20 +84,36 @@ def test_all_that_a_message_says_counts(member: dict[str, Any]) -> None:
 
 
 def test_reasoning_which_templates_drop_does_not_count() -> None:
-    other = chat("a", "b")
-    other["messages"][0]["reasoning_content"] = "hm"
-    assert shared(chat("a", "b"), other) == 2
+    said = chat("a", TEXT, "b", "c")
+    for number in (1, 3):
+        said["messages"][number]["role"] = "assistant"
+    thought = {**said, "messages": [dict(message) for message in said["messages"]]}
+    thought["messages"][1]["reasoning_content"] = 'hm, "really"?'
+    assert prefix_keys(thought) == prefix_keys(said)
+
+
+def test_reasoning_of_a_turn_that_calls_tools_counts_until_it_has_ended() -> None:
+    call = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [{"id": "1"}]}
+    tool = {"role": "tool", "tool_call_id": "1", "content": TEXT}
+    silent = {name: value for name, value in call.items() if name != "reasoning_content"}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+    def keys(*messages: dict[str, Any]) -> PrefixKeys:
+        return prefix_keys({"model": "m", "messages": list(messages)})
+
+    assert keys(user, call, tool).keys[0] != keys(user, silent, tool).keys[0]
+    assert keys(user, call, tool, answer, user) == keys(user, silent, tool, answer, user)
 
 
 def test_pictures_are_told_apart_by_their_ends() -> None:
     def picture(data: str) -> dict[str, Any]:
         return chat([{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": TEXT}])
 
-    one = "data:" + "A" * 1_000_000
+    one = "data:image/png;base64," + "A" * 1_000_000
     assert sum(prefix_keys(picture(one)).sizes[-1:]) < len(TEXT) + 20_000
-    assert shared(picture(one), picture(one)) > 1
-    assert shared(picture(one), picture(one[:-1] + "B")) < shared(picture(one), picture(one))
-    assert shared(picture(one), picture(one + "A")) == 0
+    assert shared(picture(one), picture(one)) > len(TEXT)
+    assert shared(picture(one), picture(one[:-1] + "B")) < 10_000
+    assert shared(picture(one), picture(one + "A")) < 5_000
 
 
 @pytest.mark.parametrize(
@@ -97,13 +124,17 @@ def test_what_is_no_single_prompt_has_no_keys(values: dict[str, Any]) -> None:
 
 
 def test_keys_are_computed_once_and_those_of_a_part_anew() -> None:
-    prompt = Prompt({"model": "m", "prompt": ["a", "b"], "n": 2})
-    part = prompt.changed({"prompt": "b", "n": REMOVED})
+    document = Document(orjson.dumps({"model": "m", "prompt": ["a", "b"], "n": 2}))
+    part = Prompt(document).changed({"prompt": "b", "n": REMOVED})
     assert part.keys is part.keys
     assert part.keys == prefix_keys({"model": "m", "prompt": "b"})
+    assert Prompt(document).changed({"n": REMOVED}).keys == PrefixKeys()
 
 
 def test_another_process_finds_the_same_keys() -> None:
-    code = "from proxy.wire.prefix import prefix_keys; print(prefix_keys({'prompt': 'x' * 5000}).keys)"
+    code = """
+from proxy.wire.document import Document
+from proxy.wire.prefix import Prompt
+print(Prompt(Document(b'{"prompt":"%b"}' % (b"x" * 5000))).keys.keys)"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(prefix_keys({"prompt": "x" * 5000}).keys)

@@ -21,6 +21,7 @@ from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
 from lab.common import environment, peers
 from lab.common.proc import cpu_seconds
 from lab.common.processes import clean_environment, free_ports, running, wait_until_ready
+from lab.profile import choosing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +54,12 @@ def main() -> None:
     """Measure the scenarios one after the other, and print a table for each."""
     parser = argparse.ArgumentParser(prog="scripts/profile", description="Where the gateway's CPU time goes.")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
+    options = parser.parse_args()
+    if options.choosing:
+        print(choosing.table(("least_load", "least_seconds")))
+        return
+    seconds = options.seconds
     if not environment.provide(("py-spy",)):
         sys.exit("py-spy cannot be installed here")
     for scenario in scenarios(seconds):

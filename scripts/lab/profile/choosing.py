@@ -1,0 +1,86 @@
+"""What choosing a prefiller costs, without engines and sockets: `scripts/profile --choosing`.
+
+A request is looked at as the fast path does: is there room, may it go, a lease, what the engine tells, its end. Its
+body has been read before, and its keys are computed anew each time. Each figure is the least of many rounds of ten.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Final
+
+import orjson
+
+from proxy.backend import Role
+from proxy.balancer.health import Health
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.call import Call, measured_prompt
+from proxy.settings.model import Cost, HealthChecks
+from proxy.wire.document import Document
+from proxy.wire.openai import Api
+
+_ROUNDS: Final = 150
+_BODIES: Final = (("1 KB", 3, 1), ("64 KB", 100, 2), ("256 KB", 100, 8), ("1 MB", 100, 33))
+_SENTENCE: Final = (
+    'Pack {:04} boxes, said the "fox", and send them all to the lazy dogs of the north: they need every one. ' * 3
+)
+
+
+def table(policies: tuple[str, ...], prefillers: tuple[int, ...] = (8, 64)) -> str:
+    """Microseconds of one request, by policy, number of prefillers and length of the body."""
+    lines = ["µs of choosing a prefiller | " + " | ".join(name for name, _, _ in _BODIES)]
+    for policy in policies:
+        for count in prefillers:
+            figures = [_microseconds(policy, count, messages, length) for _, messages, length in _BODIES]
+            lines.append(f"{policy}, {count} prefillers | " + " | ".join(f"{figure:.1f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def _microseconds(policy: str, prefillers: int, messages: int, sentences: int) -> float:
+    scoreboard = Scoreboard(workers=1)
+    roster = Roster([("10.0.0.1", 7000 + number) for number in range(prefillers)], [], scoreboard)
+    pool = Pool(
+        Role.PREFILL,
+        policy=make_policy(policy, PolicyContext(rng=random.Random(1))),
+        scoreboard=scoreboard,
+        row=scoreboard.row(0),
+        roster=roster,
+        health=Health(HealthChecks()),
+    )
+    bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
+    tokens = [measured_prompt(body, Cost())[0] for body in bodies]
+
+    def call(place: int) -> Call:
+        _, prompt = measured_prompt(bodies[place], Cost())
+        return Call(Api.CHAT, bodies[place], tokens[place], 256, False, False, prompt=prompt)
+
+    least = float("inf")
+    for round_ in range(_ROUNDS):
+        calls = [call((10 * round_ + place) % len(bodies)) for place in range(10)]
+        began = time.thread_time()
+        for each in calls:
+            _serve(pool, each)
+        least = min(least, (time.thread_time() - began) / len(calls))
+    return 1e6 * least
+
+
+def _serve(pool: Pool, call: Call) -> None:
+    if not pool.has_room() or not pool.lets_go(call.pick_request):
+        raise RuntimeError("idle prefillers have no room")
+    with pool.lease(call.pick_request()) as lease:
+        lease.tell(call.prompt_tokens, call.prompt_tokens // 2)
+        lease.free_compute()
+
+
+def _body(messages: int, sentences: int, turn: int) -> bytes:
+    """A turn of one of twenty conversations."""
+    said = [
+        {"role": "user" if number % 2 == 0 else "assistant", "content": _SENTENCE.format(turn % 20, 0, 0) * sentences}
+        for number in range(messages - 1)
+    ]
+    return orjson.dumps({"model": "m", "messages": [*said, {"role": "user", "content": f"And now {turn}?"}]})
