@@ -74,7 +74,14 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, pool = self.backend, self._pool
-        self._uncharge()
+        cells, first = self._cells, self._first  # as `_uncharge`, once and for all
+        cells[first + REQUESTS] -= self._requests
+        if self._running:
+            cells[first + RUNNING] -= self._running
+            cells[first + COMPUTE] -= self._compute
+        if self._kv:
+            cells[first + KV] -= self._kv
+        self._requests = self._running = self._compute = self._kv = 0
         if pool.on_release is not None:
             pool.on_release()
         if not self._has_outcome:

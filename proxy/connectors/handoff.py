@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.lease import Lease
 from proxy.errors import Failure, UpstreamError
 from proxy.usage import told_of_prompt
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
@@ -51,6 +51,9 @@ class KvState(Enum):
     """The decoder works with it, or at least works."""
     LOST = "lost"
     """The decoder has given up before its first output."""
+
+
+_SETTLED: Final = frozenset((KvState.ARRIVED, KvState.LOST))
 
 
 class LocalKv:
@@ -96,8 +99,7 @@ class KvHandoff:
         self.decoder: Lease
         self.source = KvSource.PREFILLER
         self.kv: PrefilledKv | None = None
-        """What the prefiller keeps, once it is held, until the decoder has fetched it. None: nothing that would have to
-        be freed."""
+        """What the prefiller keeps until the decoder has fetched it. None: nothing that would have to be freed."""
         self.failed = set(request.avoid)
         """Backends that are not to be asked for help."""
         self.state = KvState.COMPUTING
@@ -113,29 +115,35 @@ class KvHandoff:
     @property
     def is_settled(self) -> bool:
         """The decoder has said something: that it has the KV, or that it gave up."""
-        return self.state in (KvState.ARRIVED, KvState.LOST)
+        return self.state in _SETTLED
 
     def prefilled(self, usage: Any) -> None:
         """The prefiller has done its work. `usage`: what its answer tells of the prompt's tokens, whatever that is."""
         self.prefiller.tell(*told_of_prompt(usage))
         self.prefiller.free_compute()
 
-    def held(self) -> None:
-        """The prefiller has it for the decoder: from now on a failure may be one to fetch it."""
-        self._kept = self.kv
-        if self.kv is not None:
-            self._context.releaser.saw(self.kv.transfer)
+    def held(self, kv: PrefilledKv | None = None) -> None:
+        """The prefiller has it for the decoder: from now on a failure may be one to fetch it.
+
+        `kv`: what it keeps, if that was not known before.
+        """
+        if kv is None:
+            kv = self.kv
+        self.kv = self._kept = kv
+        if kv is not None:
+            self._context.releaser.last_transfer = kv.transfer
         if self.state is KvState.COMPUTING:
             self.state = KvState.HELD
 
     def arrived(self) -> None:
         """The decoder has sent its first output. May be called again."""
-        if self.is_settled:
+        if self.state in _SETTLED:
             return
         self.state = KvState.ARRIVED
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         self.prefiller.free_kv()
-        self._tell_pair(has_it=True)
+        if self.source is KvSource.PREFILLER:
+            self._context.pools.quarantine.succeeded(prefiller, decoder)
         if self.kv is not None:
             self._context.releaser.fetched(self.kv, decoder, self.failed)
             self.kv = self._kept = None
@@ -150,18 +158,18 @@ class KvHandoff:
 
     def lost(self) -> None:
         """The decoder gave up before its first output. May be called again."""
-        if self.is_settled:
+        if self.state in _SETTLED:
             return
         self.state = KvState.LOST
         self.prefiller.free_kv()
-        self._tell_pair(has_it=False)
+        self._hold_against_pair()
         if self.kv is not None and not self.kv.outlives_giving_up:
             self.kv = self._kept = None
 
     def __enter__(self) -> Self:
         """Raises NoBackendAvailable."""
         pools, request = self._context.pools, self._request
-        self.decoder = decoder = pools.decode.lease(request)
+        self.decoder = decoder = Lease(pools.decode, request)
         decoder.__enter__()
         try:
             self.prefiller = pools.prefiller_for(decoder.backend, request)
@@ -192,18 +200,16 @@ class KvHandoff:
             self.failed.add(error.backend)
             # A connection that was refused has asked for no KV.
             if self.state is KvState.HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
-                self._tell_pair(has_it=False)
+                self._hold_against_pair()
         if self._kept is not None:
             self._context.releaser.orphaned(self._kept, self.failed)
 
-    def _tell_pair(self, *, has_it: bool) -> None:
-        """Count the hand-over for the pair: when it fails, it is not known which of the two is at fault."""
+    def _hold_against_pair(self) -> None:
+        """The hand-over has failed, and it is not known which of the two is at fault."""
         if self.source is not KvSource.PREFILLER:
             return
-        quarantine, prefiller, decoder = self._context.pools.quarantine, self.prefiller.backend, self.decoder.backend
-        if has_it:
-            quarantine.succeeded(prefiller, decoder)
-        elif quarantine.failed(prefiller, decoder):
+        prefiller, decoder = self.prefiller.backend, self.decoder.backend
+        if self._context.pools.quarantine.failed(prefiller, decoder):
             self._context.metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",

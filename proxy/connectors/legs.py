@@ -31,13 +31,16 @@ class Leg:
     """Lower-case names."""
     answer_seconds: float
     resend_if_stale: bool = False
+    is_whole: bool = False
+    """What is wanted is the whole answer; see Legs."""
 
 
 if TYPE_CHECKING:
     Legs = Generator[Leg | Response | Attempt, Any, None]
     """Yields what is to be done, and is sent what came of it, or has the UpstreamError thrown in:
 
-    - a Leg is sent; what comes of it is its Response, once the headers are there;
+    - a Leg is sent; what comes of it is its Response, once the headers are there; or, if it is to be whole, the
+      answer and its body, and then its connection has been given back;
     - a Response is read; what comes of it is its whole body, as bytes;
     - the Attempt, at last, is for the driver: its answer is to be taken. Then the generator is resumed once more,
       or has the error thrown in that the answer ended with. It gives every lease and connection back, and ends.
@@ -53,7 +56,8 @@ async def opened(legs: Legs, upstream: Upstream) -> AsyncIterator[Attempt]:
     while not isinstance(step, Attempt):
         try:
             if isinstance(step, Leg):
-                result: object = await upstream.open(
+                send = upstream.fetch if step.is_whole else upstream.open
+                result: object = await send(
                     step.backend,
                     step.path,
                     step.body,

@@ -78,7 +78,8 @@ class Releaser(BackgroundOwner):
         self._metrics = metrics
         self._settle_seconds = settle_seconds
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
-        self._last_transfer = KvTransfer.OTHER
+        self.last_transfer = KvTransfer.OTHER
+        """For which connector a prefiller has answered last that it keeps KV."""
         self._doubtful: dict[Backend, deque[tuple[Backend, int, KvTransfer, float]]] = {}
         """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens and
         connector, and the monotonic second at which they answered."""
@@ -95,10 +96,6 @@ class Releaser(BackgroundOwner):
     def pending(self) -> int:
         """Releases that are not answered yet."""
         return len(self._background)
-
-    def saw(self, transfer: KvTransfer) -> None:
-        """A prefiller has answered that it keeps KV for this connector."""
-        self._last_transfer = transfer
 
     def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
         """No decoder is known to have fetched it. `failed` are asked to release it only where there is no other."""
@@ -144,7 +141,7 @@ class Releaser(BackgroundOwner):
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
         """A prefiller's answer was lost: if that can have left KV behind, account for it. Nothing can release it."""
         if may_have_pinned(error):
-            seconds = self.pin_seconds(prefiller, self._last_transfer)
+            seconds = self.pin_seconds(prefiller, self.last_transfer)
             self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
 
     async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:

@@ -8,7 +8,6 @@ short that a hand-over costs more than a prefill goes to a decoder alone, where 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from typing import Any
 
+    from proxy.answers import EngineAnswer
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
@@ -55,20 +55,6 @@ _ASK_FOR_KV: Final = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-@dataclass(slots=True, eq=False)
-class Prefilled:
-    """What a prefill leg has come to, and the decode leg begins with."""
-
-    attempt_id: str
-    response: Response
-    params: bytes | None
-    """KV parameters for the decoder, verbatim; None: the answer has none."""
-    kv: PrefilledKv | None
-    """What the prefiller keeps for the decoder, as its parameters say; None: nothing."""
-    usage: Any
-    """What the prefiller told of the prompt's tokens, whatever that is."""
 
 
 class Sequential(Disaggregated):
@@ -102,16 +88,10 @@ class Sequential(Disaggregated):
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
-            timeline.enter(Stage.PREFILL)
-            prefilled = yield from self.prefill(call, handoff, timeline)
-            handoff.prefilled(prefilled.usage)
-            handoff.kv = prefilled.kv
-            if prefilled.kv is None:
-                handoff.source = self.source_without_kv
-            handoff.held()
+            params = yield from self._prefill(call, handoff, timeline)
             rank = self._ranks.claim() if self._context.settings.balance.decode_dp_ranks > 1 else None
             try:
-                with (yield from self._decode(call, prefilled, handoff, rank, timeline)) as response:
+                with (yield from self._decode(call, params, handoff, rank, timeline)) as response:
                     if not response.is_success:
                         raise refusal(response, (yield response))
                     if call.stream:
@@ -130,54 +110,75 @@ class Sequential(Disaggregated):
     # What a protocol says
 
     @abstractmethod
-    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
-        """Run the prefill leg, by `ask_prefiller`. Raises UpstreamError."""
+    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+        """A prefiller has not prefilled, or its answer was lost."""
+
+    @abstractmethod
+    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+        """Whether the decoder is asked after this prefill, or else a prefiller once more, which `asks_again` says may
+        be done. `has_kv`: the answer names something to fetch. Raises UpstreamError.
+        """
 
     # How
 
-    def ask_prefiller(self, call: Call, prefiller: Backend, timeline: Timeline) -> Steps[Prefilled]:
-        """One prefill leg. Raises UpstreamError."""
-        attempt_id = new_attempt_id()
-        timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
-        headers = {**call.headers, "x-request-id": attempt_id}
-        rank, ranks = None, self._context.settings.balance.prefill_dp_ranks
-        if ranks > 1:
-            rank = self._ranks.claim()
-            headers |= rank.header(prefiller, ranks)
-        asked = prefill_body(call, self._pools.prefill, prefiller, _ASK_FOR_KV)
-        seconds = prefill_seconds(self._context.settings.timeouts, call)
-        try:
-            with (yield Leg(prefiller, call.api.path, asked, headers, seconds)) as response:
-                body = yield response
-        finally:
-            if rank is not None:
-                rank.free()
-        answer = parse_prefilled(response, body)
-        timeline.usage.saw_prompt(answer.values.get("usage"))
-        params, kv = _kept_kv(answer, call, prefiller)
-        return Prefilled(attempt_id, response, params, kv, answer.values.get("usage"))
+    def _prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[bytes | None]:
+        """Run the prefill leg: KV parameters for the decoder, verbatim; None: there are none. Raises UpstreamError."""
+        settings = self._context.settings
+        timeline.enter(Stage.PREFILL)
+        asks_again = True
+        while True:
+            prefiller = handoff.prefiller.backend
+            attempt_id = new_attempt_id()
+            timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
+            headers = {**call.headers, "x-request-id": attempt_id}
+            rank, ranks = None, settings.balance.prefill_dp_ranks
+            if ranks > 1:
+                rank = self._ranks.claim()
+                headers |= rank.header(prefiller, ranks)
+            asked = prefill_body(call, self._pools.prefill, prefiller, _ASK_FOR_KV)
+            seconds = prefill_seconds(settings.timeouts, call)
+            try:
+                answer, body = yield Leg(prefiller, call.api.path, asked, headers, seconds, is_whole=True)
+                told = parse_prefilled(answer, body)
+            except UpstreamError as error:
+                self.prefill_failed(call, error)
+                raise
+            finally:
+                if rank is not None:
+                    rank.free()
+            usage = told.values.get("usage")
+            timeline.usage.saw_prompt(usage)
+            params, kv = _kept_kv(told, call, prefiller)
+            if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
+                break
+            asks_again = False
+        if kv is None:
+            handoff.source = self.source_without_kv
+        handoff.prefilled(usage)
+        handoff.held(kv)
+        return None if handoff.source is KvSource.DECODER else params
 
     def _decode(
         self,
         call: Call,
-        prefilled: Prefilled,
+        kv_params: bytes | None,
         handoff: KvHandoff,
         rank: RankClaim | None,
         timeline: Timeline,
     ) -> Steps[Response]:
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
-        params = _decode_params(prefilled.params, call.kv_params)
+        params = kv_params if not call.kv_params else _decode_params(kv_params, call.kv_params)
         body = call.body({} if params is None else {"kv_transfer_params": orjson.Fragment(params)})
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
         timeline.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:
             decoder = handoff.decoder.backend
-            timeline.decoder, timeline.decode_id = decoder.name, prefilled.attempt_id
-            headers = {**call.headers, "x-request-id": prefilled.attempt_id}
+            timeline.decoder, timeline.decode_id = decoder.name, timeline.prefill_id
+            headers = {**call.headers, "x-request-id": timeline.prefill_id}
             if rank is not None:
                 # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
                 headers |= rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
-            seconds = self._handoff_seconds(prefilled.kv, call)
+            seconds = self._handoff_seconds(handoff.kv, call)
             try:
                 response: Response = yield Leg(decoder, call.api.path, body, headers, seconds)
                 return response

@@ -6,18 +6,17 @@ which name what the decoder is to fetch; without them it would compute the promp
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
-from proxy.errors import Failure, UpstreamError
+from proxy.errors import Failure
 
 if TYPE_CHECKING:
+    from proxy.answers import EngineAnswer
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
-    from proxy.connectors.sequential import Prefilled, Steps
-    from proxy.observe.timeline import Timeline
+    from proxy.errors import UpstreamError
 
 
 class VllmPull(Sequential):
@@ -25,26 +24,23 @@ class VllmPull(Sequential):
 
     source_without_kv = KvSource.DECODER
 
-    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
-        """Run the prefill leg; ask a second time, if so configured, when the answer has no KV parameters."""
-        lease, fitness = handoff.prefiller, self._context.fitness
-        may_ask_again = self._context.settings.kv.on_missing == "retry_prefill"
-        while True:
-            try:
-                prefilled = yield from self.ask_prefiller(call, lease.backend, timeline)
-            except UpstreamError as error:
-                self._releaser.suspect(lease.backend, call.prompt_tokens, error)
-                raise
-            fitness.prefilled(lease.backend, prefilled.kv is not None)
-            if prefilled.kv is not None:
-                return prefilled
-            missing = prefilled.response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
-            if not may_ask_again:
-                self._go_without_kv(call, missing)
-                return replace(prefilled, params=None)
-            may_ask_again = False
-            self._metrics.missing_kv_total.labels("retry_prefill").inc()
-            self.move(lease, handoff.failed, missing)  # the same prefiller once more where there is no other
+    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+        """KV may have been left behind."""
+        self._releaser.suspect(error.backend, call.prompt_tokens, error)
+
+    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+        """Ask a second time, if so configured, when the answer has no KV parameters."""
+        lease = handoff.prefiller
+        self._context.fitness.prefilled(lease.backend, has_kv)
+        if has_kv:
+            return True
+        missing = answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
+        if not asks_again or self._context.settings.kv.on_missing != "retry_prefill":
+            self._go_without_kv(call, missing)
+            return True
+        self._metrics.missing_kv_total.labels("retry_prefill").inc()
+        self.move(lease, handoff.failed, missing)  # the same prefiller once more where there is no other
+        return False
 
     def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
         """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""

@@ -14,10 +14,10 @@ from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
 
 if TYPE_CHECKING:
+    from proxy.answers import EngineAnswer
     from proxy.call import Call
     from proxy.connectors.handoff import KvHandoff
-    from proxy.connectors.sequential import Prefilled, Steps
-    from proxy.observe.timeline import Timeline
+    from proxy.errors import UpstreamError
 
 
 class VllmStore(Sequential):
@@ -26,6 +26,9 @@ class VllmStore(Sequential):
     least_tokens = LEAST_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
-    def prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[Prefilled]:
-        """Run the prefill leg. An answer that is lost leaves nothing behind: what is stored is free."""
-        return (yield from self.ask_prefiller(call, handoff.prefiller.backend, timeline))
+    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+        """Nothing is left behind: what is stored is free."""
+
+    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+        """Whatever it is."""
+        return True

@@ -16,7 +16,7 @@ from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
 from proxy.flow.relay import TokenClock
 from proxy.resume.observed import observed
-from proxy.upstream.response import Response
+from proxy.upstream.response import Response, WholeResponse
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
@@ -141,10 +141,8 @@ class FastRequest:
         connection = self._parts.upstream.take_idle(leg.backend)
         if connection is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(leg))
-            return
-        self._connection = connection
-        response = self._response = Response(connection, self._answered)
-        connection.begin(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        else:
+            self._begin(connection, leg)
 
     async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
         """`stale`: what ended the same leg before; it is to be sent once more."""
@@ -160,8 +158,22 @@ class FastRequest:
 
     def _begin(self, connection: Connection, leg: Leg) -> None:
         self._connection = connection
-        response = self._response = Response(connection, self._answered)
-        connection.begin(response, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        exchange: WholeResponse | Response
+        if leg.is_whole:
+            exchange = WholeResponse(connection.backend, self._arrived)
+        else:
+            exchange = self._response = Response(connection, self._answered)
+        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+
+    def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+        """An engine's whole answer has arrived, or will not."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._parts.upstream.give_back(connection)
+        if error is None:
+            self._go(self._legs.send, (response, body))
+        else:
+            self._unanswered(error)
 
     def _answered(self, error: UpstreamError | None) -> None:
         """The headers of an engine's answer have arrived, or will not."""
@@ -169,12 +181,15 @@ class FastRequest:
         assert connection is not None
         if error is None:
             self._go(self._legs.send, self._response)
-            return
-        upstream, leg = self._parts.upstream, self._sent
+        else:
+            self._parts.upstream.give_back(connection)
+            self._unanswered(error)
+
+    def _unanswered(self, error: UpstreamError) -> None:
+        leg = self._sent
         assert leg is not None
-        upstream.give_back(connection)
         if error.is_stale:  # as no fresh connection is
-            upstream.distrust(leg.backend)
+            self._parts.upstream.distrust(leg.backend)
             if leg.resend_if_stale:
                 self._connecting = asyncio.get_running_loop().create_task(self._connect(leg, error))
                 return

@@ -63,8 +63,9 @@ class HttpListener:
         tick_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.close_after_each_answer = False
-        """As long as this is set, no connection is kept for a further request. Nor is one when listening has ended."""
+        self._close_after_each_answer = False
+        self.is_closing = True
+        """No connection is kept for a further request."""
         app.on_response_prepare.append(self._on_prepare)
         self._runner = web.AppRunner(
             app,
@@ -124,6 +125,7 @@ class HttpListener:
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(self._accept_connection, sock=sock, backlog=self._listen.backlog)
         self._listening.append((listener, sock))
+        self.is_closing = self._close_after_each_answer
 
     async def stop_accepting(self) -> None:
         """Stop listening, and close each connection when nothing is being answered on it.
@@ -137,6 +139,7 @@ class HttpListener:
             queued += _accept_all(sock)  # by closing, the kernel would reset them
             listener.close()
         self._listening.clear()
+        self.is_closing = True
         await asyncio.gather(*(loop.connect_accepted_socket(self._accept_connection, sock) for sock in queued))
         for _ in range(2):
             await asyncio.sleep(0)  # a whole turn of the loop, which reads what has arrived
@@ -162,9 +165,14 @@ class HttpListener:
     # What a connection tells
 
     @property
-    def is_closing(self) -> bool:
-        """No connection is kept for a further request."""
-        return self.close_after_each_answer or not self._listening
+    def close_after_each_answer(self) -> bool:
+        """As long as this is set, no connection is kept for a further request. Nor is one when listening has ended."""
+        return self._close_after_each_answer
+
+    @close_after_each_answer.setter
+    def close_after_each_answer(self, closes: bool) -> None:
+        self._close_after_each_answer = closes
+        self.is_closing = closes or not self._listening
 
     def accept(self, connection: Connection | FirstProtocol, transport: asyncio.Transport) -> bool:
         """Whether there is room for another connection. If not, it is told so, and closed."""

@@ -12,12 +12,70 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    from proxy.backend import Backend
     from proxy.upstream.connection import Connection, Sink
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
 
-class Response:
+class EngineResponse:
+    """What every answer of an engine has."""
+
+    __slots__ = ("backend", "headers", "status")
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.status = 0
+        """0 as long as the headers have not arrived."""
+        self.headers: Mapping[str, str] = {}
+        """Lower-case names; the last one of equal names."""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether its status says so."""
+        return 200 <= self.status < 300
+
+    def fail(self, failure: Failure, message: str) -> UpstreamError:
+        """The error for an answer that arrived but cannot be used."""
+        return upstream_error(failure, self.backend, message)
+
+    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
+        """The error for an engine's own refusal, which reaches the client in its own words."""
+        return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
+
+
+class WholeResponse(EngineResponse):
+    """An answer of which nobody looks at any part before it has arrived whole. An Exchange, for who has no task."""
+
+    __slots__ = ("_arrived", "_on_end", "_size")
+
+    def __init__(self, backend: Backend, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]) -> None:
+        """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
+        self.backend = backend
+        self.status = 0
+        self._on_end = on_end
+        self._arrived: list[bytes] = []
+        self._size = 0
+
+    # Exchange
+
+    def answered(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def received(self, data: bytes) -> bool:
+        self._size += len(data)
+        if self._size <= _MAX_ANSWER_BYTES:
+            self._arrived.append(data)
+        else:
+            self._on_end(self, b"", _too_large(self))
+        return False  # it is not there before it is there whole
+
+    def ended(self, error: UpstreamError | None) -> None:
+        arrived = self._arrived
+        self._on_end(self, arrived[0] if len(arrived) == 1 else b"".join(arrived), error)
+
+
+class Response(EngineResponse):
     """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches.
 
     `with` it: leaving gives the connection back, or drops it when the answer is not complete. There is nothing to wait
@@ -27,17 +85,14 @@ class Response:
 
     __slots__ = (
         *("_arrived", "_connection", "_ended", "_error", "_on_body", "_on_end", "_on_head", "_size"),
-        *("backend", "headers", "is_success", "limit_silence", "received", "status"),
+        *("limit_silence", "received"),
     )
 
     def __init__(self, connection: Connection, on_head: Callable[[UpstreamError | None], None]) -> None:
         """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
         self.backend = connection.backend
         self.status = 0
-        self.headers: Mapping[str, str] = {}
-        """Lower-case names; the last one of equal names."""
-        self.is_success = False
-        """Whether its status says so."""
+        self.headers = {}
         self.limit_silence = connection.limit_silence
         """See Connection."""
         self._on_head: Callable[[UpstreamError | None], None] | None = on_head
@@ -123,18 +178,10 @@ class Response:
         if not self._ended:
             self._connection.abort(error)
 
-    def fail(self, failure: Failure, message: str) -> UpstreamError:
-        """The error for an answer that arrived but cannot be used."""
-        return upstream_error(failure, self.backend, message)
-
-    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """The error for an engine's own refusal, which reaches the client in its own words."""
-        return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
-
     # Exchange
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers, self.is_success = status, headers, 200 <= status < 300
+        self.status, self.headers = status, headers
         on_head, self._on_head = self._on_head, None
         if on_head is not None:
             on_head(None)
@@ -161,5 +208,9 @@ class Response:
         elif self._on_body is not None:
             self._arrived.clear()
             on_body, self._on_body = self._on_body, None
-            on_body(b"", self.fail(Failure.BAD_ANSWER, "the engine's answer is too large"))
+            on_body(b"", _too_large(self))
         return False  # it is not there before it is there whole
+
+
+def _too_large(response: EngineResponse) -> UpstreamError:
+    return response.fail(Failure.BAD_ANSWER, "the engine's answer is too large")
