@@ -7,6 +7,16 @@ what no answer to a client does. `proxy.doctor` sends one through every pair; in
 
 from proxy.canary.canary import Canary, CanaryResult
 from proxy.canary.compare import Agreement, agreement
-from proxy.canary.prompt import CanaryPrompt
+from proxy.canary.prompt import CanaryPrompt, prompt_bytes
+from proxy.canary.watch import CanaryOutcome, CanaryWatch
 
-__all__ = ["Agreement", "Canary", "CanaryPrompt", "CanaryResult", "agreement"]
+__all__ = [
+    "Agreement",
+    "Canary",
+    "CanaryOutcome",
+    "CanaryPrompt",
+    "CanaryResult",
+    "CanaryWatch",
+    "agreement",
+    "prompt_bytes",
+]

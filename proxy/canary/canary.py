@@ -13,7 +13,7 @@ from proxy.canary.compare import by_counters, by_usage
 from proxy.canary.reading import CanaryReader
 from proxy.dialects.openai import Completions
 from proxy.dialects.requests import read
-from proxy.errors import Failure, GatewayError, UpstreamError
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.inspector.scraping import scrape
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
@@ -48,6 +48,8 @@ class CanaryResult:
     """What kind of problem it was, if an engine had it."""
     blamed: Backend | None = None
     """Which engine had it."""
+    is_busy: bool = False
+    """The problem is that there was no room for it, or no instance to take it."""
     kv: Verdict = Verdict.UNKNOWN
     kv_handed_over: bool = True
     """False: the prefiller's answer named nothing to fetch, so the decoder was left alone."""
@@ -120,9 +122,12 @@ class Canary:
             problem = f"did not answer within {self._seconds:g} s"
             result = replace(result, problem=problem, failure=Failure.TIMEOUT, blamed=blamed)
         except UpstreamError as error:
-            result = replace(result, problem=error.message, failure=error.failure, blamed=error.backend)
-        except GatewayError as error:
-            result = replace(result, problem=error.message)
+            is_busy = error.is_backpressure or (reader is not None and reader.is_preempted)
+            result = replace(
+                result, problem=error.message, failure=error.failure, blamed=error.backend, is_busy=is_busy
+            )
+        except NoBackendAvailable as error:
+            result = replace(result, problem=error.message, is_busy=True)
         timeline.leave()
         usage = None if reader is None else reader.usage
         return replace(result, **_measured(timeline, began), **_told(timeline, usage, reader)), usage

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from proxy.wire.ids import new_id
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 ANSWER_TOKENS: Final = 12
+
+_LEAST_BYTES: Final = 256
+_ANSWER_ROOM: Final = 64
 
 _WORDS: Final = (
     *("apple", "beach", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kitchen"),
@@ -51,3 +57,10 @@ class CanaryPrompt:
             "return_token_ids": True,
             "cache_salt": new_id(),
         }
+
+
+def prompt_bytes(tokens: int, bytes_per_token: int, max_lengths: Iterable[int]) -> int:
+    """How long a prompt of about so many tokens is. It fits into sequences of all these lengths, in tokens, even if
+    every byte is a token.
+    """
+    return max(_LEAST_BYTES, min((tokens * bytes_per_token, *(length - _ANSWER_ROOM for length in max_lengths))))

@@ -25,6 +25,8 @@ class CanaryReader:
         self._splitter = EventSplitter()
         self._over: asyncio.Future[None] = attempt.response.loop.create_future()
         self._has_begun = False
+        self.is_preempted = False
+        """The decoder gave it up for lack of KV memory."""
         self.token_ids: list[int] = []
         self.text = ""
 
@@ -56,6 +58,7 @@ class CanaryReader:
                     self._take(self._segment.payload)
                 case Meaning.RECOMPUTED:
                     self._begin()
+                    self.is_preempted = True
                     self._fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
                 case Meaning.ERROR:
                     self._fail(Failure.BROKEN, "reported an error in its stream")

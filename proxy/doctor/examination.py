@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.balancer.recognition import EngineReport, recognise
-from proxy.canary import Canary, CanaryPrompt
+from proxy.canary import Canary, CanaryPrompt, prompt_bytes
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.doctor.asking import Asker, bootstrap_place
 from proxy.doctor.engine import check_engines, well
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 _PAIRS_AT_ONCE: Final = 8
 _ENGINES_AT_ONCE: Final = 32
-_LEAST_BYTES: Final = 256
-_ANSWER_ROOM: Final = 64
 
 
 class Examination:
@@ -135,7 +133,9 @@ class Examination:
         models = {frozenset(engine.facts.identity.models) for engine in fit}
         if not decoders or (takes_prefillers and not prefillers) or len(models) != 1:
             return []
-        prompt = CanaryPrompt.of(min(models.pop()), _prompt_bytes(self._canary_tokens, settings, fit))
+        lengths = [engine.facts.max_model_len for engine in fit if engine.facts.max_model_len is not None]
+        size = prompt_bytes(self._canary_tokens, settings.cost.bytes_per_token, lengths)
+        prompt = CanaryPrompt.of(min(models.pop()), size)
         canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
         pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
         total = len(pairs) * self._canaries_per_pair + len(decoders)
@@ -196,12 +196,6 @@ def _for_canaries(settings: Settings) -> Settings:
     """A prompt is neither left to a decoder because it is short nor when nothing was handed over, and sent once."""
     kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0})
     return settings.model_copy(update={"kv": kv})
-
-
-def _prompt_bytes(tokens: int, settings: Settings, engines: Sequence[Examined]) -> int:
-    """How long a canary is. It fits everywhere, even if every byte is a token."""
-    lengths = [engine.facts.max_model_len for engine in engines if engine.facts.max_model_len is not None]
-    return max(_LEAST_BYTES, min(tokens * settings.cost.bytes_per_token, *(n - _ANSWER_ROOM for n in lengths), 10**9))
 
 
 def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Backend, Backend]]]:

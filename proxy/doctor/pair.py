@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # What is faster than this cannot be called slow, whatever it is compared with.
 _LEAST_SLOW_SECONDS: Final = 1.0
 _LATE_SHARE: Final = 0.5
+_FAILED: Final = (Severity.FAILURE, "its log has more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +111,17 @@ def check_answers(canaries: Canaries) -> Iterator[Finding]:
             what, _, hint = NO_KV_PARAMS.partition(": ")
             yield Finding(Severity.FAILURE, "no_kv_params", _of(backend), what, hint)
         else:
-            words = f"a canary fails: it {result.problem}"
-            yield Finding(Severity.FAILURE, "answer", _of(backend), words, "its log has more")
+            severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
+            yield Finding(severity, "answer", _of(backend), f"a canary fails: it {result.problem}", hint)
 
 
 def check_alone(canaries: Canaries) -> Iterator[Finding]:
     """Each decoder that can be asked alone answers."""
     for decoder, result in canaries.alone.items():
         if result.problem:
+            severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
             words = f"a canary to it alone fails: it {result.problem}"
-            yield Finding(Severity.FAILURE, "answer", _of(decoder), words, "its log has more")
+            yield Finding(severity, "answer", _of(decoder), words, hint)
 
 
 def check_fetched(canaries: Canaries) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ STAGES: Final = tuple(stage.label for stage in Stage)
 LEGS: Final = ("prefill", "decode", "encode")
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
+CANARIES: Final = (*(str(verdict) for verdict in Verdict), "differs", "failed", "busy")
 HANDOVERS: Final = tuple(str(verdict) for verdict in Verdict)
 RELEASES: Final = ("released", "failed", "unsupported")
 RESUME_ACTIONS: Final = tuple(str(action) for action in Action)
@@ -213,6 +214,12 @@ class Metrics:
             "handovers_total",
             "KV caches handed over, by what the decoders' own counters say: transferred, the prompt computed once "
             "more, or unknown.",
+            ("result",),
+            **new,
+        )
+        self.canaries_total = Counter(
+            "canaries_total",
+            "Test prompts of the gateway's own (doctor.every_seconds), by what they have shown.",
             ("result",),
             **new,
         )
@@ -403,6 +410,7 @@ class Metrics:
             (self.retries_total, product(LEGS, FAILURES)),
             (self.missing_kv_total, product(MISSING_KV_ACTIONS)),
             (self.handovers_total, product(HANDOVERS)),
+            (self.canaries_total, product(CANARIES)),
             (self.kv_released_total, product(RELEASES)),
             (self.streams_broken_total, BROKEN_STREAMS),
             (self.resumes_total, product(FAILURES, RESUME_ACTIONS)),

@@ -334,6 +334,20 @@ class HealthChecks(Section):
     vllm_pull are read to see whether leases expire; 0: never read."""
 
 
+class Doctor(Section):
+    """Test prompts of the gateway's own, as `pdproxy doctor` sends them, through each pair of a prefiller and a decoder
+    while it serves.
+    """
+
+    every_seconds: Delay = 0.0
+    """Time in which each pair gets one such prompt, one pair after the other, and each decoder one alone; 0: none are
+    sent."""
+    canary_tokens: Positive = 2048
+    """About how long such a prompt is, in tokens; at least kv.prefill_min_tokens."""
+    canary_seconds: Seconds = 60.0
+    """Deadline for its answer."""
+
+
 class Joining(Section):
     """Instances that are added at run time and do not answer yet."""
 
@@ -433,6 +447,7 @@ class Settings(Section):
     mooncake: Mooncake = Mooncake()
     resume: Resume = Resume()
     health: HealthChecks = HealthChecks()
+    doctor: Doctor = Doctor()
     joining: Joining = Joining()
     leaving: Leaving = Leaving()
     fanout: Fanout = Fanout()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.background import Background
+from proxy.canary import CanaryWatch
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
@@ -90,6 +91,9 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             watcher = Watcher(SOURCES, basis.shared.roster, everybody, basis.settings)
             await stack.enter_async_context(watcher)
             basis.live.add(watcher.configure)
+            canaries = CanaryWatch(connector, link.context, balancing.health)
+            await stack.enter_async_context(canaries)
+            basis.live.add(canaries.configure)
         basis.metrics.watch_instances(
             tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
         )
