@@ -383,7 +383,5 @@ def _all_are_up(deployment: Deployment) -> bool:
     confirmed = sum(health.of(backend).is_confirmed for pool in everybody for backend in pool.backends())
     versions = [pool.engine_version(backend) for pool in (pools.prefill, pools.decode) for backend in pool.backends()]
     told = sum(version is not None for version in versions)
-    tell = sum(
-        isinstance(engine, SimulatedEngine) and not engine.options.profile.is_sglang for engine in deployment.engines
-    )
+    tell = sum(isinstance(engine, SimulatedEngine) for engine in deployment.engines)
     return told >= tell and confirmed == len(deployment.engines)

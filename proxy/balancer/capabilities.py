@@ -1,8 +1,7 @@
 """What engines can do since which version: the one table that the rest of the gateway asks by name.
 
-Versions are vLLM's; vLLM-Ascend numbers its releases alike. SGLang's are lower than all of them, so an engine of SGLang
-has none of these. A row is a capability: the version that brought it, and what is assumed of an engine whose version is
-not known.
+A row is a capability: the version of vLLM that brought it (vLLM-Ascend numbers its releases alike), what is assumed of
+a vLLM whose version is not known, and what of SGLang has it: from a version on, what says so itself, or none.
 """
 
 from __future__ import annotations
@@ -10,26 +9,58 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.engine_facts import UNKNOWN_VERSION
+
 if TYPE_CHECKING:
-    from proxy.balancer.engine_facts import EngineVersion
+    from collections.abc import Callable
+
+    from proxy.balancer.engine_facts import EngineFacts, EngineVersion, Setup
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something that engines can do from version `since` on."""
+    """Something that engines of vLLM can do from version `since` on."""
 
     since: EngineVersion
     if_unknown: bool = False
     """Whether an engine that does not tell its version is taken to have it."""
+    in_sglang: EngineVersion | Callable[[Setup], bool] | None = None
+    """From which version on SGLang has it, or whether one that was started like this has it; None: none has. What does
+    not tell has not.
+    """
 
     def is_in(self, version: EngineVersion | None) -> bool:
-        """Whether an engine of this version has it; None: the engine does not tell its version."""
+        """Whether a vLLM of this version has it; None: the engine does not tell its version. SGLang's versions are
+        lower than all of these.
+        """
         return self.if_unknown if version is None else version >= self.since
 
+    def is_in_engine(self, facts: EngineFacts | None, kind: str) -> bool:
+        """Whether an engine of this kind (`vLLM` or `SGLang`) has it; None: nothing is known of it."""
+        if kind != "SGLang":
+            return self.is_in(None if facts is None or facts.version == UNKNOWN_VERSION else facts.version)
+        if facts is None or self.in_sglang is None:
+            return False
+        if callable(self.in_sglang):
+            return facts.identity.setup is not None and self.in_sglang(facts.identity.setup)
+        return facts.version >= self.in_sglang
 
-CHAT_TOKEN_IDS: Final = Capability((0, 27))
-"""A chat's prompt can be given as `kv_transfer_params.prompt_token_ids` (renderers/online_renderer.py, PR #48145)."""
-LENGTH_BESIDE_TOOL_CALLS: Final = Capability((0, 32))
+
+TOKEN_IDS: Final = Capability((0, 0), if_unknown=True, in_sglang=(0, 5, 17))
+"""The stream of a completion tells token ids if it is asked for them with `return_token_ids`, and a prompt may be token
+ids (SGLang `serving_completions.py`, PR #30917; older ones ignore the member)."""
+CHAT_STREAM_TOKEN_IDS: Final = Capability((0, 0), if_unknown=True, in_sglang=lambda setup: setup.tells_chat_ids)
+"""That of a chat does, too. SGLang up to 0.5.23 refuses such a chat with 400 (`serving_chat.py`), and
+sgl-project/sglang#37365 would bring it. So each is asked when it comes up."""
+SEEDS_REPEAT: Final = Capability((0, 0), if_unknown=True, in_sglang=lambda setup: setup.is_deterministic)
+"""The same request with the same seed has the same answer. SGLang ignores seeds, unless it was started with
+`--enable-deterministic-inference` (`sampling_batch_info.py`)."""
+
+
+CHAT_TOKEN_IDS: Final = Capability((0, 27), in_sglang=(0, 5, 13))
+"""A chat's prompt can be given as token ids: `kv_transfer_params.prompt_token_ids` (renderers/online_renderer.py, PR
+#48145), with SGLang `input_ids` (`serving_chat.py`, PR #23751)."""
+LENGTH_BESIDE_TOOL_CALLS: Final = Capability((0, 32), in_sglang=(0, 5))
 """An answer that ends for length says so even if it calls tools (chat_completion/serving.py)."""
 REASONING_USAGE: Final = Capability((0, 30))
 """The usage of a chat counts reasoning tokens, if the engine has a parser for them."""

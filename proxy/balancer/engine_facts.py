@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-EngineVersion = tuple[int, int]
-"""Major and minor, for example (0, 23)."""
+EngineVersion = tuple[int, ...]
+"""Of vLLM major and minor, for example (0, 23), of SGLang one number more: (0, 5, 17)."""
 UNKNOWN_VERSION: Final[EngineVersion] = (0, 0)
 _KINDS: Final = {"vllm": "vLLM", "sglang": "SGLang"}
 
@@ -48,6 +48,10 @@ class Setup:
     """SGLang only: `prefill`, `decode`, or `null` for neither."""
     bootstrap_port: int | None = None
     """SGLang only."""
+    is_deterministic: bool = False
+    """SGLang only: the same seed gives the same answer (`--enable-deterministic-inference`)."""
+    tells_chat_ids: bool = False
+    """SGLang only: it tells token ids in the stream of a chat. Its setup does not say: it is asked besides."""
     tells_transfer: bool = False
     """vLLM tells how its KV cache travels."""
     kv_connectors: tuple[str, ...] = ()
@@ -78,7 +82,11 @@ def parse_setup(info: Any) -> Setup:
     """How it was started, as far as `/server_info?config_format=json` tells; older SGLang has `/get_server_info`."""
     mode = _member(info, "disaggregation_mode")
     if isinstance(mode, str):
-        return Setup(mode, _count(_member(info, "disaggregation_bootstrap_port")))
+        return Setup(
+            mode,
+            _count(_member(info, "disaggregation_bootstrap_port")),
+            is_deterministic=_member(info, "enable_deterministic_inference") is True,
+        )
     config = _member(info, "vllm_config")
     if not isinstance(config, dict) or "kv_transfer_config" not in config:
         return Setup()
@@ -101,9 +109,18 @@ def parse_setup(info: Any) -> Setup:
 
 def parse_engine_version(answer: Any) -> EngineVersion:
     """What an engine's `/version` tells; UNKNOWN_VERSION when that is not a version."""
+    return _version(answer, 2)
+
+
+def parse_sglang_version(info: Any) -> EngineVersion:
+    """What `/server_info` of SGLang tells, which has no `/version`; UNKNOWN_VERSION when it does not."""
+    return _version(info, 3) if _member(info, "disaggregation_mode") is not None else UNKNOWN_VERSION
+
+
+def _version(answer: Any, count: int) -> EngineVersion:
     told = _member(answer, "version")
-    numbers = re.match(r"v?(\d{1,4})\.(\d{1,4})", told) if isinstance(told, str) else None
-    return (int(numbers[1]), int(numbers[2])) if numbers else UNKNOWN_VERSION
+    numbers = re.match(rf"v?\d{{1,4}}(?:\.\d{{1,4}}){{{count - 1}}}", told) if isinstance(told, str) else None
+    return tuple(int(number) for number in numbers[0].lstrip("v").split(".")) if numbers else UNKNOWN_VERSION
 
 
 def parse_max_model_len(answer: Any) -> int | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_facts import EngineVersion
+    from proxy.balancer.engine_facts import EngineFacts, EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.pair_quarantine import PairQuarantine
@@ -194,6 +194,10 @@ class Pool:
     def is_healthy(self, backend: Backend) -> bool:
         """Whether it is not known to be down or of no use; a draining one may well be healthy."""
         return self._health.of(backend).is_healthy
+
+    def facts(self, backend: Backend) -> EngineFacts | None:
+        """What an engine that is up says of itself; None: nothing yet."""
+        return self._health.of(backend).facts
 
     def engine_version(self, backend: Backend) -> EngineVersion | None:
         """What an engine says it is; None when that is not known."""

@@ -68,8 +68,6 @@ class Connector(ABC):
     """Roles that need a healthy backend before the gateway is ready."""
     apis: Sequence[Api] = OPENAI_APIS
     """What its engines speak."""
-    continues_answers = True
-    """Engines can tell token ids and go on from them, so answers are watched and taken up again on other engines."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context

@@ -57,7 +57,6 @@ class Encoding(Connector):
         self._upstream = context.upstream
         self.roles = connector.roles
         self.apis = connector.apis
-        self.continues_answers = connector.continues_answers
 
     def check(self, call: Call) -> None:
         """What the other connector cannot serve."""

@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 class MooncakeBootstrap(Disaggregated):
     """Prefill beside decode."""
 
-    # The decoder is any vLLM: it tells token ids, and both engines take `prompt_token_ids` among the parameters, which
-    # vLLM reads before the KV connector sees them (renderers/online_renderer.py).
-    continues_answers = True
-
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools

@@ -1,9 +1,10 @@
 """SGLang's protocol: prefiller and decoder get the same request at the same time, and meet in a bootstrap room.
 
 Both bodies are the client's with four members more: where the prefiller's bootstrap server is, the room's number and
-the request's id. SGLang's prefiller limits itself to one token, so no sampling parameter is changed, and its answer
-comes when the decoder has the KV cache (`process_disagg_prefill_inflight_queue`). An engine whose partner fails would
-wait for it for minutes: it is told to abort the request.
+the request's id. Token ids are asked of the decoder alone. SGLang's prefiller limits itself to one token, so no
+sampling parameter is changed, and its answer comes when the decoder has the KV cache
+(`process_disagg_prefill_inflight_queue`). An engine whose partner fails would wait for it for minutes: it is told to
+abort the request.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
 from proxy.wire import sglang
+from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
 # checks go there.
 _NOBODY: Final = "2.2.2.2"
+# What has an answer tell token ids.
+_IDS: Final = ("return_token_ids",)
 # A signed 64-bit number in the engines. Room 0 is that of their health checks.
 _ROOMS: Final = 1 << 63
 
@@ -50,7 +54,6 @@ class SglangBootstrap(Connector):
     """Prefill and decode leg side by side."""
 
     apis = (*OPENAI_APIS, Api.GENERATE)
-    continues_answers = False
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -115,7 +118,7 @@ class SglangBootstrap(Connector):
         response, answer = await self._upstream.fetch(
             legs.prefiller,
             call.api.path,
-            legs.body,
+            legs.prefill_body,
             legs.headers,
             answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
         )
@@ -131,7 +134,7 @@ class SglangBootstrap(Connector):
         return await self._upstream.open(
             legs.decoder,
             call.api.path,
-            legs.body,
+            legs.decode_body,
             legs.headers,
             answer_seconds=self._decode_seconds(call),
         )
@@ -151,7 +154,11 @@ class _Legs:
         self.decoder = handoff.decoder.backend
         self.id = new_attempt_id()
         rank = claim.on(self.prefiller, dp_size)
-        self.body = call.body(bootstrap(self.prefiller, self.id, rank, dp_size))
+        members = bootstrap(self.prefiller, self.id, rank, dp_size)
+        self.decode_body = self.prefill_body = call.body(members)
+        if call.members(_IDS):
+            # The prefiller's answer is read by nobody, and would be as long as the prompt.
+            self.prefill_body = call.body({**members, **dict.fromkeys(_IDS, REMOVED)})
         self.headers = {**call.headers, "x-request-id": self.id}
         self.at_work = {self.prefiller, self.decoder}
         """Engines that may have the request and have not ended it."""

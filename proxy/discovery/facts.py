@@ -19,6 +19,7 @@ from proxy.balancer.engine_facts import (
     parse_max_num_seqs,
     parse_models,
     parse_setup,
+    parse_sglang_version,
 )
 
 if TYPE_CHECKING:
@@ -52,4 +53,5 @@ def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:
     """The same, and how the engine was started and how many requests it works on at a time, as far as it tells."""
     told = info and info.json_or_none
     identity = replace(facts.identity, setup=parse_setup(told))
-    return replace(facts, max_num_seqs=parse_max_num_seqs(told), identity=identity)
+    version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(told)
+    return replace(facts, version=version, max_num_seqs=parse_max_num_seqs(told), identity=identity)

@@ -85,7 +85,7 @@ class Intake:
             (self._names.has_aliases and self._names.translated(call) is not call)
             or not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
-            or (not call.stream and self.parts.gateway.observes(dialect, call))
+            or (not call.stream and self.parts.gateway.watching(dialect, call).is_close)
             or not self._admission.lets_go(call.pick_request)
         ):
             return None

@@ -15,7 +15,6 @@ from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
 from proxy.flow.relay import TokenClock
-from proxy.resume.observed import observed
 from proxy.upstream.response import Response, WholeResponse
 from proxy.wire.openai import error_event
 
@@ -49,7 +48,7 @@ class FastRequest:
             "_held_bytes",
             "_is_awake",
             "_is_counted",
-            "_is_observed",
+            "_watching",
             "_key",
             "_legs",
             "_parts",
@@ -108,9 +107,8 @@ class FastRequest:
             self._client, parts.stream_head, request_id, parts.settings.listen.write_timeout_seconds
         )
         if call.stream:
-            self._is_observed = parts.gateway.observes(dialect, call)
-            if self._is_observed:
-                call = observed(call)
+            watching = self._watching = parts.gateway.watching(dialect, call)
+            call = watching.observed(call)
         self._timeline = record.timeline()
         legs = parts.connector.legs(call, call.pick_request(), self._timeline)
         assert legs is not None
@@ -215,7 +213,7 @@ class FastRequest:
         clock = TokenClock(self._record, parts.metrics)
         idle_seconds = parts.settings.timeouts.idle_seconds
         self._short = ShortStream(
-            attempt, self._call, self._stream, self, clock, idle_seconds, is_observed=self._is_observed
+            attempt, self._call, self._stream, self, clock, idle_seconds, is_observed=self._watching.is_close
         )
         attempt.response.limit_silence(attempt.first_token_seconds or parts.settings.timeouts.first_token_seconds)
         attempt.response.attach(self._short)
@@ -259,7 +257,9 @@ class FastRequest:
         if self._answer is None:
             call, dialect = self._call, self._dialect
             if call.stream:
-                self._answer = self._parts.gateway.streamed(dialect, call, self._stream, self._record)
+                self._answer = self._parts.gateway.streamed(
+                    dialect, call, self._stream, self._record, watching=self._watching
+                )
             else:
                 self._answer = EngineBody(call, dialect)
         return self._answer

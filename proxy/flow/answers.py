@@ -11,7 +11,8 @@ from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay, TokenClock
-from proxy.resume.observed import observed
+from proxy.resume.engine import Watch
+from proxy.resume.vllm import VLLM
 from proxy.wire.document import REMOVED, joined
 
 if TYPE_CHECKING:
@@ -27,17 +28,20 @@ if TYPE_CHECKING:
     from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
+    from proxy.resume.engine import Watching
     from proxy.wire.document import Document
 
 
 class Answer(ABC):
     """What the attempts of one unit work on."""
 
-    def __init__(self, delivery: Delivery, client: ClientWriter | None = None) -> None:
+    def __init__(self, delivery: Delivery, watching: Watching, client: ClientWriter | None = None) -> None:
         """`client` None: the answer is not streamed."""
         self.delivery = delivery
+        self.engine = watching.engine
+        """What works on it."""
         self._client = client
-        self.call = observed(delivery.call) if delivery.is_observed else delivery.call
+        self.call = watching.observed(delivery.call)
         """The call as it is sent to the engines."""
 
     @abstractmethod
@@ -62,7 +66,7 @@ class EngineBody(Answer):
     """Read whole, and passed on as the engine wrote it, but for the dialect's corrections."""
 
     def __init__(self, call: Call, dialect: Dialect) -> None:
-        super().__init__(Delivery(call, is_observed=False))
+        super().__init__(Delivery(call, is_observed=False), VLLM.watching[Watch.NOT])
         self._dialect = dialect
         self._raw = b""
         self._answer: Document | None = None
@@ -102,8 +106,10 @@ class EngineBody(Answer):
 class _Relayed(Answer):
     """Taken from a stream, event by event."""
 
-    def __init__(self, delivery: Delivery, parts: FlowParts, client: ClientWriter | None = None) -> None:
-        super().__init__(delivery, client)
+    def __init__(
+        self, delivery: Delivery, parts: FlowParts, watching: Watching, client: ClientWriter | None = None
+    ) -> None:
+        super().__init__(delivery, watching, client)
         self._metrics = parts.metrics
         self._timeouts = parts.settings.timeouts
 
@@ -133,9 +139,10 @@ class _Relayed(Answer):
 class AssembledBody(_Relayed):
     """Streamed by the engine, so that it can be continued, and put together here."""
 
-    def __init__(self, call: Call, dialect: Dialect, parts: FlowParts) -> None:
+    def __init__(self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching) -> None:
         self._assembly = Assembly()
-        super().__init__(Delivery(call, dialect.new_segment, is_observed=True, whole=self._assembly), parts)
+        delivery = Delivery(call, dialect.new_segment, is_observed=True, engine=watching.engine, whole=self._assembly)
+        super().__init__(delivery, parts, watching)
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer."""
@@ -161,7 +168,7 @@ class StreamedAnswer(_Relayed):
         record: RequestRecord,
         parts: FlowParts,
         *,
-        is_observed: bool,
+        watching: Watching,
         rendering: UnitRendering | None,
         shares_client: bool,
     ) -> None:
@@ -169,7 +176,15 @@ class StreamedAnswer(_Relayed):
         too.
         """
         rewrite = None if rendering is None else rendering.render
-        super().__init__(Delivery(call, dialect.new_segment, is_observed=is_observed, rewrite=rewrite), parts, client)
+        delivery = Delivery(
+            call,
+            dialect.new_segment,
+            is_observed=watching.is_close,
+            tells_ids=watching.watch is Watch.IDS,
+            engine=watching.engine,
+            rewrite=rewrite,
+        )
+        super().__init__(delivery, parts, watching, client)
         self._stream = client
         self._clock = TokenClock(record, parts.metrics)
         self._rendering = rendering

@@ -19,7 +19,7 @@ class Assembly:
     What it makes is what an engine would have answered to the same call, so it is in the shape of the call's `api`: a
     dialect cannot tell which of both it is given.
 
-    The result has the members of vLLM's ChatCompletionResponse and CompletionResponse in their order.
+    The result has the members of the engine's ChatCompletionResponse and CompletionResponse in their order.
     """
 
     def __init__(self) -> None:
@@ -41,37 +41,34 @@ class Assembly:
 
     def values(self, delivery: Delivery) -> dict[str, Any]:
         """The answer as parsed JSON, but for the prompt's ids, which are a Fragment."""
-        call, transcript = delivery.call, delivery.transcript
+        call, transcript, engine = delivery.call, delivery.transcript, delivery.engine
         head = {name: value for name, value in delivery.head.items() if name != "object"}
         wants_ids = bool(call.values.get("return_token_ids"))
         hides = call.values.get("include_reasoning") is False and bool(transcript.reasoning)
         prompt_ids = orjson.Fragment(transcript.prompt_ids) if wants_ids and transcript.prompt_ids else None
         logprobs = None if hides else self._logprobs
-        if logprobs is not None and "text_offset" in logprobs:
+        if logprobs is not None and "text_offset" in logprobs and engine.tells_offsets:
             # In a stream the offsets begin anew with each chunk, where its text does, which stop strings keep back.
             lengths = [len(token) for token in logprobs["tokens"]]
             logprobs["text_offset"] = list(accumulate(lengths[:-1], initial=0)) if lengths else []
         ending = {
             "logprobs": logprobs,
             "finish_reason": self._last_choice.get("finish_reason"),
-            "stop_reason": self._last_choice.get("stop_reason"),
+            engine.stop_member: self._last_choice.get(engine.stop_member),
             "token_ids": transcript.ids.tolist() if wants_ids and not hides else None,
         }
         if call.api is Api.CHAT:
             choice = {"index": 0, "message": _message(delivery, hides_reasoning=hides), **ending}
             rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids}
         else:
-            choice = {"index": 0, "text": transcript.content, **ending}
-            choice |= {"prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+            choice = engine.whole_choice({"text": transcript.content}, ending, prompt_ids)
             rest = {}
         return {
             "id": head.pop("id", None),
             "object": "chat.completion" if call.api is Api.CHAT else "text_completion",
             **head,
             "choices": [choice],
-            "service_tier": None,
-            "system_fingerprint": delivery.fingerprint,
-            "usage": delivery.usage,
+            **engine.whole_tail(delivery.fingerprint, delivery.usage),
             **rest,
         }
 

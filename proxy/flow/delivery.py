@@ -12,6 +12,7 @@ from proxy.flow.token_shapes import TokenShapes
 from proxy.resume.overlap import Mismatch
 from proxy.resume.recomputed import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
+from proxy.resume.vllm import VLLM
 from proxy.terms import Action
 from proxy.wire.openai import data_event, with_prompt_details
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.flow.assembly import Assembly
+    from proxy.resume.engine import Engine
     from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
     from proxy.wire.sse import Event
@@ -31,9 +33,9 @@ _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_
 class Delivery:
     """What the client has of one answer, and the only one who gives it more.
 
-    `is_observed`: the answer has one choice and comes with token ids. `rewrite`: turns each payload into the bytes to
-    send when the stream is merged with others, whose usage chunk is the merger's. `whole`: collects an answer that is
-    not streamed to the client.
+    `is_observed`: the answer has one choice, and its text is kept; `tells_ids`: it comes with token ids. `rewrite`:
+    turns each payload into the bytes to send when the stream is merged with others, whose usage chunk is the merger's.
+    `whole`: collects an answer that is not streamed to the client.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Delivery:
         new_segment: Callable[[], Segment] = Segment,
         *,
         is_observed: bool,
+        tells_ids: bool = True,
+        engine: Engine = VLLM,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
         whole: Assembly | None = None,
     ) -> None:
@@ -66,6 +70,8 @@ class Delivery:
         """The members that all chunks have in common, of the first chunk."""
         self.call = call
         self.is_observed = is_observed
+        self.tells_ids = is_observed and tells_ids
+        self.engine = engine
         self._new_segment = new_segment
         self._whole = whole
         self.writer = writer = ChunkWriter(call, rewrite if whole is None else whole.add, is_observed=is_observed)

@@ -39,7 +39,8 @@ class Detokenizer:
         `model` None: the engine's own. `ids` as bytes are a JSON array. `headers` are the client's that are passed on.
         None when no engine tells; raises nothing.
         """
-        asked: dict[str, Any] = {} if model is None else {"model": model}
+        # SGLang is told to show special tokens; vLLM does in any case, and does not know the member.
+        asked: dict[str, Any] = {"skip_special_tokens": False} | ({} if model is None else {"model": model})
         body = orjson.dumps({**asked, "tokens": orjson.Fragment(ids) if isinstance(ids, bytes) else list(ids)})
         avoid: set[Backend] = set()
         while len(avoid) < _ENGINES_ASKED and (backend := self._pick(avoid)) is not None:
@@ -59,7 +60,9 @@ class Detokenizer:
         return None
 
     async def _ask(self, backend: Backend, body: bytes, headers: Mapping[str, str]) -> str | None:
-        """POST /detokenize, which vLLM answers with `{"prompt": text}` (DetokenizeResponse); None for anything else."""
+        """POST /detokenize, which vLLM answers with `{"prompt": text}` and SGLang with `{"text": text}`
+        (DetokenizeResponse); None for anything else.
+        """
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 response, answer = await self._upstream.fetch(
@@ -68,5 +71,5 @@ class Detokenizer:
             told = orjson.loads(answer) if response.status == 200 else None
         except (UpstreamError, TimeoutError, ValueError):  # ValueError: no JSON, or a name that can be no host's
             return None
-        text = told.get("prompt") if isinstance(told, dict) else None
+        text = told.get("prompt", told.get("text")) if isinstance(told, dict) else None
         return text if isinstance(text, str) else None

@@ -11,8 +11,10 @@ from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.flow.attempts import AttemptLoop
 from proxy.flow.budget import RetryBudget
+from proxy.flow.fleet import Fleet
 from proxy.flow.parts import FlowParts
-from proxy.resume.observed import can_be_observed
+from proxy.resume.engine import Watch
+from proxy.resume.vllm import VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
+    from proxy.resume.engine import Watching
     from proxy.settings import Settings
 
 
@@ -59,6 +62,7 @@ class Gateway:
         self._parts = FlowParts(
             connector=connector,
             pools=pools,
+            fleet=Fleet([pools.of(role) for role in connector.roles], settings.connector_traits.engine),
             detokenizer=detokenizer,
             suspects=suspects,
             budget=self.budget,
@@ -116,15 +120,18 @@ class Gateway:
         rendering: UnitRendering | None = None,
         *,
         shares_client: bool = False,
+        watching: Watching | None = None,
     ) -> StreamedAnswer:
-        """One unit's answer that is streamed to the client; see StreamedAnswer."""
+        """One unit's answer that is streamed to the client; see StreamedAnswer. `watching`: how it is, if an engine has
+        been asked already; None: it is for this to say.
+        """
         return StreamedAnswer(
             call,
             dialect,
             client,
             record,
             self._parts,
-            is_observed=self.observes(dialect, call),
+            watching=watching or self.watching(dialect, call),
             rendering=rendering,
             shares_client=shares_client,
         )
@@ -153,21 +160,24 @@ class Gateway:
 
     def _whole(self, dialect: Dialect, call: Call) -> EngineBody | AssembledBody:
         """The answer of a unit that is not streamed to the client."""
-        if self.observes(dialect, call):
-            return AssembledBody(call, dialect, self._parts)
+        watching = self.watching(dialect, call)
+        if watching.is_close:
+            return AssembledBody(call, dialect, self._parts, watching)
         return EngineBody(call, dialect)
 
-    def observes(self, dialect: Dialect, call: Call) -> bool:
-        """Whether an answer is watched so closely that it can be continued. It must be one sequence."""
-        resume = self._parts.settings.resume
+    def watching(self, dialect: Dialect, call: Call) -> Watching:
+        """How closely an answer is watched, so that it can be continued. It must be one sequence."""
+        resume, fleet = self._parts.settings.resume, self._parts.fleet
         limit = None if call.stream else call.output_limit
-        return (
-            resume.mode == "exact"
-            and (limit is None or limit > resume.repeat_up_to_tokens)
-            and self._connector.continues_answers
-            and (self._connector.splits(call) or dialect.is_single(call))
-            and can_be_observed(call)
-        )
+        engine = fleet.engine
+        if (
+            engine is None
+            or resume.mode != "exact"
+            or (limit is not None and limit <= resume.repeat_up_to_tokens)
+            or not (self._connector.splits(call) or dialect.is_single(call))
+        ):
+            return VLLM.watching[Watch.NOT]
+        return engine.watching[engine.watch(call, fleet.has)]
 
     async def _run(self, answers: Sequence[Answer], record: RequestRecord, suspicion: Suspicion) -> None:
         """Make the answers side by side, a bounded number at a time; the first failure ends them all."""

@@ -186,7 +186,7 @@ class Relay:
             try:
                 if meaning is Meaning.CONTENT:
                     # Where ids are not told, an empty chunk may be a token that shows nothing.
-                    is_progress |= not (self.segment.is_mute and self._delivery.is_observed)
+                    is_progress |= not (self.segment.is_mute and self._delivery.tells_ids)
                     if not self._opened:
                         self._open()
                     if part := self._delivery.content(self.segment, event):

@@ -10,6 +10,7 @@ from proxy.balancer.capabilities import (
     CHAT_TOKEN_IDS,
     LENGTH_BESIDE_TOOL_CALLS,
     REASONING_USAGE,
+    SEEDS_REPEAT,
     TRAILING_BLANKS_HELD,
 )
 from proxy.errors import Failure
@@ -120,7 +121,7 @@ class Resuming:
         return resumption
 
     def _situation(self) -> Situation:
-        delivery, is_everywhere = self._delivery, self._parts.is_in_every_engine
+        delivery, is_everywhere = self._delivery, self._parts.fleet.has
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (
             self._timeline.usage.counts_reasoning
@@ -132,6 +133,7 @@ class Resuming:
         else:
             chats = ChatTokens.NATIVE if is_everywhere(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
         return Situation(
+            engine=self._answer.engine,
             call=self._answer.call,
             head=delivery.head,
             transcript=delivery.transcript,
@@ -142,7 +144,8 @@ class Resuming:
             chats=self._chats or chats,
             keeps_length=is_everywhere(LENGTH_BESIDE_TOOL_CALLS),
             shows_blanks=not is_everywhere(TRAILING_BLANKS_HELD),
-            max_model_len=self._parts.max_model_len(),
+            seeds_repeat=is_everywhere(SEEDS_REPEAT),
+            max_model_len=self._parts.fleet.max_model_len(),
         )
 
     def _account(self, error: UpstreamError, resumption: Resumption) -> None:

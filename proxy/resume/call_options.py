@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from proxy.call import Call
 
 # What vLLM takes for the limit of a completion that names none, or null (`CompletionRequest`).
 _COMPLETION_TOKENS: Final = 16
-_STRUCTURED: Final = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
-)
 
 
 def output_limit(call: Call) -> int | None:
@@ -33,23 +32,20 @@ def min_tokens(call: Call) -> int:
     return max(0, least) if isinstance(least, int) else 0
 
 
-def is_reproducible(call: Call) -> bool:
-    """Whether the same request gives the same answer. Whether it did is verified token by token."""
-    return call.values.get("temperature") == 0 or isinstance(call.values.get("seed"), int)
-
-
 def calls_tools(call: Call) -> bool:
     """May the answer call tools?"""
     return bool(call.values.get("tools")) and call.values.get("tool_choice") != "none"
 
 
-def is_structured(call: Call) -> bool:
-    """Is the answer bound to a grammar, which would begin anew?"""
+def is_structured(call: Call, members: Collection[str]) -> bool:
+    """Is the answer bound to a grammar, which would begin anew? `members`: those by which its engine is told of one,
+    beside the API's own.
+    """
     values = call.values
     form = values.get("response_format")
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
         return True
-    if any(values.get(name) is not None for name in _STRUCTURED):
+    if any(values.get(name) is not None for name in members):
         return True
     choice = values.get("tool_choice")
     if isinstance(choice, dict) or choice == "required":

@@ -42,11 +42,13 @@ def from_tokens(
     pending: Mapping[str, Any] | None = None,
     parser: Parser | None = None,
     late: int = 0,
+    so_far: str = "",
 ) -> Resumption:
     """Put the ids that are kept behind the prompt.
 
     `pending`: a chat delta that belongs to these ids and that the client does not have. `parser`: for a chat that goes
-    on as a completion; it keeps back `late` characters. Raises CannotResume.
+    on as a completion; it keeps back `late` characters. `so_far`: the text of the kept ids, for a chat whose engine
+    wants to know it. Raises CannotResume.
     """
     call, transcript, kept = situation.call, situation.transcript, cut.kept
     assert transcript.prompt_ids is not None
@@ -70,19 +72,22 @@ def from_tokens(
         swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
         as_chat=None if parser is None else _as_chat(situation, parser, pending or {}),
         text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
+        known=cut.known,
+        engine=situation.engine,
     )
     if is_over:
         return Resumption(Action.FINISH, None, seam, kept)
     prompt_ids = orjson.dumps(prompt)
     changes = _shared_changes(situation, kept, left)
     if parser is None and call.api is Api.CHAT:
-        kv_params = {situation.chats.key: orjson.Fragment(prompt_ids)}
-        continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), kv_params=kv_params)
+        changed = call.changed(changes, prompt_tokens=len(prompt))
+        continuing = situation.engine.chat_from_ids(changed, situation.chats.key, prompt_ids, so_far)
     else:
         changes["prompt"] = orjson.Fragment(prompt_ids)
         if call.api is Api.CHAT:
             if left is None and room is None:
                 raise CannotResume("no engine told how long a sequence may be")
+            changes.update(situation.engine.as_completion(call))
             changes.update(_as_completion(call, room if left is None else left))
             if parser is not None and parser.reads_markers:
                 changes.update(skip_special_tokens=False, spaces_between_special_tokens=False)
@@ -97,7 +102,7 @@ def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     longest = max(map(len, call.stops), default=0)
     if longest < 2:
         return None
-    shows_stop = bool(call.values.get("include_stop_str_in_output"))
+    shows_stop = situation.engine.shows_stops(call)
     shown = transcript.content if cut.channel == "content" else transcript.reasoning
     before = shown[1 - longest :] if shows_stop else ""
     if not (cut.held or before or late):
@@ -134,9 +139,7 @@ def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[s
         changes["min_tokens"] = max(0, least - kept)
     seed = values.get("seed")
     if isinstance(seed, int):
-        # The same seed would repeat the random numbers of the first part. Any other one is as good: where the sequence
-        # stood cannot be told.
-        changes["seed"] = (seed + situation.segment * 0x9E3779B97F4A7C15) % 2**63
+        changes["seed"] = situation.engine.next_seed(seed, situation.segment)
     budget = values.get("thinking_token_budget")
     if isinstance(budget, int) and budget >= 0:  # -1 is none (vLLM `ThinkingTokenBudget`)
         changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))

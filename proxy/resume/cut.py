@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # How many ids at the end may be taken away, one after the other, to find where the answer can be cut.
 _MAX_QUESTIONS: Final = 32
+# No character has more tokens than bytes. With as many before it again, what it begins with is whole.
+_IDS_OF_CHARACTER: Final = 8
 UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
 """What the text of an unfinished character ends in. An engine whose prompt ends so repeats all of it (vLLM 0.32)."""
 
@@ -33,6 +35,8 @@ class Cut:
     """White space behind that, which the client is to get if more text of its kind follows."""
     channel: str = "content"
     """The member of a chat's delta that this text, and what follows, belongs to."""
+    known: str = ""
+    """Text behind that of the kept ids, which the client has: it is generated again."""
 
 
 def find_cut(
@@ -45,20 +49,29 @@ def find_cut(
     """How many ids to keep.
 
     What showed nothing is generated again. But where the text that was shown may lag behind the ids, since there are
-    stop strings that it may be the beginning of, or since a chunk had several ids, only the ids' text can tell.
+    stop strings that it may be the beginning of, since a chunk had several ids, or since an engine shows a part of a
+    token's text, only the ids' text can tell.
     `compare`: what of a text the client does not have, and what is deferred; raises Mismatch where the answer cannot be
     cut. `channel`: where the answer broke off. `may_lag`: the text may do so for another reason.
     """
     transcript, stops = situation.transcript, situation.call.stops
     may_hold = max(map(len, stops), default=0) > 1
     shown = transcript.content or transcript.reasoning
-    if not (may_hold or may_lag or transcript.settled - transcript.chunk_start > 1 or shown.endswith(UNFINISHED)):
-        return Cut(transcript.settled, channel=channel)
+    may_lag = may_lag or transcript.settled - transcript.chunk_start > 1 or shown.endswith(UNFINISHED)
+    if not (may_hold or may_lag):
+        settled = transcript.settled
+        if not situation.engine.shows_half_tokens:
+            return Cut(settled, channel=channel)
+        end = yield from text_of(transcript, settled, begin=max(0, settled - _IDS_OF_CHARACTER))
+        if not end.endswith(UNFINISHED):
+            return Cut(settled, channel=channel)
     kept, least = (len(transcript.ids), 0) if may_hold else (transcript.settled, transcript.chunk_start)
     # What the engine held back, and what this gateway did where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
     while kept >= max(least, len(transcript.ids) - _MAX_QUESTIONS):
         text = yield from text_of(transcript, kept)
+        if situation.engine.shows_half_tokens and not text.endswith(UNFINISHED) and shown.startswith(text):
+            return Cut(kept, channel=channel, known=shown[len(text) :])
         with suppress(Mismatch):
             new, deferred = compare(text)
             held = new.pop(channel, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars.base import Verbatim
-from proxy.resume.call_options import calls_tools, has_media, is_reproducible, is_structured
+from proxy.resume.call_options import calls_tools, has_media
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut
 from proxy.resume.overlap import Mismatch, beyond
@@ -44,18 +44,20 @@ def plan(situation: Situation) -> Steps[Resumption]:
     except CannotResume:
         if not situation.shown:
             return Resumption(Action.RESTART, situation.call)
-        if not is_reproducible(situation.call):
+        if not situation.engine.is_reproducible(situation.call, seeds_repeat=situation.seeds_repeat):
             raise
-    seam = Seam(situation.call.api, situation.head, situation.transcript, kept=0, replays=True)
+    seam = Seam(situation.call.api, situation.head, situation.transcript, kept=0, replays=True, engine=situation.engine)
     return Resumption(Action.REPLAY, situation.call, seam)
 
 
 def _continue(situation: Situation) -> Steps[Resumption]:
-    call, transcript = situation.call, situation.transcript
+    call, transcript, is_structured = situation.call, situation.transcript, situation.engine.is_structured
     if transcript.prompt_ids is None or not transcript.ids:
         raise CannotResume("the engine does not tell token ids")
     if call.values.get("prompt_embeds") is not None:
         raise CannotResume("the prompt has no token ids")
+    if (why := situation.engine.inexact(call)) is not None:
+        raise CannotResume(why)
     if call.api is Api.COMPLETIONS:
         if is_structured(call):
             raise CannotResume("structured output cannot be continued in the middle")
@@ -92,7 +94,8 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
     may_lag = channel != "content" and not situation.shows_blanks
     cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
     is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
-    return from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut)
+    so_far = (yield from text_of(transcript, cut.kept)) if situation.engine.wants_text else ""
+    return from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut, so_far=so_far)
 
 
 def _continue_raw(situation: Situation) -> Steps[Resumption]:

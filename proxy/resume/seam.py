@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
+from proxy.resume.vllm import VLLM
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.resume.completion_as_chat import CompletionAsChat
+    from proxy.resume.engine import Engine
     from proxy.resume.stop_strings import StopGuard
     from proxy.resume.transcript import Transcript
 
@@ -26,7 +28,8 @@ class Seam:
     the client has seen already and the engine generates once more. `channel`: the member of a delta that the answer
     broke off in; `guard` is for its text, and `deferred` is to be shown if more of it follows at all. `as_chat`: for a
     chat that goes on as a completion. `text_offset`: where the log probabilities of a completion go on, None: where its
-    text does. `replays`: the stream begins the answer anew.
+    text does. `replays`: the stream begins the answer anew. `known`: text that the client has seen already and the
+    engine generates once more.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class Seam:
         as_chat: CompletionAsChat | None = None,
         text_offset: int | None = None,
         replays: bool = False,
+        known: str = "",
+        engine: Engine = VLLM,
     ) -> None:
         self.is_stopped = False
         """A stop string was found across the seam: the answer ends here, whatever the engine goes on to say."""
@@ -53,7 +58,7 @@ class Seam:
         self._kept_reasoning = transcript.reasoning_among(kept)
         held = guard.unsent if guard is not None and channel == "content" else (pending or {}).get("content", "")
         shown = len(transcript.content) + len(held) if text_offset is None else text_offset
-        self._text_offset = 0 if replays else shown
+        self._text_offset = 0 if replays or not engine.tells_offsets else shown
         self._pending = pending
         self._guard = guard
         self._deferred = deferred
@@ -62,6 +67,8 @@ class Seam:
         """Ids the client has seen that the engine is still to repeat."""
         self._as_chat = as_chat
         self._overlap = Overlap(transcript) if replays else None
+        self._known = known
+        self._engine = engine
 
     def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
         """The chunks the client gets for one chunk of the engine, each with the ids it adds to the answer.
@@ -87,6 +94,8 @@ class Seam:
         if seen:
             choice["logprobs"] = _without_first(choice.get("logprobs"), seen)
             choice["token_ids"] = (choice.get("token_ids") or [])[seen:]
+        if self._known:
+            self._skip_known(delta, is_last=choice.get("finish_reason") is not None)
         if self._deferred and delta:
             if text := delta.get(self._channel):
                 delta[self._channel] = self._deferred + text
@@ -95,7 +104,7 @@ class Seam:
         if self._guard is not None:
             self._guard_stop(self._guard, choice, delta, len(ids))
         if self._pending:
-            chunks.append((self._chunk(payload, _bare(choice), self._pending), []))
+            chunks.append((self._chunk(payload, self._bare(choice), self._pending), []))
             self._pending = None
         chunks.append((self._chunk(payload, choice, delta), ids))
         return chunks
@@ -107,8 +116,9 @@ class Seam:
 
     def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
         """The chunks of an answer that ends here, since there is no room for more."""
+        self._known = ""
         text: dict[str, Any] = {"text": ""} if self._api is Api.COMPLETIONS or self._as_chat else {"delta": {}}
-        choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
         return self.rewrite({"choices": [choice]}, recomputed=False)
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -136,32 +146,43 @@ class Seam:
             chunk.pop("usage", None)  # which old engines write as null in a completion, and not in a chat
         return chunk
 
+    def _bare(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The same choice without what belongs to its own tokens."""
+        bare = {**choice, "logprobs": None, "finish_reason": None}
+        bare.pop(self._engine.stop_member, None)
+        if self._engine.names_stop_always:
+            bare[self._engine.stop_member] = None
+        if "token_ids" in bare:
+            bare["token_ids"] = []
+        return bare
+
+    def _skip_known(self, delta: dict[str, Any], *, is_last: bool) -> None:
+        """Take away what the client has. Raises Mismatch when it is something else, or not all of it."""
+        text = delta.get(self._channel) or ""
+        count = min(len(text), len(self._known))
+        if text[:count] != self._known[:count] or (is_last and count < len(self._known)):
+            raise Mismatch
+        self._known = self._known[count:]
+        if count:
+            delta[self._channel] = text[count:]
+
     def _guard_stop(self, guard: StopGuard, choice: dict[str, Any], delta: dict[str, Any], tokens: int) -> None:
         is_last = choice.get("finish_reason") is not None or any(
             delta.get(name) for name in (*TEXTS, "tool_calls") if name != self._channel
         )
         text = delta.get(self._channel) or ""
-        own_stop = choice.get("stop_reason")
+        own_stop = choice.get(self._engine.stop_member)
         own_stop = own_stop if isinstance(own_stop, str) else None
         text, stop = guard.push(text, tokens=tokens, is_last=is_last, own_stop=own_stop)
         if stop is not None:
             self.is_stopped = True
             delta.clear()
-            choice["finish_reason"], choice["stop_reason"] = "stop", stop
+            choice["finish_reason"], choice[self._engine.stop_member] = "stop", stop
         delta[self._channel] = text
         if not text:
             del delta[self._channel]
         if guard.is_done:
             self._guard = None
-
-
-def _bare(choice: dict[str, Any]) -> dict[str, Any]:
-    """The same choice without what belongs to its own tokens."""
-    bare = {**choice, "logprobs": None, "finish_reason": None}
-    bare.pop("stop_reason", None)
-    if "token_ids" in bare:
-        bare["token_ids"] = []
-    return bare
 
 
 def _shift_offsets(logprobs: Any, offset: int) -> None:

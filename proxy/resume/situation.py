@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.call import Call
+    from proxy.resume.engine import Engine
     from proxy.resume.transcript import Transcript
 
 
 class ChatTokens(StrEnum):
     """How the engines take a chat's prompt as token ids."""
 
-    NATIVE = "native"  # `kv_transfer_params.prompt_token_ids`, vLLM 0.27
+    NATIVE = "native"  # vLLM 0.27 as `kv_transfer_params.prompt_token_ids`, SGLang 0.5.13 as `input_ids`
     ASCEND_PRIVATE = "ascend_private"  # a patch of vllm-ascend 0.26rc (#14389)
     COMPLETIONS = "completions"  # not at all: as a completion
 
@@ -29,8 +30,10 @@ class ChatTokens(StrEnum):
 class Situation:
     """Everything that decides how to go on."""
 
+    engine: Engine
+    """What works on it."""
     call: Call
-    """The call as the client sent it, observed."""
+    """The call as the client sent it, watched."""
     head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
@@ -47,5 +50,7 @@ class Situation:
     chats: ChatTokens
     shows_blanks: bool
     """Engines are thought to show white space at the end of reasoning at once. What the client has decides."""
+    seeds_repeat: bool
+    """The same request with the same seed has the same answer."""
     max_model_len: int | None
     """Tokens that fit into a sequence; None when engines do not tell."""

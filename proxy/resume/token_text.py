@@ -18,9 +18,9 @@ Steps = Generator[Sequence[int], str | None, T]
 """Yields token ids, is sent their text, None if that cannot be had, and returns a T."""
 
 
-def text_of(transcript: Transcript, kept: int) -> Steps[str]:
-    """The text of an answer's first `kept` ids. Raises CannotResume."""
-    text = (yield transcript.ids[:kept]) if kept else ""
+def text_of(transcript: Transcript, kept: int, begin: int = 0) -> Steps[str]:
+    """The text of an answer's first `kept` ids, from the one at `begin` on. Raises CannotResume."""
+    text = (yield transcript.ids[begin:kept]) if kept > begin else ""
     if text is None:
         raise CannotResume("no engine told the text of the answer's token ids")
     return text

@@ -6,7 +6,7 @@ SGLang, in the version that was read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 ConnectorName = Literal["mooncake", "mooncake-pull", "mooncake-hybrid", "nixl"]
@@ -46,6 +46,10 @@ class Profile:
     named_tool_choice_fails: bool = False
     """The prefill leg of a named `tool_choice` with a reasoning parser pins its KV and then answers 500."""
     has_block_size: bool = True
+    tells_completion_ids: bool = True
+    """Completions tell token ids if asked, which SGLang ignored before 0.5.17 (PR #30917)."""
+    streams_chat_ids: bool = True
+    """Streams of chats do, too, which SGLang refuses (PR #37365 would bring it)."""
     is_sglang: bool = False
     """It speaks SGLang's dialect; what else a profile says is of vLLM then, and has no effect."""
     nixl_pin_seconds: float = 30.0
@@ -127,9 +131,16 @@ _SGLANG: Final = Profile(
     nixl_releases_unused=False,
     mooncake_releases_unused=False,
     keeps_length_finish=True,
+    streams_chat_ids=False,
     is_sglang=True,
 )
+_SGLANG_OLD: Final = replace(_SGLANG, name="sglang-0.5.16", version="0.5.16", tells_completion_ids=False)
+_SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True)
 
 PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}
 """The versions of vLLM."""
-ALL_PROFILES: Final[dict[str, Profile]] = PROFILES | {_SGLANG.name: _SGLANG}
+SGLANG_PROFILES: Final[dict[str, Profile]] = {
+    profile.name: profile for profile in (_SGLANG, _SGLANG_OLD, _SGLANG_CHAT_IDS)
+}
+"""SGLang: the version that was read, one that tells no token ids, and the first with those of a pull request."""
+ALL_PROFILES: Final[dict[str, Profile]] = PROFILES | SGLANG_PROFILES

@@ -11,6 +11,8 @@ from proxy.balancer.engine_facts import (
     parse_engine_version,
     parse_max_model_len,
     parse_max_num_seqs,
+    parse_setup,
+    parse_sglang_version,
 )
 
 
@@ -26,6 +28,26 @@ from proxy.balancer.engine_facts import (
 )
 def test_a_version_is_read_from_what_engines_answer(answer: object, version: tuple[int, int]) -> None:
     assert parse_engine_version(answer) == version
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        ({"disaggregation_mode": "decode", "version": "0.5.17"}, (0, 5, 17)),
+        ({"disaggregation_mode": "null", "version": "0.5.18.dev3+gabc"}, (0, 5, 18)),
+        ({"disaggregation_mode": "null", "version": "0.5"}, UNKNOWN_VERSION),
+        ({"vllm_config": {}, "version": "0.5.17"}, UNKNOWN_VERSION),
+        (None, UNKNOWN_VERSION),
+    ],
+)
+def test_the_version_of_sglang_is_read_from_its_server_info(info: object, version: tuple[int, ...]) -> None:
+    assert parse_sglang_version(info) == version
+
+
+@pytest.mark.parametrize(("told", "is_deterministic"), [(True, True), (False, False), (None, False), ("yes", False)])
+def test_whether_seeds_count_is_read_from_it_too(told: object, is_deterministic: bool) -> None:
+    info = {"disaggregation_mode": "decode", "enable_deterministic_inference": told}
+    assert parse_setup(info).is_deterministic is is_deterministic
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ async def serving(
     """
     options = {"profile_name": profile, **_ENGINE, **(engine or {})}
     is_plain = connector == "plain"
+    if is_plain:
+        options = {"protocol": "none", **options}
     async with deployed(
         [SimulatedEngine(role="prefill", **options) for _ in range(0 if is_plain else prefillers)],
         [SimulatedEngine(role="both" if is_plain else "decode", **options) for _ in range(decoders)],
@@ -179,6 +181,7 @@ async def differences(
     *,
     fault: str = "recompute",
     then: int | None = None,
+    connector: str = "vllm_pull",
     engine: Mapping[str, Any] | None = None,
     **resume: Any,
 ) -> dict[int, str]:
@@ -187,9 +190,10 @@ async def differences(
     `then`: it breaks off once more, behind so many more tokens. `resume` are settings. Returns what is different from
     the answer uninterrupted, by place, and nothing of what is equal.
     """
-    expected = await uninterrupted(profile, body, engine=engine)
+    expected = await uninterrupted(profile, body, connector=connector, engine=engine)
     found: dict[int, str] = {}
-    async with serving(profile, engine=engine, decoders=1, resume={"pressure_seconds": 0.0, **resume}) as gateway:
+    resume = {"pressure_seconds": 0.0, **resume}
+    async with serving(profile, connector=connector, engine=engine, decoders=1, resume=resume) as gateway:
         [decoder] = gateway.decoders
         for place in places:
             # A release of KV is a request, too, which would use a fault up.
@@ -279,12 +283,12 @@ def _choice(chunks: Iterable[dict[str, Any]], index: int) -> dict[str, Any]:
     deltas = [choice["delta"] for choice in choices if "delta" in choice]
     return {
         "role_chunks": [number for number, delta in enumerate(deltas) if "role" in delta],
-        "reasoning": "".join(delta.get("reasoning") or "" for delta in deltas),
+        "reasoning": "".join(delta.get("reasoning") or delta.get("reasoning_content") or "" for delta in deltas),
         "content": "".join(delta.get("content") or "" for delta in deltas),
         "text": "".join(choice.get("text") or "" for choice in choices),
         "tool_calls": _tool_calls(deltas),
         "finish": [
-            (number - len(choices), choice["finish_reason"], choice.get("stop_reason"))
+            (number - len(choices), choice["finish_reason"], choice.get("stop_reason", choice.get("matched_stop")))
             for number, choice in enumerate(choices)
             if choice["finish_reason"] is not None or choice.get("stop_reason") is not None
         ],

@@ -48,7 +48,7 @@ _BLANKS: Final = re.compile(r"null +")
 
 # Counted by time, or of this process and not of the gateway.
 _UNTOLD_METRICS: Final = re.compile(
-    r"(process|python)_.*|.*_(bucket|sum|created|share)|.*(lag|timestamp|fds|memory|oldest)_.*"
+    r"(process|python)_.*|.*_(bucket|sum|created|share)|.*(lag|timestamp|fds|memory|oldest|cpu)_.*"
 )
 _UNTOLD_FIELDS: Final = re.compile(r"t_.*|dur|ttft")
 

@@ -11,9 +11,10 @@ import pytest
 
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.resume.observed import can_be_observed, observed
+from proxy.resume.engine import Watch
 from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
+from proxy.resume.vllm import VLLM
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action
 from proxy.wire.document import joined
@@ -115,6 +116,10 @@ SHOWN: dict[str, dict[str, Any]] = {
 }
 
 
+def _is_watched(body: dict[str, Any]) -> bool:
+    return VLLM.watch(call_of(body), lambda _: True) is Watch.IDS
+
+
 def put_together(body: dict[str, Any], stream: bytes) -> Any:
     """The answer to an unstreamed request out of an engine's stream."""
     whole = Assembly()
@@ -131,7 +136,7 @@ def comparable(answer: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.covering(
     "what how steps profile",
-    [row for row in product(ASKED, SHOWN, STEPS, VERSIONS) if can_be_observed(call_of(ASKED[row[0]] | SHOWN[row[1]]))],
+    [row for row in product(ASKED, SHOWN, STEPS, VERSIONS) if _is_watched(ASKED[row[0]] | SHOWN[row[1]])],
 )
 async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: str, steps: str, profile: str) -> None:
     asked, shown = ASKED[what], SHOWN[how]
@@ -141,7 +146,7 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: st
         aiohttp.ClientSession() as session,
     ):
         expected = await ask(session, engine.url, body)
-        stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(body)).body({}))))
+        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(body)).body({}))))
     got = put_together(body, stream.body)
     assert comparable(got) == comparable(expected.json)
     assert list(got["choices"][0]) == list(expected.json["choices"][0])
@@ -154,7 +159,7 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
         for max_tokens in range(1, 60):
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)
             expected = await ask(session, engine.url, body)
-            stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(body)).body({}))))
+            stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(body)).body({}))))
             choice = put_together(body, stream.body)["choices"][0]
             assert choice["message"] == expected.json["choices"][0]["message"]
             assert choice["finish_reason"] == "length"
@@ -164,7 +169,7 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
 async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
-        stream = await ask(session, engine.url, orjson.loads(joined(observed(call_of(request(api))).body({}))))
+        stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(request(api))).body({}))))
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 
 

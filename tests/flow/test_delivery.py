@@ -12,10 +12,10 @@ import pytest
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery
-from proxy.resume.observed import observed
 from proxy.resume.overlap import Mismatch
 from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
+from proxy.resume.vllm import VLLM
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action
@@ -121,7 +121,7 @@ async def test_a_client_that_asks_for_no_ids_gets_what_the_engine_tells_who_asks
     }
     async with SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
     assert b'"token_ids":[' in watched
     assert delivered(body, watched) + DONE == plain
 
@@ -131,7 +131,7 @@ async def test_a_client_that_asks_for_no_usage_gets_none(body: dict[str, Any]) -
     body = {**body, "stream": True}
     async with SimulatedEngine(**ENGINE) as engine:
         plain = await said_by(engine, body | WITH_USAGE)
-        watched = await said_by(engine, observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
     assert delivered(body, watched) == plain[: plain.rindex(b"data: {")]
 
 
@@ -139,7 +139,7 @@ async def test_a_client_that_asks_for_no_usage_gets_none(body: dict[str, Any]) -
 async def test_a_client_that_asks_for_ids_gets_all_that_the_engine_tells(body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "return_token_ids": True, **WITH_USAGE}
     async with SimulatedEngine(**ENGINE) as engine:
-        watched = await said_by(engine, observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
         assert watched == await said_by(engine, body)
     assert delivered(body, watched) + DONE == watched
 
@@ -153,7 +153,7 @@ async def test_a_client_that_wants_no_reasoning_gets_what_the_engine_would_have_
     body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
     async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:
         plain = await said_by(engine, body)
-        watched = await said_by(engine, observed(call_of(body)).body({}))
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
     assert b'"reasoning":' in watched
     got = EventSplitter().feed(delivered(body, watched) + DONE)
     expected = EventSplitter().feed(plain)

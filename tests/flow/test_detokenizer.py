@@ -134,7 +134,7 @@ async def test_ids_are_a_sequence_or_the_bytes_of_a_json_array(deploy: Deploy, i
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     assert await gateway.text(ids) == "naïve"
-    assert engine.requests[-1].body == {"model": "sim", "tokens": IDS}
+    assert engine.requests[-1].body == {"skip_special_tokens": False, "model": "sim", "tokens": IDS}
 
 
 async def test_the_bytes_of_an_array_are_passed_on_as_they_are(deploy: Deploy) -> None:
@@ -148,7 +148,7 @@ async def test_no_model_is_the_engines_own(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     assert await gateway.text(IDS, model=None) == "naïve"
-    assert engine.requests[-1].body == {"tokens": IDS}
+    assert engine.requests[-1].body == {"skip_special_tokens": False, "tokens": IDS}
 
 
 async def test_the_clients_headers_are_passed_on(deploy: Deploy) -> None:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from proxy.dialects.grammars.kimi import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery
-from proxy.resume.observed import observed
 from proxy.resume.overlap import Mismatch
 from proxy.resume.plan import plan
 from proxy.resume.resumption import CannotResume, Resumption
 from proxy.resume.situation import ChatTokens, Situation
 from proxy.resume.transcript import Transcript
+from proxy.resume.vllm import VLLM
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.terms import Action
@@ -60,9 +60,11 @@ def answered(
 
 
 def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = False, **facts: Any) -> Situation:
-    call = observed(call_of(body))
+    call = VLLM.observed(call_of(body))
     return Situation(
         **{
+            "engine": VLLM,
+            "seeds_repeat": True,
             "call": call,
             "head": {"id": "x"},
             "transcript": answered(call.api, ids, in_reasoning=in_reasoning),
@@ -511,7 +513,7 @@ async def resumed(
     `profile`: v0.18, the last that only completions can go on with, or v0.33. `name`: of the request's ids.
     """
     is_old = profile == "v0.18"
-    whole_call = call = observed(delivery.call)
+    whole_call = call = VLLM.observed(delivery.call)
     output = b""
     for segment, engine in enumerate(engines, 1):
         changes = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
@@ -528,6 +530,8 @@ async def resumed(
                 delivery.begin_anew()
             continue
         situation = Situation(
+            engine=VLLM,
+            seeds_repeat=True,
             call=whole_call,
             head=delivery.head,
             transcript=delivery.transcript,

@@ -27,7 +27,7 @@ class ChatAnswer(Answer):
         super().__init__(ask, options, answer_id)
         self._started = False
         is_engine = options.profile.has_parser_engine
-        start = start_phase(ask.prompts[0])
+        start = start_phase(ask.phase_prompt or ask.prompts[0])
         self._parsers = [
             KimiParser(start, reads_tools=ask.calls_tools, is_engine=is_engine)
             for _ in range(ask.samples if ask.is_parsed else 0)

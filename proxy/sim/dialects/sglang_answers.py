@@ -55,15 +55,26 @@ class SglangChat(ChatAnswer):
         if _says_nothing(delta):
             return []
         self.sent_tokens[delta.index] += len(delta.token_ids)
-        parts: list[dict[str, Any]] = [] if delta.index in self._begun else [{"role": "assistant", "content": ""}]
+        is_first = delta.index not in self._begun
+        parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}] if is_first else []
         self._begun.add(delta.index)
         parts += _parts(self._message(delta) or {})
-        chunks = [{"index": delta.index, "delta": part | _reasoning(part), "logprobs": None} for part in parts]
+        if self.ask.return_token_ids and not parts and delta.token_ids:
+            parts.append({})  # what a parser keeps to itself has its ids told all the same
+        chunks = [
+            {"index": delta.index, "delta": part | _reasoning(part), "logprobs": None, "finish_reason": None}
+            | {"matched_stop": None}
+            for part in parts
+        ]
         if chunks:
             chunks[-1]["logprobs"] = self._logprobs(delta)
+        if chunks and self.ask.return_token_ids:
+            chunks[-1]["token_ids"] = delta.token_ids
+            if is_first:
+                chunks[0]["prompt_token_ids"] = self.ask.prompts[0]
         if delta.finish_reason is not None:
             self._ends.append(self._end(delta))
-        return [self._event(chunk | {"finish_reason": None, "matched_stop": None}) for chunk in chunks]
+        return [self._event(chunk) for chunk in chunks]
 
     def _end(self, delta: Delta) -> dict[str, Any]:
         called = bool(self._parsers) and self._parsers[delta.index].called_tools
@@ -118,7 +129,10 @@ class SglangCompletion(CompletionAnswer):
     def _of_sglang(self, delta: Delta) -> dict[str, Any]:
         choice = self._choice(delta)
         shown = {name: choice[name] for name in ("index", "text", "logprobs", "finish_reason")}
-        return shown | {"matched_stop": _matched(delta)}
+        if shown["logprobs"] is not None:
+            shown["logprobs"]["text_offset"] = [-1] * len(shown["logprobs"]["tokens"])
+        ids = {name: choice[name] for name in ("token_ids", "prompt_token_ids") if choice[name] is not None}
+        return shown | {"matched_stop": _matched(delta)} | ids
 
     def closing(self, cached_tokens: int) -> list[bytes]:
         return _last(self, self.chunk_kind)

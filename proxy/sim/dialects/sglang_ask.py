@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.sim.dialects.vllm_ask import read_ask
 from proxy.sim.errors import EngineError
+from proxy.sim.model.tokenizer import encode, render_chat
 
 if TYPE_CHECKING:
     from proxy.sim.model.ask import Ask
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = 128
 _NOBODY = "2.2.2.2"
 """Where a prefiller sends nothing (`FAKE_BOOTSTRAP_HOST`)."""
-_NOT_READ = ("model", "kv_transfer_params", "return_token_ids")
+_NOT_READ = ("model", "kv_transfer_params")
 _SAMPLING = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -33,7 +34,40 @@ def read_openai(body: Any, *, is_chat: bool, options: Options, headers: dict[str
         raise _invalid("1 validation error:\n  Value error, max_tokens must be positive")
     known = {name: body[name] for name in body if name not in _NOT_READ} if isinstance(body, dict) else body
     ask = read_ask(known, is_chat=is_chat, options=options, headers={})
-    return _disaggregated(replace(ask, model=body.get("model") or options.model), body, options)
+    ask = replace(
+        ask,
+        model=body.get("model") or options.model,
+        include_stop=bool(body.get("no_stop_trim")),
+        return_token_ids=_tells_ids(ask, options),
+    )
+    if (body.get("temperature") or 0) < 0:
+        raise _invalid(f"temperature must be non-negative, got {body['temperature']}.")
+    if is_chat and body.get("input_ids"):
+        ask = replace(ask, prompts=[body["input_ids"]], phase_prompt=_phase_prompt(body))
+    return _disaggregated(ask, body, options)
+
+
+def _tells_ids(ask: Ask, options: Options) -> bool:
+    profile = options.profile
+    if not ask.return_token_ids or not profile.tells_completion_ids:
+        return False
+    if ask.is_chat and ask.stream and not profile.streams_chat_ids:
+        raise _invalid(
+            "return_token_ids is not supported with streaming on /v1/chat/completions. "
+            "Please set stream=false when using return_token_ids=true."
+        )
+    return True
+
+
+def _phase_prompt(body: dict[str, Any]) -> list[int]:
+    """Ids by which the parser of a chat that is given as ids judges whether it begins in reasoning: as its messages
+    would, and with `continue_final_message` by the markers in the last one (SGLang `parser/reasoning_parser.py`).
+    """
+    if not body.get("continue_final_message"):
+        return render_chat(body)
+    *messages, last = body["messages"]
+    begun = render_chat({**body, "messages": messages, "continue_final_message": False})
+    return [*begun, *encode(str(last.get("content") or ""))]
 
 
 def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> Ask:

@@ -180,6 +180,9 @@ class ControlRoutes:
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("tokens"), list):
             return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.tokens"))
+        if self._core.options.profile.is_sglang:
+            keeps = body.get("skip_special_tokens") is False
+            return json_response({"text": decode(body["tokens"], keep_markers=keeps)})
         return json_response({"prompt": decode(body["tokens"], keep_markers=True)})
 
     async def _render(self, request: web.Request) -> web.Response:

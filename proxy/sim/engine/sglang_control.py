@@ -64,6 +64,7 @@ class SglangRoutes:
                 "served_model_name": options.model,
                 "disaggregation_mode": _MODES[options.role],
                 "disaggregation_bootstrap_port": self._bootstrap_port(),
+                "enable_deterministic_inference": False,
                 "dp_size": options.dp_size,
                 "max_running_requests": options.max_num_seqs,
                 "max_total_num_tokens": options.num_gpu_blocks * options.block_size,

@@ -48,6 +48,8 @@ class Ask:
     """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
     prompt_logprobs: int | None = None
     """How many alternatives to report per token of the prompt; None reports none."""
+    phase_prompt: list[int] | None = None
+    """In place of a chat's prompt for the question whether the answer begins in reasoning; None: the prompt tells."""
     dp_rank: int | None = None
     """The data-parallel rank that a vLLM engine is told to use; None lets it choose."""
     is_batch: bool = False

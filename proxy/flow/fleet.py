@@ -1,0 +1,75 @@
+"""What all engines have in common that an attempt may come to, looked at anew when something has changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.resume.engines import ENGINES
+from proxy.resume.vllm import VLLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.capabilities import Capability
+    from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.pool import Pool
+    from proxy.resume.engine import Engine
+
+
+class Fleet:
+    """The eligible backends of the roles that a request needs."""
+
+    def __init__(self, pools: Sequence[Pool], kind: str | None) -> None:
+        """`kind`: the software that the connector is for, as `Identity.kind` has it; None: any, and they say which."""
+        self._pools = tuple(pools)
+        self._connectors_kind = kind
+        self._seen: list[tuple[Backend, ...]] = [() for _ in self._pools]
+        self._facts: list[EngineFacts | None] = []
+        self._known: dict[Capability, bool] = {}
+        self._engine: Engine | None = None
+        self._kind = ""
+
+    @property
+    def engine(self) -> Engine | None:
+        """How they tell answers and take them up again; None: they are of several kinds."""
+        self._look()
+        return self._engine
+
+    def has(self, capability: Capability) -> bool:
+        """Whether all of them have it; False when there are none."""
+        self._look()
+        known = self._known.get(capability)
+        if known is None:
+            is_in = capability.is_in_engine
+            known = bool(self._facts) and all(is_in(facts, self._kind) for facts in self._facts)
+            self._known[capability] = known
+        return known
+
+    def max_model_len(self) -> int | None:
+        """Tokens that fit into a sequence on every engine; None when none has told."""
+        self._look()
+        known = [facts.max_model_len for facts in self._facts if facts is not None]
+        return min((length for length in known if length is not None), default=None)
+
+    def _look(self) -> None:
+        """Each pool has another tuple of eligible backends whenever its members, their health or their facts change."""
+        is_news = False
+        for index, pool in enumerate(self._pools):
+            eligible = pool.eligible()
+            if eligible is not self._seen[index]:
+                self._seen[index] = eligible
+                is_news = True
+        if not is_news:
+            return
+        self._known.clear()
+        self._facts = [
+            pool.facts(backend) for pool, seen in zip(self._pools, self._seen, strict=True) for backend in seen
+        ]
+        kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}
+        if self._connectors_kind is not None:
+            kinds = {self._connectors_kind}
+        self._engine = None if len(kinds) > 1 else VLLM
+        for kind in kinds if len(kinds) == 1 else ():
+            self._kind = kind or ""
+            self._engine = ENGINES[self._kind]

@@ -1,0 +1,250 @@
+"""SGLang's decoders fail wherever they can: completions go on from their token ids, greedy chats are told once more.
+
+As tests/conformance/test_resume.py, whose tables are of vLLM's versions.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from tests.conformance.resuming import (
+    WITH_USAGE,
+    actions,
+    after,
+    chat,
+    completion,
+    differences,
+    generated,
+    in_character,
+    serving,
+    story,
+    text_of,
+    thoughts,
+)
+from tests.conformance.test_resume import ERROR, REPEATED, SHORT, Row, check, check_that_the_client_is_told, rows
+from tests.deployment import deployed, generations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SGLANG: dict[str, Any] = {"connector": "sglang_bootstrap"}
+NOW, OLD = "sglang", "sglang-0.5.16"
+GREEDY: dict[str, Any] = {"temperature": 0}
+IDS: dict[str, Any] = {"return_token_ids": True}
+COUNTED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+FAULTS = ("kill", "reset_after_tokens", "stall_after_tokens", "error_event", "end_without_finish")
+TOKENS = "completion_tokens"
+EVERYWHERE: dict[str, Any] = {**SGLANG, "fault": "error_event"}
+"""The fault behind which nobody looks whether the engine has gone down, for many places in a row."""
+
+
+def of_row(row: tuple[Row, str]) -> set[object]:
+    """The short suite runs every place with some fault, and every fault with every kind of answer."""
+    return {(row[0].kind, row[0].where), (row[0].kind, row[0].fault)}
+
+
+def breaking(kind: str, body: Mapping[str, Any], *places: tuple[str, Any, str]) -> list[tuple[Row, str]]:
+    """Each place with each fault."""
+    return rows(kind, body, *[(*place, fault) for place, fault in product(places, FAULTS)], profiles=(NOW,))
+
+
+# At which place, and how
+
+BROKEN = [
+    *breaking(
+        *("completion", completion(**WITH_USAGE)),
+        ("behind the first token", after(1), TOKENS),
+        ("in a word", after(10), TOKENS),
+        ("in a character", in_character(after(5)), TOKENS),
+        ("before the last token", after(39), TOKENS),
+    ),
+    *breaking(
+        *("whole-completion", completion(max_tokens=100)),
+        ("early", after(63), "restart"),
+        ("late", after(64), TOKENS),
+    ),
+    *breaking(
+        *("greedy-chat", story(**WITH_USAGE, **GREEDY)),
+        ("behind the first token", after(1), "replay"),
+        ("in reasoning", after(20), "replay"),
+        ("in content", after(60), "replay"),
+        ("in a call", after(90), "replay"),
+        ("at the end", after(136), "replay"),
+    ),
+]
+
+
+@pytest.mark.covering("row profile", BROKEN, of_row)
+async def test_an_answer_goes_on_wherever_and_however_it_breaks_off(row: Row, profile: str) -> None:
+    await check(profile, row, **SGLANG, **(SHORT if row.fault == "stall_after_tokens" else {}))
+
+
+BEGUN = rows(
+    *("completion", completion(**WITH_USAGE)),
+    *[("before the first token", after(0), REPEATED, fault) for fault in ("kill", "reset_after_tokens", "error_event")],
+    profiles=(NOW, OLD),
+)
+
+
+@pytest.mark.covering("row profile", BEGUN)
+async def test_an_answer_that_has_not_begun_is_asked_for_again(row: Row, profile: str) -> None:
+    await check(profile, row, **SGLANG)
+
+
+@pytest.mark.parametrize(("fields", "step"), [({}, 1), (IDS, 4), ({"logprobs": 1}, 4)], ids=["text", "ids", "logprobs"])
+async def test_a_completion_goes_on_behind_every_token(fields: dict[str, Any], step: int) -> None:
+    body = completion(**WITH_USAGE, **fields)
+    assert not await differences(NOW, body, range(1, 40, step), **EVERYWHERE)
+
+
+async def test_a_greedy_chat_is_told_once_more_behind_every_token() -> None:
+    body = story(**WITH_USAGE, **GREEDY)
+    places = range(1, len(generated(body)), 6)
+    assert not await differences(NOW, body, places, **EVERYWHERE)
+
+
+TWICE = rows(
+    *("completion", completion(**WITH_USAGE, **IDS)),
+    ("in a word, soon", after(10), f"{TOKENS}+{TOKENS}", "error_event", {}, 1),
+    ("in a word, in a character", after(10), f"{TOKENS}+{TOKENS}", "error_event", {}, 4),
+    ("in a character, later", in_character(after(5)), f"{TOKENS}+{TOKENS}", "reset_after_tokens", {}, 9),
+    profiles=(NOW,),
+) + rows(
+    *("greedy-chat", thoughts(**WITH_USAGE, **GREEDY)),
+    ("in reasoning, sooner", after(20), "replay+replay", "end_without_finish", {}, 5),
+    ("in reasoning, in content", after(20), "replay+replay", "error_event", {}, 70),
+    profiles=(NOW,),
+)
+
+
+@pytest.mark.parametrize(("row", "profile"), TWICE, ids=str)
+async def test_an_answer_goes_on_twice(row: Row, profile: str) -> None:
+    await check(profile, row, decoders=3, **SGLANG)
+
+
+# What was asked for
+
+LATE = after(30)
+OPTIONS = [
+    *rows("ids", completion(**WITH_USAGE, **IDS), ("in a character", in_character(after(5)), TOKENS), profiles=(NOW,)),
+    *rows("logprobs", completion(**WITH_USAGE, logprobs=2), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("whole-ids", completion(max_tokens=90, **IDS), ("late", after(70), TOKENS), profiles=(NOW,)),
+    *rows("whole-logprobs", completion(max_tokens=90, logprobs=2), ("late", after(70), TOKENS), profiles=(NOW,)),
+    *rows("counted", completion(**COUNTED), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("uncounted", completion(stream=True), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("least", completion(**WITH_USAGE, min_tokens=35), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("default", completion(**WITH_USAGE, max_tokens=None), ("early", after(9), TOKENS), profiles=(NOW,)),
+    *rows("three", completion(**WITH_USAGE, n=3), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("whole-three", completion(max_tokens=90, n=3), ("late", after(70), TOKENS), profiles=(NOW,)),
+    *rows("prompts", completion(**WITH_USAGE, prompt=["What is it?", "Who?"]), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("no-penalty", completion(**WITH_USAGE, presence_penalty=0.0), ("late", LATE, TOKENS), profiles=(NOW,)),
+    *rows("chat-counted", thoughts(**COUNTED, **GREEDY), ("late", after(60), "replay"), profiles=(NOW,)),
+    *rows("chat-three", thoughts(**WITH_USAGE, **GREEDY, n=3), ("late", after(60), "replay"), profiles=(NOW,)),
+    *rows("chat-one-call", story(**WITH_USAGE, **GREEDY, parallel_tool_calls=False), ("late", after(100), "replay")),
+]
+OPTIONS = [(row, NOW) for row, profile in OPTIONS if profile in (NOW, "v0.33")]
+
+
+@pytest.mark.parametrize(("row", "profile"), OPTIONS, ids=str)
+async def test_an_answer_goes_on_whatever_was_asked_for(row: Row, profile: str) -> None:
+    body = {name: value for name, value in row.body.items() if value is not None}
+    await check(profile, Row(row.kind, body, row.where, row.place, row.does, "error_event"), **SGLANG)
+
+
+@pytest.mark.parametrize("engine", [{"tokens_per_step": 3}, {"stream_interval": 8}], ids=["steps", "intervals"])
+async def test_several_tokens_in_a_chunk_are_none_too_many(engine: dict[str, Any]) -> None:
+    """As SGLang's overlapped scheduler writes them."""
+    body = completion(**WITH_USAGE)
+    assert not await differences(NOW, body, range(1, 40, 2), engine=engine, **EVERYWHERE)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+async def test_a_stop_string_counts_wherever_the_answer_breaks_off(shows: bool) -> None:
+    text = text_of(completion(), 0, 40)
+    stop = text[18:27]
+    body = completion(stream=True, stop=[stop, "never at all"], no_stop_trim=shows)
+    assert not await differences(NOW, body, range(10, 28, 2), **EVERYWHERE)
+
+
+async def test_only_the_decoder_is_asked_for_token_ids_and_told_the_same_seed() -> None:
+    """The prefiller's answer would have the prompt's, and is read by nobody."""
+    async with serving(NOW, **SGLANG) as gateway:
+        gateway.decoders[0].faults.add("kill", tokens=10)
+        assert (await gateway.ask(completion(**WITH_USAGE, seed=7))).is_done
+        prefills, decodes = generations(*gateway.prefillers), generations(*gateway.decoders)
+        assert [seen.body.get("return_token_ids") for seen in prefills] == [None, None]
+        assert [seen.body["return_token_ids"] for seen in decodes] == [True, True]
+        assert [seen.body["seed"] for seen in decodes] == [7, 7]
+        assert len({seen.body["bootstrap_room"] for seen in decodes}) == 2
+        assert len({seen.body["rid"] for seen in decodes}) == 2
+        assert prefills[1].body["prompt"] == decodes[1].body["prompt"]
+        assert (len(decodes[1].body["prompt"]), decodes[1].body["max_tokens"]) == (21, 30)
+
+
+# What cannot go on
+
+PENALTY: dict[str, Any] = {"repetition_penalty": 1.1}
+CUT: tuple[Any, ...] = ("late", LATE, ERROR, "reset_after_tokens")
+AGAIN: tuple[Any, ...] = ("late", LATE, "replay", "reset_after_tokens")
+UNCONTINUED = [
+    *rows("penalty", completion(**WITH_USAGE, **PENALTY), CUT, profiles=(NOW,)),
+    *rows("regex", completion(**WITH_USAGE, regex=".*"), CUT, profiles=(NOW,)),
+    *rows("stop-regex", completion(**WITH_USAGE, stop_regex="never"), CUT, profiles=(NOW,)),
+    *rows("greedy-penalty", completion(**WITH_USAGE, **PENALTY, **GREEDY), AGAIN, profiles=(NOW,)),
+    *rows("whole", completion(max_tokens=90, **PENALTY), ("late", after(70), "restart", "kill"), profiles=(NOW,)),
+]
+
+
+@pytest.mark.parametrize(("row", "profile"), UNCONTINUED, ids=str)
+async def test_what_would_become_another_answer_is_told_again_or_an_error(row: Row, profile: str) -> None:
+    await check(profile, row, **SGLANG)
+
+
+async def test_the_error_says_why() -> None:
+    async with serving(NOW, **SGLANG) as gateway:
+        gateway.decoders[0].faults.add("kill", tokens=30)
+        answer = await gateway.ask(completion(**WITH_USAGE, **PENALTY))
+        check_that_the_client_is_told(gateway, answer, "repetition_penalty")
+
+
+@pytest.mark.parametrize(
+    ("profile", "body"),
+    [
+        (NOW, chat(**WITH_USAGE)),
+        (NOW, chat(**WITH_USAGE, seed=7)),
+        (NOW, chat(**WITH_USAGE, **GREEDY, logprobs=True)),
+        (NOW, completion(**WITH_USAGE, **GREEDY, echo=True)),
+        (OLD, completion(**WITH_USAGE)),
+    ],
+    ids=["sampled", "seeded", "logprobs", "echo", "old"],
+)
+async def test_what_engines_do_not_tell_enough_of_is_not_watched(profile: str, body: dict[str, Any]) -> None:
+    """Streams of chats have no token ids, seeds mean nothing, and older engines ignore the question."""
+    async with serving(profile, **SGLANG) as gateway:
+        gateway.decoders[0].faults.add("kill", tokens=30)
+        answer = await gateway.ask(body)
+        assert answer.error["code"] == "decode_broken"
+        assert actions(gateway) == []
+        assert all("return_token_ids" not in seen.body for seen in generations(*gateway.engines))
+
+
+async def test_engines_of_several_versions_can_do_what_the_oldest_can() -> None:
+    """The next decoder might be the one that tells no ids."""
+    decoders = [SimulatedEngine(role="decode", profile_name=profile) for profile in (NOW, OLD)]
+    prefiller = SimulatedEngine(role="prefill", profile_name=NOW)
+    async with deployed([prefiller], [*decoders], **SGLANG) as gateway:
+        assert (await gateway.ask(completion(**WITH_USAGE))).is_done
+        assert "return_token_ids" not in generations(*gateway.decoders)[0].body
+
+
+@pytest.mark.parametrize("profile", [NOW, OLD])
+async def test_it_is_the_engines_that_count_and_not_the_connector(profile: str) -> None:
+    async with serving(profile, connector="plain") as gateway:
+        gateway.decoders[0].faults.add("kill", tokens=10)
+        answer = await gateway.ask(completion(**WITH_USAGE))
+        assert answer.is_done is (profile == NOW)
+        assert actions(gateway) == ([TOKENS] if profile == NOW else [])

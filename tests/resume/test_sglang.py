@@ -1,0 +1,162 @@
+"""What is special to SGLang: how it is asked, what of a token it shows, and what it could not continue exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.resume.engine import Watch
+from proxy.resume.overlap import Mismatch
+from proxy.resume.sglang import SGLANG
+from proxy.resume.transcript import Transcript
+from proxy.terms import Action
+from proxy.wire.document import joined
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.flow.test_delivery import call_of
+from tests.resume.test_plan import CHAT, COMPLETION, body_of, decided, situation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.balancer.capabilities import Capability
+    from proxy.resume.resumption import Resumption
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+WHOLE = request(Api.CHAT)
+
+
+@pytest.mark.parametrize(
+    ("body", "capability", "watch"),
+    [
+        (COMPLETION, TOKEN_IDS, Watch.IDS),
+        (COMPLETION, None, Watch.NOT),
+        (COMPLETION | {"echo": True}, TOKEN_IDS, Watch.NOT),
+        (COMPLETION | {"return_hidden_states": True}, TOKEN_IDS, Watch.NOT),
+        (CHAT, TOKEN_IDS, Watch.NOT),
+        (CHAT, CHAT_STREAM_TOKEN_IDS, Watch.IDS),
+        (CHAT | GREEDY, TOKEN_IDS, Watch.TEXT),
+        (CHAT | GREEDY, None, Watch.TEXT),
+        (CHAT | GREEDY | {"logprobs": True}, TOKEN_IDS, Watch.NOT),
+        (CHAT | {"seed": 7}, TOKEN_IDS, Watch.NOT),
+        (WHOLE | GREEDY, TOKEN_IDS, Watch.NOT),
+        (WHOLE, CHAT_STREAM_TOKEN_IDS, Watch.IDS),
+    ],
+)
+def test_how_an_answer_is_watched(body: dict[str, Any], capability: Capability | None, watch: Watch) -> None:
+    assert SGLANG.watch(call_of(body), lambda asked: asked is capability) is watch
+
+
+def test_a_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
+    call = call_of(CHAT | GREEDY)
+    assert SGLANG.watching[Watch.TEXT].observed(call) is call
+    body = orjson.loads(joined(SGLANG.watching[Watch.IDS].observed(call_of(COMPLETION)).body({})))
+    assert body["return_token_ids"] is body["stream"] is True
+
+
+# A token that is shown in part: its text is ` ` and the first byte of a quotation mark, which SGLang shows up to the
+# space (`find_printable_text`).
+TEXTS = {1: b"He", 2: b" said", 3: b" \xe2\x80", 4: b"\x9cyes"}
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return b"".join(TEXTS[token] for token in ids).decode(errors="replace")
+
+
+def shown(*parts: tuple[str, list[int]]) -> Transcript:
+    transcript = Transcript()
+    transcript.prompt_ids = b"[7,8]"
+    for text, ids in parts:
+        transcript.take({"text": text}, ids)
+    return transcript
+
+
+def resumed(transcript: Transcript, **body: Any) -> Resumption:
+    return decided(situation(COMPLETION | body, [], engine=SGLANG, transcript=transcript), text_of)[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "prompt", "rest", "new"),
+    [
+        ([("He", [1]), (" said", [2])], [7, 8, 1, 2], [(" “yes", [3, 4])], " “yes"),
+        ([("He", [1]), (" said", [2]), (" ", [3])], [7, 8, 1, 2], [(" ", [3]), ("“yes", [4])], "“yes"),
+        ([("He", [1]), (" said ", [2, 3])], [7, 8, 1, 2], [(" “yes", [3, 4])], "“yes"),
+        ([("He", [1]), (" said", [2]), (" ", [3]), ("“yes", [4])], [7, 8, 1, 2, 3, 4], [("!", [1])], "!"),
+        ([("He", [1]), (" said", [2]), ("", [3])], [7, 8, 1, 2], [(" “yes", [3, 4])], " “yes"),
+    ],
+)
+def test_text_of_half_a_token_is_generated_again_and_told_once(
+    parts: list[tuple[str, list[int]]], prompt: list[int], rest: list[tuple[str, list[int]]], new: str
+) -> None:
+    transcript = shown(*parts)
+    resumption = resumed(transcript)
+    assert resumption.action is Action.COMPLETION_TOKENS
+    assert body_of(resumption)["prompt"] == prompt
+    assert resumption.seam is not None
+    transcript.cut(resumption.kept)
+    told = ""
+    for text, ids in rest:
+        for chunk, _ in resumption.seam.rewrite(_chunk(text, ids), recomputed=False):
+            told += chunk["choices"][0]["text"]
+    assert told == new
+
+
+@pytest.mark.parametrize(("text", "finish"), [("-", None), ("", "length")])
+def test_an_engine_that_does_not_say_it_again_has_not_gone_on(text: str, finish: str | None) -> None:
+    seam = resumed(shown(("He", [1]), (" said", [2]), (" ", [3]))).seam
+    assert seam is not None
+    with pytest.raises(Mismatch):
+        seam.rewrite(_chunk(text, [5], finish), recomputed=False)
+
+
+def _chunk(text: str, ids: list[int], finish: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish, "matched_stop": None}
+    return {"id": "y", "choices": [{**choice, "token_ids": ids}], "usage": None}
+
+
+def test_no_text_is_asked_for_but_that_of_the_last_character() -> None:
+    asked: list[Sequence[int]] = []
+
+    def tell(ids: Sequence[int]) -> str:
+        asked.append(list(ids))
+        return text_of(ids)
+
+    transcript = shown(*[("He", [1])] * 100)
+    decided(situation(COMPLETION, [], engine=SGLANG, transcript=transcript), tell)
+    assert asked == [[1] * 8]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.05},
+        {"stop_regex": "a+"},
+        {"custom_logit_processor": "x"},
+        {"ebnf": "root ::= x"},
+        {"json_schema": "{}"},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_would_become_another_answer_is_only_replayed(fields: dict[str, Any]) -> None:
+    parts = [("He", [1]), (" said", [2])]
+    assert resumed(shown(*parts), **fields, **GREEDY).action is Action.REPLAY
+
+
+@pytest.mark.parametrize("fields", [{"presence_penalty": 0}, {"repetition_penalty": 1.0}, {"frequency_penalty": None}])
+def test_a_penalty_that_is_none_is_no_hindrance(fields: dict[str, Any]) -> None:
+    assert resumed(shown(("He", [1])), **fields).action is Action.COMPLETION_TOKENS
+
+
+@pytest.mark.parametrize(("seeds_repeat", "action"), [(True, Action.REPLAY), (False, None)])
+def test_a_seed_counts_where_engines_say_so(seeds_repeat: bool, action: Action | None) -> None:
+    assert SGLANG.is_reproducible(call_of(COMPLETION | {"seed": 7}), seeds_repeat=seeds_repeat) is (action is not None)
+
+
+def test_the_seed_stays_the_same() -> None:
+    assert body_of(resumed(shown(("He", [1])), seed=7))["seed"] == 7
