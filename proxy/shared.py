@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.api_keys import KeyUsage
 from proxy.balancer.bulletin import Bulletin
+from proxy.balancer.journal import Journal
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -93,6 +94,7 @@ class Shared:
     misfits: Misfits = field(default_factory=Misfits)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
+    journal: Journal = field(default_factory=Journal)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
@@ -121,4 +123,5 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
         roster=roster,
         key_usage=KeyUsage(workers=settings.workers),
         heartbeats=Heartbeats(settings.workers),
+        journal=Journal(settings.workers),
     )

@@ -16,13 +16,14 @@ from zlib import crc32
 from proxy.backend import Load, Role
 from proxy.balancer.policies import LeastLoad
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
-from proxy.balancer.prefiller import Prefiller
+from proxy.balancer.prefiller import Prefiller, hear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.prefiller import Sample
 
 # Differences that predictions cannot tell.
 _TIE_SHARE: Final = 0.05
@@ -74,6 +75,7 @@ class LeastSeconds(LeastLoad):
         super().__init__(context)
         self._cost = PrefillCost()
         self._prefillers: dict[Backend, Prefiller] = {}
+        self._by_slot: dict[int, Prefiller] = {}
         self._seen: Sequence[Candidate] = ()  # the candidates of the last time, and what is known of them
         self._seen_prefillers: list[Prefiller] = []
         self._seen_slots: list[int] = []
@@ -156,12 +158,26 @@ class LeastSeconds(LeastLoad):
         prefiller = self._prefillers.get(backend)
         if prefiller is None:
             return
+        sample = prefiller.end(id(request), served, self.context.clock())
+        if sample is not None:
+            self._learn(prefiller, sample)
+
+    def _learn(self, prefiller: Prefiller, sample: Sample) -> None:
         now = self.context.clock()
-        sample = prefiller.end(id(request), served, now)
-        if sample is not None and now >= self._next_lesson:
+        if now >= self._next_lesson:
             self._next_lesson = now + _LESSON_SECONDS
-            self._cost.learn(backend, *sample)
-            prefiller.slowness = self._cost.slowness(backend)
+            self._cost.learn(prefiller.backend, *sample)
+            prefiller.slowness = self._cost.slowness(prefiller.backend)
+
+    def emptied(self, backend: Backend) -> None:
+        """What it had in its cache is gone."""
+        if backend in self._prefillers:
+            self._prefillers[backend].emptied()
+
+    @property
+    def remembered(self) -> int:
+        """Of all prefillers."""
+        return sum(len(prefiller.cached) for prefiller in self._prefillers.values())
 
     # The queue in front of all
 
@@ -242,12 +258,17 @@ class LeastSeconds(LeastLoad):
             self._seen = candidates
             self._seen_prefillers = [self._of(candidate.backend) for candidate in candidates]
             self._seen_slots = [candidate.backend.slot for candidate in candidates]
+        journal = self.context.journal
+        if journal is not None and journal.has_news:
+            for prefiller, sample in hear(journal, self._by_slot):
+                self._learn(prefiller, sample)
         return self._seen_prefillers
 
     def _of(self, backend: Backend) -> Prefiller:
         known = self._prefillers.get(backend)
         if known is None:
-            known = self._prefillers[backend] = Prefiller(backend)
+            known = Prefiller(backend, journal=self.context.journal)
+            self._prefillers[backend] = self._by_slot[backend.slot] = known
         return known
 
     def _wait(self, request: PickRequest) -> _Asked:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.journal import Seat
     from proxy.balancer.scoreboard import Scoreboard
 
 
@@ -164,6 +165,8 @@ class PolicyContext:
     """Seconds."""
     facts: Callable[[Backend], EngineFacts | None] = _unknown
     """What the engine says of itself; None: nothing yet."""
+    journal: Seat | None = None
+    """Where a policy tells those of the other workers what they should know; None: there are no others."""
 
 
 class Policy(ABC):
@@ -205,6 +208,14 @@ class Policy(ABC):
 
         Comes once for each `dispatched`, in the moment in which it is known: of a prefiller when it has answered.
         """
+
+    def emptied(self, backend: Backend) -> None:  # noqa: B027 - nor need this
+        """Its caches are empty: it does not take connections, has started anew, or has left. May come many times."""
+
+    @property
+    def remembered(self) -> int:
+        """How many keys of prefixes it keeps."""
+        return 0
 
     # For the queue in front of all backends.
 

@@ -87,13 +87,14 @@ class Pool:
         self._pinned_kv = pinned_kv
         on_transition = on_transition or _nobody_asks
         self._clock = clock
+        self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # who could take requests, and how many, at the last look
         self._members = Members(
             role,
             roster,
             health,
             pinned_kv=pinned_kv,
-            notes=[notes for notes in (pinned_kv, quarantine, fitness) if notes is not None],
+            notes=[notes for notes in (pinned_kv, quarantine, fitness, self) if notes is not None],
             on_transition=on_transition,
             on_change=self._on_change,
         )
@@ -120,6 +121,7 @@ class Pool:
         self._chooser.use(policy)
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
         """For leases: what a request costs the backend that was chosen; None: the same on all."""
+        self._looks_for_restarts = _overrides(policy, "emptied")
         hears = any(_overrides(policy, name) for name in ("dispatched", "told", "ended"))
         self.listener = policy if hears else None
         """For leases: the policy, if it wants to hear of them."""
@@ -256,6 +258,11 @@ class Pool:
         self._members.refresh()
         return 0 if self._members.awaiting_trial else self._chooser.first_to_go(waiting)
 
+    def forget(self, backend: Backend) -> None:
+        """A backend has left. See members.Notes."""
+        self._engine_ids.pop(backend, None)
+        self.policy.emptied(backend)
+
     def is_gone(self) -> bool:
         """Whether no backend takes connections any more, though at least one was up before."""
         self._members.refresh()
@@ -288,10 +295,26 @@ class Pool:
         limits = tuple(map(self.limit, members.eligible))
         self._chooser.consider(members.eligible, limits)
         self.outcomes.consider(members.eligible)
+        if self._looks_for_restarts:
+            for backend in members.all:
+                if self._has_gone(backend):
+                    self.policy.emptied(backend)
         room = (members.eligible, members.awaiting_trial, limits)
         if room != self._room:
             self._room = room
             self.released()
+
+    def _has_gone(self, backend: Backend) -> bool:
+        """Whether it is down, or another process than at the last look."""
+        health = self._health.of(backend)
+        if health.is_unreachable or health.verdict is HealthState.DOWN:
+            return True
+        engine_id = self.engine_id(backend)
+        if engine_id is None:
+            return False
+        before = self._engine_ids.setdefault(backend, engine_id)
+        self._engine_ids[backend] = engine_id
+        return before != engine_id
 
 
 def _nobody_asks(transition: Transition) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
+from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.journal import Seat
 
 # What is under way is not thought to be over before its answer is here.
 _LEAST_LEFT: Final = 0.1
@@ -36,6 +41,21 @@ class Sent:
     """Tokens of the prompt, and those of them that were cached, as the backend told."""
 
 
+class _Kind(IntEnum):
+    """Of a record in the journal."""
+
+    SENT = 0
+    """A prompt with these keys goes there. Numbers: when, the predicted seconds, the tokens that are not expected to be
+    cached, and the ends of its pieces."""
+    ENDED = 1
+    """One has ended, and nothing has come of these keys. Numbers: when, how far the odometer has to be moved, the trust
+    and the capacity by now, and a sample, if it teaches one."""
+
+
+# Its kind, the prefiller's slot, the number of keys and of other numbers, which follow.
+_RECORD: Final = Struct("<IIII")
+
+
 class Sample(NamedTuple):
     """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
 
@@ -51,6 +71,8 @@ class Prefiller:
     backend: Backend
     cached: CachedPrefixes = field(default_factory=CachedPrefixes)
     slowness: float = 1.0
+    journal: Seat | None = None
+    """Where the other workers hear what this one has sent there; None: there are none."""
     version: int = 0
     charge: int = 0
     """Of all that was sent and is under way."""
@@ -58,6 +80,8 @@ class Prefiller:
     """Tokens of it that are not expected to be cached."""
     _sent: dict[int, Sent] = field(default_factory=dict)  # by request, the oldest first
     _answered_at: float = 0.0
+    _others: deque[tuple[float, float]] = field(default_factory=deque)
+    """When others have sent something that is under way, and its predicted seconds, the oldest first."""
 
     @property
     def is_busy(self) -> bool:
@@ -81,6 +105,8 @@ class Prefiller:
         prefixes = self.cached
         odometer = prefixes.odometer
         known = prefixes.use(keys, ends, tokens - cached)
+        if self.journal is not None:
+            self._write(_Kind.SENT, keys, (now, seconds, tokens - cached, *ends))
         charge = round(seconds / SECONDS_PER_LOAD)
         self.version += 1
         self.charge += charge
@@ -97,31 +123,92 @@ class Prefiller:
         sent = self._sent.pop(request, None)
         if sent is None:
             return None
-        tokens, cached, prefixes = sent.tokens, sent.cached, self.cached
         self.version += 1
         self.charge -= sent.charge
-        self.computing = self.computing - (tokens - cached) if self._sent else 0.0
-        if not served:  # of a failure there is nothing in the cache
-            prefixes.drop([key for key, reading in zip(sent.keys, sent.known, strict=True) if reading is None])
-            return None
-        if sent.told is not None:
-            told_tokens, told_cached = sent.told
-            if sent.keys:
-                there = tokens * told_cached / max(1, told_tokens)
-                prefixes.odometer += cached - there
-                prefixes.learn(sent.known, sent.odometer, sent.ends, cached, there)
-            tokens, cached = float(told_tokens), float(told_cached)
-        # Prompts that were sent one behind the other were computed one after the other.
-        began = max(sent.at, self._answered_at)
-        self._answered_at = now
-        return Sample(tokens - cached, cached, now - began)
+        self.computing = self.computing - (sent.tokens - sent.cached) if self._sent else 0.0
+        prefixes = self.cached
+        dropped: list[int] = []
+        further, sample = 0.0, None
+        if served:
+            tokens, cached = sent.tokens, sent.cached
+            if sent.told is not None:
+                told_tokens, told_cached = sent.told
+                if sent.keys:
+                    there = tokens * told_cached / max(1, told_tokens)
+                    further = cached - there
+                    prefixes.odometer += further
+                    prefixes.learn(sent.known, sent.odometer, sent.ends, cached, there)
+                tokens, cached = float(told_tokens), float(told_cached)
+            # Prompts that were sent one behind the other were computed one after the other.
+            sample = Sample(tokens - cached, cached, now - max(sent.at, self._answered_at))
+            self._answered_at = now
+        else:  # of a failure there is nothing in the cache
+            dropped = [key for key, reading in zip(sent.keys, sent.known, strict=True) if reading is None]
+            prefixes.drop(dropped)
+        if self.journal is not None:
+            self._write(_Kind.ENDED, dropped, (now, further, prefixes.trust, prefixes.capacity, *(sample or ())))
+        return sample
 
-    def left(self, load_seconds: float, now: float) -> float:
-        """What is left of its load: less what the oldest prompt under way has probably behind it."""
-        if not self._sent:
-            return load_seconds
-        oldest = next(iter(self._sent.values()))
-        spent = now - max(oldest.at, self._answered_at)
+    def emptied(self) -> None:
+        """Nothing is cached there any more. This worker has found out, as the others will."""
+        if len(self.cached):
+            self.cached.clear()
+            self.version += 1
+
+    def left(self, load: float, now: float) -> float:
+        """Seconds that are left of its load, which is that of all workers and in seconds, too: less what the oldest
+        prompt under way has probably behind it.
+        """
+        at, seconds = now, 0.0
+        if self._sent:
+            oldest = next(iter(self._sent.values()))
+            at, seconds = oldest.at, oldest.seconds
+        if self._others:
+            if load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
+                self._others.clear()  # some ends were missed
+            elif self._others[0][0] < at:
+                at, seconds = self._others[0]
+        spent = now - max(at, self._answered_at)
         # One that is overdue is expected to take as long again as it is late: it may never answer.
-        left = max(oldest.seconds - spent, spent - oldest.seconds, _LEAST_LEFT * oldest.seconds)
-        return max(0.0, load_seconds - oldest.seconds + left)
+        left = max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
+        return max(0.0, load - seconds + left)
+
+    def _write(self, kind: _Kind, keys: Sequence[int], numbers: Sequence[float]) -> None:
+        assert self.journal is not None
+        head = _RECORD.pack(kind, self.backend.slot, len(keys), len(numbers))
+        self.journal.write(head + array("Q", keys).tobytes() + array("d", numbers).tobytes())
+
+    def _hear(self, kind: int, keys: Sequence[int], numbers: Sequence[float]) -> Sample | None:
+        self.version += 1
+        if kind == _Kind.SENT:
+            at, seconds, computed, *ends = numbers
+            self._others.append((at, seconds))
+            self.cached.use(keys, ends, computed)
+            return None
+        at, further, trust, capacity, *sample = numbers
+        if self._others:
+            self._others.popleft()
+        prefixes = self.cached
+        prefixes.odometer += further
+        prefixes.trust, prefixes.capacity = trust, capacity
+        prefixes.drop(keys)
+        if not sample:
+            return None
+        self._answered_at = max(at, self._answered_at)
+        return Sample(*sample)
+
+
+def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample]]:
+    """Take in what other workers have sent there, and what has come of it. `prefillers`: by slot; of others nothing is
+    kept.
+    """
+    for record in journal.news():
+        kind, slot, key_count, number_count = _RECORD.unpack_from(record)
+        if (prefiller := prefillers.get(slot)) is None:
+            continue
+        keys, numbers = array("Q"), array("d")
+        split = _RECORD.size + key_count * keys.itemsize
+        keys.frombytes(record[_RECORD.size : split])
+        numbers.frombytes(record[split : split + number_count * numbers.itemsize])
+        if (sample := prefiller._hear(kind, keys, numbers)) is not None:
+            yield prefiller, sample

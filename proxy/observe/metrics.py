@@ -274,6 +274,12 @@ class Metrics:
         self.queued_requests = Gauge(
             "queued_requests", "Requests waiting for an instance with room.", multiprocess_mode="livesum", **new
         )
+        self.prefix_index_keys = Gauge(
+            "prefix_index_keys",
+            "Keys of prompts' prefixes that are remembered, of all workers: some 110 bytes each.",
+            multiprocess_mode="livesum",
+            **new,
+        )
         self.queue_seconds = Histogram(
             "queue_seconds",
             "Time that requests waited for an instance with room; of those that had to wait.",

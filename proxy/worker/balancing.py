@@ -61,7 +61,11 @@ def build_balancing(basis: Basis) -> Balancing:
     ends = _InstanceRequests(basis.metrics)
 
     def pool(role: Role) -> Pool:
-        context = PolicyContext(worker=basis.index, facts=lambda backend: health.of(backend).facts)
+        context = PolicyContext(
+            worker=basis.index,
+            facts=lambda backend: health.of(backend).facts,
+            journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
+        )
         made = Pool(
             role,
             policy=make_policy(_policy_name(settings, role), context),
@@ -79,13 +83,15 @@ def build_balancing(basis: Basis) -> Balancing:
         live.add(_configuring(made, settings, context))
         return made
 
+    prefillers = pool(Role.PREFILL)
+    basis.metrics.settle_first(lambda: basis.metrics.prefix_index_keys.set(prefillers.policy.remembered))
     encoders = pool(Role.ENCODE) if settings.encode else None
     return Balancing(
         health=health,
         keys=keys,
         fitness=fitness,
         pinned_kv=pinned_kv,
-        pools=Pools(prefill=pool(Role.PREFILL), decode=pool(Role.DECODE), quarantine=quarantine, encode=encoders),
+        pools=Pools(prefill=prefillers, decode=pool(Role.DECODE), quarantine=quarantine, encode=encoders),
         on_transition=on_transition,
     )
 

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load, Role
+from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.call import PREFILL_OVERHEAD_TOKENS
+from proxy.errors import Failure, UpstreamError
 from proxy.wire.prefix import PrefixKeys
+from tests.balancer.conftest import Balancer
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
-    from tests.balancer.conftest import Balancer
 
 PIECE = 512
 
@@ -41,14 +43,17 @@ def prompt(*pieces: int) -> PickRequest:
 class Prefillers:
     """Two, by the policy, in front of engines that take 1 ms a token and tell what was cached."""
 
-    def __init__(self, balancer: Balancer, max_running: int | None = None) -> None:
+    def __init__(
+        self, balancer: Balancer, max_running: int | None = None, *, worker: int = 0, journal: Journal | None = None
+    ) -> None:
         self.clock = balancer.clock
-        self.policy = LeastSeconds(PolicyContext(clock=balancer.clock))
+        seat = None if journal is None else journal.seat(worker)
+        self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
         self.pool = Pool(
             Role.PREFILL,
             policy=self.policy,
             scoreboard=balancer.scoreboard,
-            row=balancer.row,
+            row=balancer.scoreboard.row(worker),
             roster=balancer.roster,
             health=balancer.health,
             clock=balancer.clock,
@@ -70,7 +75,7 @@ class Prefillers:
 
     def teach(self) -> None:
         for number in range(40):
-            self.serve(prompt(*range(-1000 * number - 999, -1000 * number - 997 + number % 9)))
+            self.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
 
 
 @pytest.fixture
@@ -202,3 +207,63 @@ def test_one_that_is_overdue_is_not_waited_for(prefillers: Prefillers) -> None:
     stuck = prefillers.begin(prompt(*range(1, 9))).backend
     prefillers.clock.now += 60.0
     assert prefillers.begin(prompt(*range(1, 8), 50)).backend != stuck
+
+
+@pytest.fixture
+def workers() -> list[Prefillers]:
+    """Two, of one gateway."""
+    balancer, journal = Balancer(), Journal(workers=2)
+    return [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
+
+
+def test_a_conversation_goes_where_another_worker_has_sent_it(workers: list[Prefillers]) -> None:
+    for number in range(20):
+        asked = range(1000 * number, 1000 * number + 8)
+        first = workers[number % 2].serve(prompt(*asked))
+        assert workers[1 - number % 2].serve(prompt(*asked, 10**8), cached=8 * PIECE) == first
+
+
+def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None:
+    one, other = workers
+    other.pool.backends()
+    candidates = other.pool._chooser.candidates
+    for number in range(40):
+        one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
+        other.policy._known(candidates)  # it listens
+    failed = one.begin(prompt(7, 8, 9))
+    failed.__exit__(RuntimeError, RuntimeError(), None)
+    for place in range(20):
+        one.serve(prompt(*range(1, 6)), cached=0 if place else None)
+    assert other.policy.work_seconds(candidates, prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
+    for mine, its in zip(one.policy._known(candidates), other.policy._known(candidates), strict=True):
+        assert its.cached.hit([7, 8, 9]) == mine.cached.hit([7, 8, 9]) == 0
+        assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
+        assert its.cached.trust == mine.cached.trust
+        assert its.cached.odometer == pytest.approx(mine.cached.odometer)
+
+
+def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_left(workers: list[Prefillers]) -> None:
+    one, other = workers
+    one.teach()
+    leases = [one.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(2)]
+    assert len({lease.backend for lease in leases}) == 2
+    one.clock.now += 3.5
+    other.policy.batch_tokens = 0
+    other.pool.backends()
+    candidates = other.pool._chooser.candidates
+    other.policy._known(candidates)
+    waits = other.policy._waits(
+        other.policy._known(candidates), other.scoreboard.compute(other.policy._seen_slots), other.clock()
+    )
+    assert all(0.2 < wait < 1.2 for wait in waits)
+    for lease in leases:
+        lease.__exit__(None, None, None)
+
+
+def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefillers: Prefillers) -> None:
+    gone = prefillers.serve(prompt(1, 2, 3))
+    assert prefillers.policy.remembered
+    balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
+    prefillers.pool.backends()
+    assert prefillers.policy._of(gone).cached.hit([1, 2, 3]) == 0
+    assert not prefillers.policy.remembered

@@ -12,6 +12,7 @@ from lab.replay.engines import Engine
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.health import Health
+from proxy.balancer.journal import Journal
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.pools import Pools
@@ -126,6 +127,19 @@ class Course:
         return (self.ended_at - self.first_token_at) / tokens
 
 
+class Worker:
+    """One of the gateway's: its pools, and the queue in front of them."""
+
+    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
+        self.pools = pools
+        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill)
+        for each in (pools.prefill, pools.decode):
+            each.on_release = self.admission.notify
+
+    def _has_room(self) -> bool:
+        return self.pools.decode.has_room() and self.pools.prefill.has_room()
+
+
 class Replay:
     """One run. Make it on the loop it runs on."""
 
@@ -139,10 +153,11 @@ class Replay:
         max_running_prefill: int | None = None,
         max_running_decode: int | None = None,
         tells_cached: bool = True,
+        workers: int = 1,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `on_end` is called at the end
-        of each request.
+        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of the gateway, any
+        of which gets a request. `on_end` is called at the end of each request.
         """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
@@ -150,18 +165,21 @@ class Replay:
         self._tells_cached = tells_cached
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._scoreboard = Scoreboard(workers=1, slots=fleet.prefillers + fleet.decoders)
+        self._scoreboard = Scoreboard(workers=workers, slots=fleet.prefillers + fleet.decoders)
+        journal = Journal(workers)
         rng = random.Random(seed)
         names = [("10.0.0.1", 7000 + number) for number in range(fleet.prefillers + fleet.decoders)]
         roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], self._scoreboard)
         health = Health(HealthChecks(), self._loop.time, rng)
 
-        def pool(role: Role, make: MakePolicy, max_running: int | None) -> Pool:
+        def pool(worker: int, role: Role, make: MakePolicy, max_running: int | None) -> Pool:
+            seat = journal.seat(worker) if workers > 1 else None
+            context = PolicyContext(worker, rng=rng, clock=self._loop.time, journal=seat)
             return Pool(
                 role,
-                policy=make(PolicyContext(rng=rng, clock=self._loop.time), self.engines),
+                policy=make(context, self.engines),
                 scoreboard=self._scoreboard,
-                row=self._scoreboard.row(0),
+                row=self._scoreboard.row(worker),
                 roster=roster,
                 health=health,
                 limits=PoolLimits(max_running=max_running),
@@ -169,15 +187,18 @@ class Replay:
                 rng=rng,
             )
 
-        self.pools = Pools(
-            prefill=pool(Role.PREFILL, prefill_policy, max_running_prefill),
-            decode=pool(Role.DECODE, decode_policy, max_running_decode),
-        )
-        self.admission = Admission(
-            AdmissionLimits(), self._has_room, Metrics(), self._loop.time, line_up=self.pools.prefill
-        )
-        for each in (self.pools.prefill, self.pools.decode):
-            each.on_release = self.admission.notify
+        self.workers = [
+            Worker(
+                Pools(
+                    prefill=pool(worker, Role.PREFILL, prefill_policy, max_running_prefill),
+                    decode=pool(worker, Role.DECODE, decode_policy, max_running_decode),
+                ),
+                self._loop.time,
+            )
+            for worker in range(workers)
+        ]
+        self._rng = rng
+        self.pools = self.workers[0].pools
         for number, backend in enumerate(self.pools.prefill.backends()):
             cost = fleet.prefill_machine.cost
             if number == 0 and fleet.slow is not None:
@@ -196,9 +217,6 @@ class Replay:
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with now."""
         return self._scoreboard.load(backend.slot)
-
-    def _has_room(self) -> bool:
-        return self.pools.decode.has_room() and self.pools.prefill.has_room()
 
     async def run(self, requests: Sequence[Request]) -> None:
         """All requests, each at its time, to their ends."""
@@ -219,11 +237,12 @@ class Replay:
             Load(DECODE_OVERHEAD_TOKENS, tokens + subject.output_tokens),
             subject,
         )
+        worker = self._rng.choice(self.workers) if len(self.workers) > 1 else self.workers[0]
         try:
-            async with self.admission.admit("-", request=lambda: pick):
+            async with worker.admission.admit("-", request=lambda: pick):
                 with (
-                    self.pools.decode.lease(pick) as decoder,
-                    self.pools.prefiller_for(decoder.backend, pick) as prefiller,
+                    worker.pools.decode.lease(pick) as decoder,
+                    worker.pools.prefiller_for(decoder.backend, pick) as prefiller,
                 ):
                     course.prefiller = prefiller.backend
                     engine = self.engines[prefiller.backend]

@@ -57,6 +57,7 @@ def read_options() -> argparse.Namespace:
     add("--requests", type=int, metavar="N", help="only the first so many")
     add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
     add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
+    add("--workers", type=int, default=1, metavar="N", help="of the gateway (default: 1)")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--slo-seconds", type=_positive, default=10.0, help="to the first token (default: 10)")

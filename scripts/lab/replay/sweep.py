@@ -90,6 +90,7 @@ def _replay(
                 fleet,
                 *policy,
                 seed=seed,
+                workers=options.workers,
                 max_running_prefill=options.max_running_prefill,
                 max_running_decode=options.max_running_decode,
                 tells_cached=not options.untold,

@@ -1,0 +1,107 @@
+"""What each worker has done that the others should know of, in shared memory: nobody waits, nothing is kept for long.
+
+Each worker appends records to a ring of its own, and reads those of the others. Who reads too late loses records, so
+they may only hold what is of use and not what is needed. Make the journal before forking.
+"""
+
+from __future__ import annotations
+
+import mmap
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RING_BYTES: Final = 1024 * 1024
+_CELL_BYTES: Final = 8
+# Of a record: where it begins, in bytes since the worker's first one, its length without this, and its checksum.
+_HEAD: Final = Struct("<QII")
+
+
+class Journal:
+    """The rings of all workers, each with one writer. A record carries its place and a checksum: a reader that was
+    overtaken, or sees the stores out of order as aarch64 allows, notices.
+    """
+
+    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES) -> None:
+        self.workers = workers
+        self._ring_bytes = ring_bytes
+        self._memory = mmap.mmap(-1, workers * (_CELL_BYTES + ring_bytes))
+        self.written = memoryview(self._memory)[: workers * _CELL_BYTES].cast("q")
+        """Bytes that each worker has ever written."""
+
+    def seat(self, worker: int) -> Seat:
+        """One worker's access. What was written before is not read."""
+        return Seat(self, worker)
+
+    def put(self, worker: int, place: int, data: bytes) -> None:
+        """Store bytes at a place of a worker's ring."""
+        start = self._start(worker)
+        at = place % self._ring_bytes
+        first = data[: self._ring_bytes - at]
+        self._memory[start + at : start + at + len(first)] = first
+        self._memory[start : start + len(data) - len(first)] = data[len(first) :]
+
+    def get(self, worker: int, place: int, length: int) -> bytes:
+        """The bytes at a place of a worker's ring."""
+        start = self._start(worker)
+        at = place % self._ring_bytes
+        first = self._memory[start + at : start + min(self._ring_bytes, at + length)]
+        return first + self._memory[start : start + length - len(first)]
+
+    def holds(self, worker: int, place: int) -> bool:
+        """Whether what was written there has not been written over yet."""
+        return self.written[worker] - place <= self._ring_bytes
+
+    def fits(self, length: int) -> bool:
+        """Whether a record of this length leaves room for others."""
+        return _HEAD.size + length <= self._ring_bytes // 4
+
+    def _start(self, worker: int) -> int:
+        return self.workers * _CELL_BYTES + worker * self._ring_bytes
+
+
+class Seat:
+    """One worker's: it writes its ring and reads the others'."""
+
+    def __init__(self, journal: Journal, worker: int) -> None:
+        self._journal = journal
+        self._worker = worker
+        self._read = journal.written.tolist()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the others have written something since."""
+        read = self._read
+        read[self._worker] = self._journal.written[self._worker]
+        return self._journal.written.tolist() != read
+
+    def write(self, record: bytes) -> None:
+        """Append a record. One that is too long is left out."""
+        journal, worker = self._journal, self._worker
+        if journal.fits(len(record)):
+            place = journal.written[worker]
+            journal.put(worker, place, _HEAD.pack(place, len(record), crc32(record)) + record)
+            journal.written[worker] = place + _HEAD.size + len(record)
+
+    def news(self) -> Iterator[bytes]:
+        """What the others have written since."""
+        for worker in range(self._journal.workers):
+            if worker != self._worker:
+                yield from self._news_of(worker)
+
+    def _news_of(self, worker: int) -> Iterator[bytes]:
+        journal, place = self._journal, self._read[worker]
+        while place < journal.written[worker]:
+            begins, length, checksum = _HEAD.unpack(journal.get(worker, place, _HEAD.size))
+            record = journal.get(worker, place + _HEAD.size, length) if begins == place else b""
+            if not journal.holds(worker, place):
+                place = journal.written[worker]  # overtaken: what it has lost, nobody needs
+            elif begins != place or crc32(record) != checksum:
+                break  # it will be there at the next look
+            else:
+                place += _HEAD.size + length
+                yield record
+        self._read[worker] = place
