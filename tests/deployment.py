@@ -211,9 +211,14 @@ class Deployment:
 
 
 def generations(*engines: SimulatedEngine) -> list[Seen]:
-    """The generation requests that engines saw, without health checks, releases and the like."""
+    """The generation requests that engines saw, without health checks, releases, questions and the like."""
     paths = {api.path for api in OPENAI_APIS}
-    return [seen for engine in engines for seen in engine.requests if seen.path in paths and not _is_release(seen)]
+    return [
+        seen
+        for engine in engines
+        for seen in engine.requests
+        if seen.path in paths and not _is_release(seen) and not _is_question(seen)
+    ]
 
 
 def releases(*engines: SimulatedEngine) -> list[Seen]:
@@ -223,6 +228,11 @@ def releases(*engines: SimulatedEngine) -> list[Seen]:
 
 def _is_release(seen: Seen) -> bool:
     return isinstance(seen.body, dict) and seen.body.get("model") == RELEASE_MODEL
+
+
+def _is_question(seen: Seen) -> bool:
+    """What SGLang is asked when it comes up, which it refuses."""
+    return isinstance(seen.body, dict) and seen.body.get("temperature") == -1
 
 
 def kv_params(seen: Seen) -> Any:

@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import orjson
+
 from proxy import SERVER
+from proxy.balancer.capabilities import TOKEN_IDS
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,
     EngineFacts,
     Identity,
+    Setup,
     parse_engine_version,
     parse_kind,
     parse_max_model_len,
@@ -32,6 +36,20 @@ MODELS_PATH: Final = "/v1/models"
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+
+CHAT_IDS_PATH: Final = "/v1/chat/completions"
+CHAT_IDS_QUESTION: Final = orjson.dumps(
+    {
+        "messages": [{"role": "user", "content": "."}],
+        "stream": True,
+        "return_token_ids": True,
+        "temperature": -1,
+        "max_tokens": 1,
+    }
+)
+"""Whether SGLang tells token ids in the stream of a chat. It refuses this in any case, before there is work to do: for
+the ids (`_convert_to_internal_request` in serving_chat.py), or else for the temperature (`SamplingParams.verify`).
+"""
 
 
 def facts_of(version: Answer | None, models: Answer | None) -> EngineFacts:
@@ -53,5 +71,25 @@ def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:
     """The same, and how the engine was started and how many requests it works on at a time, as far as it tells."""
     told = info and info.json_or_none
     identity = replace(facts.identity, setup=parse_setup(told))
+    # SGLang has no `/version`.
     version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(told)
     return replace(facts, version=version, max_num_seqs=parse_max_num_seqs(told), identity=identity)
+
+
+def is_to_be_asked_for_chat_ids(facts: EngineFacts) -> bool:
+    """Whether CHAT_IDS_QUESTION is for this engine: older ones ignore the member, and vLLM is known to tell them."""
+    return facts.identity.kind == "SGLang" and TOKEN_IDS.is_in_engine(facts, "SGLang")
+
+
+def with_chat_ids(facts: EngineFacts, answer: Answer | None) -> EngineFacts:
+    """The same, and whether the engine tells token ids in chats, by its answer to that question. None: there was no
+    answer.
+    """
+    tells = (
+        answer is not None
+        and answer.status == 400
+        and b"temperature" in answer.body
+        and b"return_token_ids" not in answer.body
+    )
+    setup = replace(facts.identity.setup or Setup(), tells_chat_ids=tells)
+    return replace(facts, identity=replace(facts.identity, setup=setup))

@@ -17,11 +17,15 @@ from proxy import logs
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.backend_health import HealthState
 from proxy.discovery.facts import (
+    CHAT_IDS_PATH,
+    CHAT_IDS_QUESTION,
     MODELS_PATH,
     SERVER_INFO_PATH,
     SERVER_INFO_TIMEOUT_SECONDS,
     VERSION_PATH,
     facts_of,
+    is_to_be_asked_for_chat_ids,
+    with_chat_ids,
     with_setup,
 )
 from proxy.errors import Failure
@@ -193,8 +197,21 @@ class Prober(BackgroundOwner):
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
         """Add to what it said how it was started, and how many requests it works on at a time, as far as it tells."""
         info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
+        told = with_setup(facts, info)
+        if is_to_be_asked_for_chat_ids(told):
+            told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
         if self._health.of(backend).facts is facts:  # not if it went down meanwhile
-            self._health.note_facts(backend, with_setup(facts, info))
+            self._health.note_facts(backend, told)
+
+    async def _ask_for_chat_ids(self, backend: Backend) -> Answer | None:
+        """None: there was no answer."""
+        seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
+        try:
+            return await engine_json.post(
+                self._session, backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers
+            )
+        except engine_json.NoAnswer:
+            return None
 
     async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> Answer | None:
         """None: there was no answer."""

@@ -83,6 +83,23 @@ async def get_status(
         return answer.status
 
 
+async def post(
+    session: aiohttp.ClientSession,
+    url: str,
+    path: str,
+    timeout_seconds: float,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    max_bytes: int = _MAX_ANSWER_BYTES,
+) -> Answer:
+    """POST JSON to a path of an engine at `url`, the whole answer in this time. Raises NoAnswer."""
+    timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    asking = session.post(url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False)
+    async with _mapped(asking, path, timeout_seconds) as answer:
+        return Answer(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+
+
 async def post_status(
     session: aiohttp.ClientSession,
     url: str,

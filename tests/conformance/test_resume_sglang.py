@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.model.tokenizer import CALL_BEGIN, THINK_END, decode, render_chat
 from tests.conformance.resuming import (
     WITH_USAGE,
     actions,
     after,
+    behind,
     chat,
     completion,
     differences,
@@ -25,7 +27,7 @@ from tests.conformance.resuming import (
     text_of,
     thoughts,
 )
-from tests.conformance.test_resume import ERROR, REPEATED, SHORT, Row, check, check_that_the_client_is_told, rows
+from tests.conformance.test_resume import ERROR, MEDIA, REPEATED, SHORT, Row, check, check_that_the_client_is_told, rows
 from tests.deployment import deployed, generations
 
 if TYPE_CHECKING:
@@ -248,3 +250,78 @@ async def test_it_is_the_engines_that_count_and_not_the_connector(profile: str) 
         answer = await gateway.ask(completion(**WITH_USAGE))
         assert answer.is_done is (profile == NOW)
         assert actions(gateway) == ([TOKENS] if profile == NOW else [])
+
+
+# Chats by ids, with engines that tell them in their streams
+
+NEXT = "sglang-chat-ids"
+CHAT_TOKENS = "chat_tokens"
+BY_IDS = [
+    *rows(
+        *("chat", story(**WITH_USAGE)),
+        ("behind the first token", after(1), CHAT_TOKENS),
+        ("in reasoning", after(20), CHAT_TOKENS),
+        ("at </think>", behind(THINK_END, 1), CHAT_TOKENS),
+        ("in content", behind(THINK_END, 10), CHAT_TOKENS),
+        ("in a character", in_character(behind(THINK_END, 1)), CHAT_TOKENS),
+        ("at a call", behind(CALL_BEGIN, 1), "roll_back"),
+        ("in its name", behind(CALL_BEGIN, 12), "roll_back"),
+        profiles=(NEXT,),
+    ),
+    *rows(
+        *("whole-chat", thoughts()),
+        ("early", after(50), "restart"),
+        ("late", after(70), CHAT_TOKENS),
+        profiles=(NEXT,),
+    ),
+    *rows("ids", thoughts(**WITH_USAGE, **IDS), ("in reasoning", after(20), CHAT_TOKENS), profiles=(NEXT,)),
+    *rows("counted", thoughts(**COUNTED), ("in content", after(60), CHAT_TOKENS), profiles=(NEXT,)),
+    *rows("media", chat(**WITH_USAGE, messages=MEDIA), ("in content", after(10), ERROR), profiles=(NEXT,)),
+]
+
+
+@pytest.mark.parametrize(("row", "profile"), BY_IDS, ids=str)
+async def test_a_chat_goes_on_from_its_ids_where_its_stream_tells_them(row: Row, profile: str) -> None:
+    fault = "reset_after_tokens" if row.does == ERROR else "error_event"
+    await check(profile, Row(row.kind, row.body, row.where, row.place, row.does, fault), **SGLANG)
+
+
+async def test_reasoning_goes_on_behind_every_token() -> None:
+    """The engine's parser is told where the answer is by what it has said so far."""
+    assert not await differences(NEXT, thoughts(**WITH_USAGE), range(1, 90, 3), **EVERYWHERE)
+
+
+async def test_engines_are_asked_once_whether_chats_tell_ids() -> None:
+    """And not with a request of a client."""
+    for profile, tells in ((NOW, False), (NEXT, True), (OLD, False)):
+        async with serving(profile, decoders=1, **SGLANG) as gateway:
+            for _ in range(2):
+                assert (await gateway.ask(chat(**WITH_USAGE))).is_done
+            [decoder] = gateway.decoders
+            asked = [seen for seen in decoder.requests if seen.body and seen.body.get("temperature") == -1]
+            assert len(asked) == (profile != OLD)
+            assert [seen.body.get("return_token_ids", False) for seen in generations(decoder)] == [tells] * 2
+
+
+async def test_how_a_chat_goes_on() -> None:
+    async with serving(NEXT, **SGLANG) as gateway:
+        gateway.decoders[0].faults.add("error_event", tokens=60)
+        assert (await gateway.ask(thoughts(**WITH_USAGE))).is_done
+        first, second = generations(*gateway.decoders)
+        assert len(second.body["input_ids"]) == len(render_chat(first.body)) + 60
+        assert second.body["max_tokens"] == first.body["max_tokens"] - 60
+        said = second.body["messages"][-1]
+        assert (said["role"], second.body["continue_final_message"]) == ("assistant", True)
+        assert said["content"] == decode(generated(first.body)[:60], keep_markers=True)
+        assert "</think>" in said["content"]
+        assert all("return_token_ids" not in seen.body for seen in generations(*gateway.prefillers))
+
+
+async def test_an_engine_that_renders_the_messages_anew_is_found_out() -> None:
+    """It does not know `input_ids`, which the prompt that it echoes tells."""
+    async with serving(NEXT, decoders=3, **SGLANG) as gateway:
+        gateway.decoders[0].faults.add("reset_after_tokens", tokens=60)
+        for engine in gateway.engines:
+            engine.faults.add("ignore_prompt_ids")
+        answer = await gateway.ask(thoughts(**WITH_USAGE))
+        check_that_the_client_is_told(gateway, answer)

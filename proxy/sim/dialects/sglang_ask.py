@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = 128
 _NOBODY = "2.2.2.2"
 """Where a prefiller sends nothing (`FAKE_BOOTSTRAP_HOST`)."""
-_NOT_READ = ("model", "kv_transfer_params")
+_NOT_READ = ("model", "kv_transfer_params", "continue_final_message")
 _SAMPLING = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",

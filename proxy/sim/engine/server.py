@@ -275,4 +275,6 @@ def _overlooking(body: Any, plan: Plan) -> Any:
     if "ignore_prompt_ids" in plan and isinstance(params := body.get("kv_transfer_params"), dict):
         unknown = ("prompt_token_ids", PRIVATE_PROMPT_IDS)
         body = body | {"kv_transfer_params": {name: params[name] for name in params if name not in unknown}}
+    if "ignore_prompt_ids" in plan and "messages" in body:
+        body = {name: value for name, value in body.items() if name != "input_ids"}
     return body
