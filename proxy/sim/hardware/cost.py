@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,18 @@ class Cost:
         """One step of all sequences."""
         seconds = self.step + self.step_sequence * sequences + self.step_kv_token * kv_tokens
         return seconds if self.knee is None or sequences <= self.knee else seconds * self.past_knee
+
+    def faster(self, factor: float) -> Cost:
+        """Everything takes so many times less."""
+        return replace(
+            self,
+            prompt=self.prompt / factor,
+            prompt_token=self.prompt_token / factor,
+            attention=self.attention / factor,
+            step=self.step / factor,
+            step_sequence=self.step_sequence / factor,
+            step_kv_token=self.step_kv_token / factor,
+        )
 
     def knee_rate(self, max_sequences: int, kv_tokens_each: int) -> float:
         """The most tokens per second that a decoder makes of up to so many sequences; infinite where steps take no

@@ -72,10 +72,12 @@ def ours() -> Peer:
     return Peer(OURS, (sys.executable, "-m", "proxy"), "/readyz", saturating=("--workers", "2"))
 
 
-def routers() -> list[Peer]:
-    """The routers in Rust, as far as there are wheels for this platform."""
+def routers(policy: str = "round_robin") -> list[Peer]:
+    """The routers in Rust, as far as there are wheels for this platform. Round robin is the cheapest policy that both
+    have.
+    """
     found = []
-    for peer, version in ((_vllm_router(), "0.1.17"), (_sglang_router(), "0.3.2")):
+    for peer, version in ((_vllm_router(policy), "0.1.17"), (_sglang_router(policy), "0.3.2")):
         if environment.provide((f"{peer.name}=={version}",)):
             found.append(peer)
         else:
@@ -83,16 +85,16 @@ def routers() -> list[Peer]:
     return found
 
 
-# Round robin is the cheapest policy that both have; they log only what goes wrong; everything else is as it comes.
-def _vllm_router() -> Peer:
+# They log only what goes wrong; everything else is as it comes.
+def _vllm_router(policy: str) -> Peer:
     """The pull protocol: the prefiller first, then the decoder with its parameters."""
-    flags = ("--vllm-pd-disaggregation", "--policy", "round_robin", "--log-level", "error")
+    flags = ("--vllm-pd-disaggregation", "--policy", policy, "--log-level", "error")
     return Peer("vllm-router", (_PYTHON, "-m", "vllm_router.launch_router", *flags), "/readiness", _as_urls)
 
 
-def _sglang_router() -> Peer:
+def _sglang_router(policy: str) -> Peer:
     """SGLang's protocol: the same request to both at once, with a room in which they meet."""
-    flags = ("--pd-disaggregation", "--policy", "round_robin", "--log-level", "error")
+    flags = ("--pd-disaggregation", "--policy", policy, "--log-level", "error")
     words = (_PYTHON, "-m", "sglang_router.launch_router", *flags)
     return Peer("sglang-router", words, "/readiness", _as_urls_with_bootstrap_ports)
 

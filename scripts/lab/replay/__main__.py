@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from lab.common.invocation import called_from, unwind_on_signals
+from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 from lab.replay import report
 from lab.replay.margins import margins
 from lab.replay.options import read_options
+from lab.replay.sockets.sweep import sweep_sockets
 from lab.replay.sweep import fleets, sweep
 from lab.replay.trace import InvalidTrace, read
 from proxy.sim.hardware.machines import published
@@ -41,8 +42,14 @@ def main() -> int:
         if requests[-1].at <= 0:
             print(f"scripts/replay: all requests of {name} come at once, so it has no load", file=sys.stderr)
             return 2
-    runs = sweep(options, traces)
-    _print(options, traces, runs)
+    if options.sockets:
+        allow_many_files()
+        runs, strain = sweep_sockets(options, traces)
+        _print(options, traces, runs)
+        print(strain)
+    else:
+        runs = sweep(options, traces)
+        _print(options, traces, runs)
     if options.json is not None:
         told = orjson.dumps([run.as_json() for run in runs], option=orjson.OPT_INDENT_2)
         (called_from() / options.json).write_bytes(told)
@@ -59,11 +66,13 @@ def _print(options: argparse.Namespace, traces: dict[str, list[Request]], runs: 
         if not options.margins:
             mine = [run for run in runs if (run.case.trace, run.case.fleet) == (trace, fleet.name)]
             print(f"\n{report.table(mine)}\n")
+    is_fast = options.speed != 1
     if options.margins:
         print(f"\n{margins(runs, options.margins)}")
     print(
         f"In time: the first token within {options.slo_base:g} s + {options.slo_factor:g} × its prompt's own work; "
         f"good: also {options.slo_token_ms:g} ms a token or less."
+        + (f" Engines are {options.speed:g} times as fast; times are told as they would be at speed 1." * is_fast)
     )
 
 

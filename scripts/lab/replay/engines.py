@@ -1,4 +1,4 @@
-"""Simulated engines in virtual time: the batches of proxy.sim.hardware, driven by the loop's timers."""
+"""Simulated engines: the batches of proxy.sim.hardware, driven by the timers of a loop, in virtual time or real."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxy.sim.hardware.batch import Batch
 from proxy.sim.hardware.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.sim.hardware.cost import Cost
     from proxy.sim.hardware.work import Shape
@@ -28,6 +28,7 @@ class Engine:
         self.cost = cost
         self._block_tokens = shape.block_tokens
         self._prompts: dict[Work, None] = {}  # to be computed here
+        self._watched: dict[Work, Callable[[int], None]] = {}
 
     def hit(self, names: Sequence[int]) -> int:
         """How many blocks of a prompt, from its beginning, would be found here by one that came now: they are cached,
@@ -57,9 +58,13 @@ class Engine:
         del self._prompts[work]
         return work
 
-    async def begin(self, prompt_tokens: int, answer_tokens: int) -> Work:
-        """Fetch a prompt's KV and decode; return with the first token."""
+    async def begin(
+        self, prompt_tokens: int, answer_tokens: int, on_tokens: Callable[[int], None] | None = None
+    ) -> Work:
+        """Fetch a prompt's KV and decode; return with the first token. `on_tokens` is told how many more there are."""
         work = Work(prompt_tokens, answer_tokens, awaits_kv=True)
+        if on_tokens is not None:
+            self._watched[work] = on_tokens
         await self._submit(work)
         return work
 
@@ -81,6 +86,9 @@ class Engine:
         await told
 
     def _on_tokens(self, work: Work, tokens: int) -> None:
+        watcher = self._watched.pop(work, None) if work.is_ended else self._watched.get(work)
+        if watcher is not None:
+            watcher(tokens)
         waiter = self._waiting.get(work)
         if waiter is not None and (work.is_ended or work.generated == tokens):
             del self._waiting[work]
@@ -99,9 +107,10 @@ class Engine:
             if self._timer.when() == due:
                 return
             self._timer.cancel()
-        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._timer = None if due is None else self._loop.call_at(due, self._tick, due)
 
-    def _tick(self) -> None:
+    def _tick(self, due: float) -> None:
+        # In real time it is later by now; steps begin when they were due all the same.
         self._timer = None
-        self.batch.advance(self._loop.time())
+        self.batch.advance(due)
         self._arm()

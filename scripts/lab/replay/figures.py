@@ -6,12 +6,14 @@ import itertools
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lab.replay.fleet import Fleet, Replay
+    from lab.replay.engines import Engine
+    from lab.replay.fleet import Course, Fleet
+    from proxy.backend import Backend
 
 # The first tenth of a run fills queues and caches, and does not count.
 _WARM_UP: Final = 0.1
@@ -65,13 +67,21 @@ class Figures:
     """Tokens that preempted sequences computed again, as a part of all that decoders made."""
 
 
-def figures(replay: Replay, fleet: Fleet, slo: Slo) -> Figures:
-    """Of one run that has ended."""
+class Ended(Protocol):
+    """A run, in virtual time or over sockets."""
+
+    courses: list[Course]
+    engines: dict[Backend, Engine]
+
+
+def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
+    """Of one run that has ended. Times are told as they would be at speed 1."""
     courses = replay.courses[int(_WARM_UP * len(replay.courses)) :]
-    waits = [(course, wait) for course in courses if (wait := course.first_token_seconds) is not None]
+    speed = fleet.speed
+    waits = [(course, speed * wait) for course in courses if (wait := course.first_token_seconds) is not None]
     work = {id(course): fleet.work_seconds(course.request) for course in courses}
     in_time = {id(course) for course, wait in waits if wait <= slo.base_seconds + slo.factor * work[id(course)]}
-    paces = {id(course): pace for course in courses if (pace := course.token_seconds) is not None}
+    paces = {id(course): speed * pace for course in courses if (pace := course.token_seconds) is not None}
     seconds = [wait for _, wait in waits]
     busy: list[float] = []
     recomputed = 0

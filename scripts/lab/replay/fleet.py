@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lab.replay.engines import Engine
@@ -28,7 +28,7 @@ from proxy.settings.model import HealthChecks
 from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lab.replay.trace import Request
     from proxy.balancer.pick import Policy
@@ -51,6 +51,16 @@ class Fleet:
     decode_machine: Machine
     slow: float | None = None
     """The first prefiller is so many times as fast as the others; None: it is as they are."""
+    speed: float = 1.0
+    """All of it is so many times as fast as the machines: real sockets need no hours then."""
+
+    def engines(self, role: Role) -> Iterator[Engine]:
+        """New ones, on the running loop."""
+        machine = self.prefill_machine if role is Role.PREFILL else self.decode_machine
+        shape = machine.prefill if role is Role.PREFILL else machine.decode
+        for number in range(self.prefillers if role is Role.PREFILL else self.decoders):
+            slow = self.slow if self.slow is not None and role is Role.PREFILL and number == 0 else 1.0
+            yield Engine(machine.cost.faster(self.speed * slow), shape, _TRANSFER_SECONDS_PER_TOKEN / self.speed)
 
     @property
     def name(self) -> str:
@@ -63,7 +73,7 @@ class Fleet:
         return self.prefillers - 1 + (1.0 if self.slow is None else self.slow)
 
     def work_seconds(self, request: Request) -> float:
-        """What a prompt takes a prefiller that has nothing of it."""
+        """What a prompt takes a prefiller that has nothing of it, at speed 1."""
         return self.prefill_machine.cost.prefill(request.input_tokens)
 
 
@@ -199,20 +209,8 @@ class Replay:
         ]
         self._rng = rng
         self.pools = self.workers[0].pools
-        for number, backend in enumerate(self.pools.prefill.backends()):
-            cost = fleet.prefill_machine.cost
-            if number == 0 and fleet.slow is not None:
-                factor = 1 / fleet.slow
-                cost = replace(
-                    cost,
-                    prompt=cost.prompt * factor,
-                    prompt_token=cost.prompt_token * factor,
-                    attention=cost.attention * factor,
-                )
-            self.engines[backend] = Engine(cost, fleet.prefill_machine.prefill, _TRANSFER_SECONDS_PER_TOKEN)
-        for backend in self.pools.decode.backends():
-            machine = fleet.decode_machine
-            self.engines[backend] = Engine(machine.cost, machine.decode, _TRANSFER_SECONDS_PER_TOKEN)
+        for each in (self.pools.prefill, self.pools.decode):
+            self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
 
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with now."""

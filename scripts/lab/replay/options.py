@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from lab.common.invocation import called_from
 from lab.replay.fleet import parse_fleet
 from lab.replay.policies import OURS, policy_names
 from proxy.settings import POLICIES
@@ -54,6 +55,19 @@ def read_options() -> argparse.Namespace:
         metavar="NAME",
         help=f"a line for each trace, fleet and load: this policy ({OURS}) beside today's and the best of the peers",
     )
+    add(
+        "--sockets",
+        action="store_true",
+        help=f"in real time: this gateway by --policies ({OURS}), the routers of vLLM and SGLang, and --reference, each"
+        " in front of the same engines, and what virtual time says of the gateway; the machine has to keep up",
+    )
+    add("--speed", type=_positive, help="all engines are so many times as fast (default: 1, with --sockets 5)")
+    add(
+        "--reference",
+        type=Path,
+        metavar="PATH",
+        help="with --sockets: vllm-ascend's load_balance_proxy_server_example.py",
+    )
     add("--requests", type=int, metavar="N", help="only the first so many")
     add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
     add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
@@ -71,6 +85,16 @@ def read_options() -> argparse.Namespace:
         parser.error("which trace?")
     if options.svg is not None and len(options.traces) * len(options.fleets) > 1:
         parser.error("--svg is of one trace and one fleet")
+    if options.sockets:
+        options.policies = options.policies or [OURS]
+        if not set(options.policies) <= set(POLICIES):
+            parser.error("--sockets is of the gateway's own policies, and of the programs that there are")
+        if options.margins or options.untold:
+            parser.error("--margins and --untold are of virtual time")
+        if options.reference is not None:
+            options.reference = called_from() / options.reference
+    if options.speed is None:
+        options.speed = 5.0 if options.sockets else 1.0
     return options
 
 

@@ -30,7 +30,7 @@ def fleets(options: argparse.Namespace) -> list[Fleet]:
         machine = replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
     decode = MACHINES[options.decode_machine]
     return [
-        Fleet(prefillers, decoders, prefill_machine=machine, decode_machine=decode, slow=slow)
+        Fleet(prefillers, decoders, prefill_machine=machine, decode_machine=decode, slow=slow, speed=options.speed)
         for prefillers, decoders, slow in options.fleets
     ]
 
@@ -51,9 +51,9 @@ def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list
         began = time.monotonic()
         requests = arrivals(fleet, traces[trace], load, seed)
         case = Case(trace, fleet.name)
-        progress = _Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
+        progress = Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
         both = policies(fleet, options.decode_policy)[name]
-        replay = _replay(fleet, both, requests, seed, options, progress)
+        replay = in_virtual_time(fleet, both, requests, seed, options, progress)
         runs.append(Run(case, name, load, seed, figures(replay, fleet, slo)))
         progress.ended(time.monotonic() - began)
     return runs
@@ -68,20 +68,21 @@ def _names(options: argparse.Namespace, fleet: Fleet) -> Sequence[str]:
 
 
 def arrivals(fleet: Fleet, requests: Sequence[Request], load: float, seed: int) -> list[Request]:
-    """The requests of a trace, at the times at which they are this load for the fleet."""
+    """The requests of a trace, at the times at which they are this load for the fleet, at its speed."""
     evened = spread(requests, random.Random(seed))
     native = sum(map(fleet.work_seconds, evened)) / evened[-1].at / fleet.capacity
-    return faster(evened, load / native)
+    return faster(evened, fleet.speed * load / native)
 
 
-def _replay(
+def in_virtual_time(
     fleet: Fleet,
     policy: tuple[MakePolicy, MakePolicy],
     requests: Sequence[Request],
     seed: int,
     options: argparse.Namespace,
-    progress: _Progress,
+    progress: Progress,
 ) -> Replay:
+    """One run that has ended."""
     made: list[Replay] = []
 
     async def course() -> None:
@@ -103,7 +104,7 @@ def _replay(
     return made[0]
 
 
-class _Progress:
+class Progress:
     """A line on standard error, rewritten while a run goes on if somebody looks at it."""
 
     def __init__(self, name: str, requests: int) -> None:
@@ -113,10 +114,12 @@ class _Progress:
         self._is_live = sys.stderr.isatty()
 
     def step(self) -> None:
+        """One more has ended."""
         self._ended += 1
         if self._is_live and self._ended % 200 == 0:
             print(f"\r{self._name}: {self._ended} of {self._requests}", end="", file=sys.stderr, flush=True)
 
     def ended(self, seconds: float) -> None:
+        """All have, and it took so long."""
         start = "\r" if self._is_live else ""
         print(f"{start}{self._name}: {self._ended} requests in {seconds:.1f} s", file=sys.stderr, flush=True)

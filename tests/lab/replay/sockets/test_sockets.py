@@ -1,0 +1,157 @@
+"""Replays over real sockets: this gateway in front of the engines, and what the engines insist on."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from lab.common import environment
+from lab.common.processes import HOST
+from lab.replay.fleet import Course, Fleet
+from lab.replay.sockets import wire
+from lab.replay.sockets.course import over_sockets
+from lab.replay.sockets.engines import Engines
+from lab.replay.sockets.programs import programs
+from lab.replay.trace import Request
+from proxy.backend import Backend, Role
+from tests.lab.replay.conftest import MACHINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FLEET = Fleet(2, 2, MACHINE, MACHINE, speed=50.0)
+AGAIN = [Request(0.05 * number, 1200, 40, (1, 2, 3)) for number in range(3)]
+
+
+def test_prompts_are_alike_as_far_as_their_blocks_are() -> None:
+    def text(*blocks: int, tokens: int = 1200) -> str:
+        body = wire.request_bytes(Request(0.0, tokens, 5, blocks), 7, 80).partition(b"\r\n\r\n")[2]
+        told = orjson.loads(body)
+        assert (told["seed"], told["max_tokens"], len(told["prompt"])) == (7, 5, 4 * tokens)
+        return str(told["prompt"])
+
+    assert text(1, 2, 3)[:4096] == text(1, 2, 4)[:4096]
+    assert text(1, 2, 3)[2048:] != text(1, 4, 3)[2048:]
+    assert text(1)[:2048] == text(1, 2)[:2048]
+    assert text(-1)[:10] != text(-2)[:10]
+
+
+def test_the_gateway_serves_a_trace_and_courses_tell_of_it() -> None:
+    options = Namespace(
+        policies=["least_seconds"],
+        decode_policy="least_load",
+        max_running_prefill=None,
+        max_running_decode=None,
+        reference=None,
+    )
+    ours = next(programs(options))
+    ended: list[None] = []
+    replay = over_sockets(FLEET, ours, AGAIN, lambda: ended.append(None))
+    assert len(ended) == len(AGAIN)
+    assert [course.ended_at is None for course in replay.courses] == [False] * 3
+    assert replay.courses[2].cached_tokens == 1024, "one of the two prefillers had it before"
+    assert all(not engine.batch.running + engine.batch.blocks.used for engine in replay.engines.values())
+    assert replay.cpu_seconds > 0
+
+
+class Asked:
+    """Both engines of a small fleet, which are asked directly."""
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+        self.backends = [Backend(Role.PREFILL, HOST, 0, 0), Backend(Role.DECODE, HOST, 0, 1)]
+
+    async def __call__(self, engines: Engines, place: int, **members: Any) -> tuple[bytes, bytes]:
+        """Head and body."""
+        body = orjson.dumps(
+            {"seed": 0, "prompt": "x" * 4 * self.course.request.input_tokens, "stream": True, **members}
+        )
+        reader, writer = await asyncio.open_connection(HOST, engines.ports[place])
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"content-length" in head:
+            answer = await reader.readexactly(int(head.split(b"content-length: ")[1].split()[0]))
+        else:
+            answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.close()
+        return head, answer
+
+
+@pytest.fixture
+def run() -> Callable[[Callable[[Engines, Asked], Any]], Any]:
+    """What two engines and who asks them come to."""
+
+    def run(asking: Callable[[Engines, Asked], Any]) -> Any:
+        async def course() -> Any:
+            asked = Asked(Course(Request(0.0, 100, 40, ())))
+            roles = [next(FLEET.engines(backend.role)) for backend in asked.backends]
+            async with Engines(dict(zip(asked.backends, roles, strict=True)), [asked.course]) as engines:
+                told = await asking(engines, asked)
+                assert all(not engine.batch.running + engine.batch.blocks.used for engine in roles)
+                return told
+
+        return asyncio.run(course())
+
+    return run
+
+
+def test_a_hand_over_works_once(run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: Asked) -> None:
+        wanted = {"do_remote_decode": True}
+        _, answer = await ask(engines, 0, max_tokens=1, stream=False, kv_transfer_params=wanted)
+        params = orjson.loads(answer)["kv_transfer_params"]
+        head, stream = await ask(engines, 1, max_tokens=40, kv_transfer_params=params)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert (stream.count(wire.WORD.encode()), b"[DONE]" in stream) == (40, True)
+        head, _ = await ask(engines, 1, max_tokens=40, kv_transfer_params=params)
+        assert head.startswith(b"HTTP/1.1 400")
+
+    run(asking)
+
+
+def test_two_legs_meet_in_a_room_whoever_comes_first(run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: Asked) -> None:
+        for order in ((0, 1), (1, 0)):
+            asked = [asyncio.create_task(ask(engines, place, max_tokens=40, bootstrap_room=5)) for place in order]
+            answers = dict(zip(order, await asyncio.gather(*asked), strict=True))
+            assert answers[1][1].count(wire.WORD.encode()) == 40
+
+    run(asking)
+
+
+@pytest.mark.parametrize(
+    ("place", "members"),
+    [
+        (0, {"max_tokens": 40}),
+        (0, {"max_tokens": 40, "kv_transfer_params": {"do_remote_decode": True}}),
+        (1, {"max_tokens": 40}),
+        (1, {"max_tokens": 39, "bootstrap_room": 1}),
+        (0, {"max_tokens": 1, "prompt": "another", "bootstrap_room": 1}),
+        (0, {"seed": 1}),
+    ],
+)
+def test_what_no_proxy_should_ask_is_refused(place: int, members: dict[str, Any], run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: Asked) -> None:
+        head, _ = await ask(engines, place, **members)
+        assert head.startswith(b"HTTP/1.1 400")
+
+    run(asking)
+
+
+def test_this_gateway_takes_part_by_each_policy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "provide", lambda packages: False)
+    options = Namespace(
+        policies=["least_load", "random"],
+        decode_policy="least_load",
+        max_running_prefill=1,
+        max_running_decode=None,
+        reference=None,
+    )
+    found = list(programs(options))
+    assert [program.name for program in found] == ["pdproxy, least_load", "pdproxy, random"]
+    assert "PROXY_BALANCE__PREFILL_POLICY=random" in found[1].peer.command(1, [2], [3])
+    assert "PROXY_ADMISSION__MAX_RUNNING_PREFILL=1" in found[1].peer.command(1, [2], [3])
