@@ -1,4 +1,5 @@
-# Sourced by the other scripts: goes to the project's root and makes ./.venv ready, with everything development needs.
+# Sourced by the other scripts: goes to the project's root and makes ./.venv ready, with what running needs
+# (`setup_running`) or with everything development needs (`setup_venv`), which goes into the same one.
 # Promises to ask nothing, to need only a Python 3.11 with venv, and to cost nothing when pyproject.toml did not change.
 #
 # With --help a script prints the comment at its head, and neither installs nor runs anything. If .venv is ready, a program
@@ -64,19 +65,30 @@ fingerprint() {
 print(sys.version_info[:3], os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())' 2>/dev/null
 }
 
-setup_venv() {
-  local base made_from
-  if made_from=$(fingerprint) && [ "$made_from" = "$(cat .venv/fingerprint 2>/dev/null)" ]; then
-    return
-  fi
+is_made_as() { # file of a fingerprint
+  local made_from
+  made_from=$(fingerprint) && [ "$made_from" = "$(cat ".venv/$1" 2>/dev/null)" ]
+}
+
+make_venv_with() { # file of a fingerprint, what pip installs, and how that is called
+  local base
   leave_if_helping
   base=$(find_python)
-  say "making .venv with $("$base" --version), the gateway and its development tools (a minute or two, once)"
-  "$base" -m venv --clear .venv
+  say "making .venv with $("$base" --version) and $3, once"
+  is_made_as fingerprint.running || "$base" -m venv --clear .venv
   # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
   env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 \
-    "$python" -m pip install --disable-pip-version-check -e '.[dev]'
-  fingerprint >.venv/fingerprint
+    "$python" -m pip install --disable-pip-version-check ${4:-} -e "$2"
+  fingerprint >".venv/$1"
+}
+
+setup_running() {
+  is_made_as fingerprint || is_made_as fingerprint.running ||
+    make_venv_with fingerprint.running . "what the gateway needs to run (some 15 seconds)" --quiet
+}
+
+setup_venv() {
+  is_made_as fingerprint || make_venv_with fingerprint '.[dev]' "the gateway and its development tools (a minute or two)"
 }
 
 # The program of a script is the package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.

@@ -53,7 +53,7 @@ def _port(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="proxy mock-engine",
+        prog="pdproxy mock-engine",
         description=_DESCRIPTION,
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,

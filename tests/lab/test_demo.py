@@ -1,0 +1,37 @@
+"""The demo shows what it says: an answer whose decoder is killed, which is the same as without."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.common.processes import clean_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(60)  # it starts five programs
+def test_an_answer_goes_on_when_its_decoder_is_killed() -> None:
+    command = [sys.executable, "-m", "lab.demo"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    before, killed, after = done.stdout.partition(", which has written this, is killed ===\n")
+    assert killed
+    assert len(before.partition("streamed:\n")[2].split()) > 5
+    assert len(after.partition("The same question")[0].split()) > 5
+    assert "undisturbed: the same answer" in after
+    assert re.search(r"http://127\.0\.0\.1:\d+/metrics has", after)
+    assert 'pdproxy_resumes_total{action="chat_tokens",cause="broken"} 1.0' in after
+    assert after.endswith("everything is stopped again\n")
