@@ -62,6 +62,8 @@ class Setup:
     """vLLM's NixlConnector only, where it is set: `kv_lease_duration`, for which it keeps KV that is not fetched."""
     engine_id: str | None = None
     """vLLM only: what its KV connector calls it, with `_dp` and a number behind it where it has several ranks."""
+    dp_size: int = 1
+    """vLLM only: data-parallel ranks, which may be behind other addresses, and then share an `engine_id`."""
 
 
 def parse_kind(models: Any) -> str | None:
@@ -104,6 +106,7 @@ def parse_setup(info: Any) -> Setup:
         kv_role=role if isinstance(role, str) else None,
         lease_seconds=float(lease) if isinstance(lease, int | float) and lease > 0 else None,
         engine_id=engine_id if isinstance(engine_id, str) else None,
+        dp_size=_count(_member(_member(config, "parallel_config"), "data_parallel_size")) or 1,
     )
 
 

@@ -21,7 +21,6 @@ from proxy.usage import told_of_prompt
 from proxy.wire.exposition import parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
@@ -43,7 +42,8 @@ class CanaryResult:
     prefiller: Backend | None
     decoder: Backend
     problem: str = ""
-    """Why it was not answered, without a word of an engine's own; empty: it was."""
+    """Why it was not answered, as what the blamed one did, if there is one, and without a word of an engine's own;
+    empty: it was."""
     failure: Failure | None = None
     """What kind of problem it was, if an engine had it."""
     blamed: Backend | None = None
@@ -62,7 +62,7 @@ class CanaryResult:
     prompt_tokens: int | None = None
     """As the prefiller counts them; None: it does not tell."""
     decoder_prompt_tokens: int | None = None
-    answer: Sequence[int] | str = field(default="", repr=False)
+    answer: tuple[int, ...] | str = field(default="", repr=False)
     """Token ids, or text where none are told."""
 
 
@@ -123,9 +123,8 @@ class Canary:
             result = replace(result, problem=problem, failure=Failure.TIMEOUT, blamed=blamed)
         except UpstreamError as error:
             is_busy = error.is_backpressure or (reader is not None and reader.is_preempted)
-            result = replace(
-                result, problem=error.message, failure=error.failure, blamed=error.backend, is_busy=is_busy
-            )
+            problem = error.message.removeprefix(f"{error.backend.role.value} instance: ")
+            result = replace(result, problem=problem, failure=error.failure, blamed=error.backend, is_busy=is_busy)
         except NoBackendAvailable as error:
             result = replace(result, problem=error.message, is_busy=True)
         timeline.leave()
@@ -161,5 +160,5 @@ def _told(timeline: Timeline, usage: Any, reader: CanaryReader | None) -> dict[s
         "kv_handed_over": timeline.kv != "local",
         "prompt_tokens": timeline.usage.prompt_tokens,
         "decoder_prompt_tokens": told_of_prompt(usage)[0],
-        "answer": "" if reader is None else reader.token_ids or reader.text,
+        "answer": "" if reader is None else tuple(reader.token_ids) or reader.text,
     }

@@ -49,7 +49,7 @@ class CanaryReader:
         try:
             events = self._splitter.feed(data)
         except EventTooLong:
-            self._fail(Failure.BAD_ANSWER, "an event of the stream is too long")
+            self._fail(Failure.BAD_ANSWER, "sent an event that is too long")
             return False
         for event in events:
             match self._segment.read(event):
@@ -73,7 +73,7 @@ class CanaryReader:
         if error is not None:
             self._over.set_exception(error)
         else:
-            self._fail(Failure.BROKEN, "the stream ended before the answer was complete")
+            self._fail(Failure.BROKEN, "ended the stream before the answer was complete")
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -96,7 +96,10 @@ class CanaryReader:
         if not self._has_begun:
             self._attempt.kv_lost()
         # So ends in vLLM 0.18 to 0.30 what was preempted before its first token, and what could not load its KV cache.
-        self._fail(Failure.RECOMPUTED, "the stream ended without an answer: the KV cache did not come, or no memory")
+        self._fail(
+            Failure.RECOMPUTED,
+            "ended the stream without an answer: the KV cache did not come, or there was no memory for it",
+        )
 
     def _fail(self, failure: Failure, message: str) -> None:
         if not self._over.done():

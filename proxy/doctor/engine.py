@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.recognition import EngineReport, unsuited
+from proxy.connectors.kv_transfer import KvTransfer, pin_seconds
 from proxy.doctor.findings import Finding, Severity
 from proxy.doctor.told import IDLE_SECONDS
 
@@ -78,7 +79,9 @@ def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         yield Finding(Severity.FAILURE, "health", engine.subject, engine.health, hint)
     elif isinstance(engine.health, int) and engine.health != 200:
         words = f"{path} answered with status {engine.health}"
-        hint = "503 is a dead engine core: look into its log; 404 is another program, or another health.path"
+        hint = "the engine says that it is not well: its log has more"
+        if engine.health == 404:
+            hint = "is health.path right, and an engine on that port?"
         yield Finding(Severity.FAILURE, "health", engine.subject, words, hint)
 
 
@@ -129,7 +132,7 @@ def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """The bootstrap server at which decoders meet a prefiller can be reached."""
-    if engine.bootstrap and not any(finding.check == MisfitKind.BOOTSTRAP for finding in check_suits(engine, fleet)):
+    if engine.bootstrap and not any(check_suits(engine, fleet)):
         hint = "decoders meet it there: give its bootstrap port as `--prefill URL PORT`"
         yield Finding(Severity.FAILURE, "bootstrap", engine.subject, engine.bootstrap, hint)
 
@@ -187,8 +190,8 @@ def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         words = f"keeps KV that is not fetched for {its:g} s, and kv.pin_seconds says {believed:g}"
         hint = "leave kv.pin_seconds out or lower it: a late decoder would fetch what belongs to others by then"
         yield Finding(Severity.FAILURE, "lease", engine.subject, words, hint)
-    elif believed is None and its < 30:
-        words = f"keeps KV that is not fetched for {its:g} s, and a decoder is waited for as if it were 30"
+    elif believed is None and its < (assumed := pin_seconds(KvTransfer.NIXL, engine.facts.version)):
+        words = f"keeps KV that is not fetched for {its:g} s, and decoders are waited for as if it were {assumed:g}"
         yield Finding(Severity.WARNING, "lease", engine.subject, words, f"set kv.pin_seconds to {its:g}")
 
 

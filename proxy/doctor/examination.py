@@ -144,12 +144,14 @@ class Examination:
         for some in [some for _ in range(self._canaries_per_pair) for some in rounds(pairs)]:
             results += await asyncio.gather(*(canary.hand_over(*pair) for pair in some))
             self._progress("canaries", len(results), total)
+        done = len(results)
         # Behind the others: an engine that ignores the salt has the prompt in its cache by now, and not before.
         for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
             for result in await asyncio.gather(*map(canary.alone, few)):
                 if result is not None:
                     alone[result.decoder] = result
-            self._progress("canaries", len(results) + len(alone), total)
+            done += len(few)
+            self._progress("canaries", done, total)
 
         def lease_seconds(prefiller: Backend) -> float | None:
             has_leases = settings.connector_traits.counts_expired_leases

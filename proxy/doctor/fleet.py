@@ -41,12 +41,15 @@ def check_same_length(fleet: Fleet) -> Iterator[Finding]:
 
 def check_same_version(fleet: Fleet) -> Iterator[Finding]:
     """All are of one version: engines of two may not understand each other's KV cache."""
-    versions = {engine: engine.version for engine in fleet.told if engine.version}
-    for engine, version in _odd(versions):
-        common = Counter(versions.values()).most_common(1)[0][0]
-        words = f"is version {version}, and others are {common}"
-        hint = "fine during an upgrade; KV cache may not travel between versions, and some features are not used"
-        yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
+    for kind in {engine.facts.identity.kind for engine in fleet.told}:
+        versions = {
+            engine: engine.version for engine in fleet.told if engine.version and engine.facts.identity.kind == kind
+        }
+        for engine, version in _odd(versions):
+            common = Counter(versions.values()).most_common(1)[0][0]
+            words = f"is version {version}, and others are {common}"
+            hint = "fine during an upgrade; KV cache may not travel between versions, and some features are not used"
+            yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
 
 
 def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
@@ -69,14 +72,14 @@ def check_different_places(fleet: Fleet) -> Iterator[Finding]:
     for engine in fleet.engines:
         setup = engine.facts.identity.setup
         names: list[object] = [(address, engine.backend.port) for address in engine.addresses]
-        if setup is not None and setup.engine_id is not None:
+        if setup is not None and setup.engine_id is not None and setup.dp_size == 1:
             names.append(setup.engine_id)
         first = next((places[name] for name in names if name in places), None)
         for name in names:
             places.setdefault(name, engine)
         if first is not None:
             words = f"is the same engine as {first.subject}, by its address or its engine_id"
-            hint = "give each engine once: it gets twice its share, and its own KV cannot be handed to it"
+            hint = "give each engine once, and an engine_id of its own: decoders find KV by it"
             yield Finding(Severity.FAILURE, "duplicate", engine.subject, words, hint)
 
 

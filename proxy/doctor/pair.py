@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # What is faster than this cannot be called slow, whatever it is compared with.
 _LEAST_SLOW_SECONDS: Final = 1.0
 _LATE_SHARE: Final = 0.5
+_ALL: Final = "all pairs"
 _FAILED: Final = (Severity.FAILURE, "its log has more")
 
 
@@ -61,7 +62,8 @@ def check_pairs(canaries: Canaries) -> list[Finding]:
     bad = {finding.subject for finding in found if finding.severity > Severity.NOTE}
     for result in canaries.answered:
         assert result.prefiller is not None
-        if bad.isdisjoint((_pair(result.prefiller, result.decoder), *map(_of, (result.prefiller, result.decoder)))):
+        its = (_ALL, _pair(result.prefiller, result.decoder), _of(result.prefiller), _of(result.decoder))
+        if bad.isdisjoint(its):
             found.append(_well(result, canaries))
     return found
 
@@ -134,6 +136,8 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
         what, _, hint = hints[role].partition(". ")
         if subject == _pair(result.prefiller, result.decoder):
             what, hint = "the decoder computes this prefiller's prompts once more", "does it reach the prefiller?"
+        elif subject == _ALL:
+            what = "no decoder has any use of what prefillers compute: they compute the prompts once more"
         yield Finding(Severity.FAILURE, "kv_not_fetched", subject, what, hint)
     if not canaries.settings.connector_traits.has_prefill_first:
         return
@@ -152,7 +156,8 @@ def check_same_answers(canaries: Canaries) -> Iterator[Finding]:
     drifting: list[CanaryResult] = []
     for result in canaries.answered:
         expected = _expected(result, canaries)
-        if expected is None or result.kv is Verdict.COMPUTED:
+        counts = {result.prompt_tokens, result.decoder_prompt_tokens} - {None}
+        if expected is None or result.kv is Verdict.COMPUTED or len(counts) > 1:
             continue
         match agreement(result.answer, expected):
             case Agreement.DIFFERS:
@@ -225,10 +230,13 @@ PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
 
 
 def _blamed(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[str, CanaryResult]]:
-    """Who is to blame for bad results, with one of them for each."""
+    """Who is to blame, with a bad result for each: all pairs, an instance all of whose pairs are bad, or a pair."""
     by_pair = {(result.prefiller, result.decoder): result for result in bad if result.prefiller is not None}
     prefillers = dict.fromkeys(result.prefiller for result in canaries.pairs if result.prefiller is not None)
     decoders = dict.fromkeys(result.decoder for result in canaries.pairs)
+    if len(by_pair) == len(prefillers) * len(decoders) > 1:
+        yield _ALL, next(iter(by_pair.values()))
+        return
     found: Any = culprits(list(by_pair), list(prefillers), list(decoders))
     for backend in (*found.decoders, *found.prefillers):
         yield _of(backend), next(result for pair, result in by_pair.items() if backend in pair)
@@ -236,7 +244,7 @@ def _blamed(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[s
         yield _pair(*pair), by_pair[pair]
 
 
-def _expected(result: CanaryResult, canaries: Canaries) -> Sequence[int] | str | None:
+def _expected(result: CanaryResult, canaries: Canaries) -> tuple[int, ...] | str | None:
     """What the answer should be; None: nobody knows."""
     alone = canaries.alone.get(result.decoder)
     if alone is not None:
@@ -250,14 +258,10 @@ def _is_odd(alone: CanaryResult, canaries: Canaries) -> bool:
     return not alone.problem and expected is not None and agreement(alone.answer, expected) is Agreement.DIFFERS
 
 
-def _majority(results: Sequence[CanaryResult]) -> Sequence[int] | str | None:
+def _majority(results: Sequence[CanaryResult]) -> tuple[int, ...] | str | None:
     """The answer of more than half of them; None: there is none."""
-    (answer, votes), *_ = Counter(_hashable(result.answer) for result in results).most_common(1) or [("", 0)]
+    (answer, votes), *_ = Counter(result.answer for result in results).most_common(1) or [("", 0)]
     return answer if votes > len(results) / 2 else None
-
-
-def _hashable(answer: Sequence[int] | str) -> tuple[int, ...] | str:
-    return answer if isinstance(answer, str) else tuple(answer)
 
 
 def _seems_computed(result: CanaryResult, canaries: Canaries) -> bool:

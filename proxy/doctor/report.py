@@ -48,11 +48,16 @@ def _lines(finding: Finding, subjects: int, width: int, *, coloured: bool) -> It
     mark = _MARKS[finding.severity]
     if coloured:
         mark = f"\x1b[{_COLOURS[finding.severity]}m{mark}\x1b[0m"
-    first, *others = textwrap.wrap(finding.words, room) or [""]
+    first, *others = textwrap.wrap(_harmless(finding.words), room) or [""]
     yield f"{mark} {finding.subject:{subjects}}  {first}".rstrip()
     yield from (indent + line for line in others)
-    for number, line in enumerate(textwrap.wrap(finding.hint, room - 2)):
+    for number, line in enumerate(textwrap.wrap(_harmless(finding.hint), room - 2)):
         yield f"{indent}{'→' if not number else ' '} {line}"
+
+
+def _harmless(text: str) -> str:
+    """Without what moves a terminal's cursor: engines say what their models are called."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def _gathered(findings: Sequence[Finding]) -> list[Finding]:

@@ -53,7 +53,13 @@ async def test_every_pair_gets_one_canary_and_every_decoder_one_alone() -> None:
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as two,
         SimulatedEngine(role="decode", api_key="sk-of-the-engines") as decoder,
     ):
-        found = await examine(_settings([one, two], [decoder]))
+        heard: list[tuple[str, int, int]] = []
+        settings = _settings([one, two], [decoder])
+        found = await examine(settings, progress=lambda *what: heard.append(what))
+        assert heard == [
+            *(("instances asked", done, 3) for done in (1, 2, 3)),
+            *(("canaries", done, 3) for done in (1, 2, 3)),
+        ]
         assert [len(generations(engine)) for engine in (one, two, decoder)] == [1, 1, 3]
         assert not one.pins
         assert not two.pins

@@ -39,6 +39,11 @@ def test_many_pairs_that_are_well_take_one_line() -> None:
     assert len(table.splitlines()) == 3
 
 
+def test_what_an_engine_says_moves_no_cursor() -> None:
+    finding = Finding(Severity.OK, "engine", "decode 10.0.0.3:7100", "vLLM, \x1b[2Jmodel\r\n")
+    assert "\x1b" not in as_table([finding], 80, coloured=False)
+
+
 def test_only_a_terminal_gets_colours() -> None:
     assert "\x1b" in as_table([FAILURE], 80, coloured=True)
     assert "\x1b" not in as_table([FAILURE], 80, coloured=False)

@@ -118,6 +118,14 @@ MISTAKES = [
         prefillers=[{"pin_seconds": 20.0}],
         settings={"kv": {"pin_seconds": 480}},
     ),
+    Mistake(
+        "KV is kept for a shorter time than by default",
+        "lease",
+        "P0",
+        WARNING,
+        engine={"profile_name": "v0.33", "dev_mode": True},
+        prefillers=[{"pin_seconds": 20.0}],
+    ),
     # Of engines beside each other
     Mistake("another model", "model", "D0", decoders=[{"model": "other"}]),
     Mistake("another --max-model-len", "length", "D1", WARNING, decoders=[{}, {"max_model_len": 8192}]),
@@ -160,6 +168,13 @@ MISTAKES = [
         decoders=[{}, {}],
     ),
     Mistake(
+        "a KV connector that nobody was given",
+        "kv_not_fetched",
+        "all pairs",
+        prefillers=[{}, {}],
+        decoders=[{"protocol": "none"}, {"protocol": "none"}],
+    ),
+    Mistake(
         "a decoder that computes what it cannot fetch",
         "kv_not_fetched",
         "D1",
@@ -180,7 +195,7 @@ MISTAKES = [
         "handover",
         "D0",
         prefillers=[{"pin_seconds": 0.01}],
-        decoders=[fault("slow_load", seconds=0.1), {}],
+        decoders=[fault("slow_load", seconds=0.1)],
     ),
     Mistake(
         "hand-overs that take too long",
