@@ -27,7 +27,7 @@ class Lease:
     """
 
     __slots__ = (
-        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "_trial", "_listener"),
+        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
     )
 
@@ -43,7 +43,8 @@ class Lease:
         # every request does so half a dozen times.
         self._cells = pool.row.cells
         self._first = 0
-        self._trial = 0
+        self.trial = 0
+        """The number of the trial that it is; 0: it is none, or no longer."""
         self._listener: Policy | None = None  # who was told that this began, and not yet how it ended
         # What the backend is charged with once entered, and so what is still to be given back.
         self._requests = self._running = self._compute = self._kv = 0
@@ -88,7 +89,7 @@ class Lease:
             return
         if error is None:
             if not self._has_served:
-                pool.outcomes.served(backend, self._trial, self._request.proves_generation)
+                pool.outcomes.served(backend, self.trial, self._request.proves_generation)
             pool.outcomes.count_served(backend)
         elif isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
@@ -96,7 +97,7 @@ class Lease:
             pool.outcomes.count_served(backend)
         else:
             # The client left, or another part failed: that says nothing about this backend.
-            pool.outcomes.abandon(backend, self._trial)
+            pool.outcomes.abandon(backend, self.trial)
         if self._listener is not None:
             self._tell_end(served=error is None)
 
@@ -105,9 +106,9 @@ class Lease:
 
         A decoder's answer may take many minutes, for which it would get no other request.
         """
-        if self._trial and self._request.proves_generation:
-            self._pool.outcomes.served(self.backend, self._trial)
-            self._trial = 0
+        if self.trial and self._request.proves_generation:
+            self._pool.outcomes.served(self.backend, self.trial)
+            self.trial = 0
 
     def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
@@ -120,8 +121,8 @@ class Lease:
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
-            self._trial = 0
+            pool.outcomes.served(self.backend, self.trial, self._request.proves_generation)
+            self.trial = 0
         if self._running:
             cells, first = self._cells, self._first
             cells[first + RUNNING] -= self._running
@@ -177,7 +178,7 @@ class Lease:
             self._listener = pool.listener
         self.backend = backend
         self._is_entered = True
-        self._trial = trial
+        self.trial = trial
         cells = self._cells
         first = self._first = CELLS_PER_SLOT * backend.slot
         self._requests = 1
@@ -207,7 +208,7 @@ class Lease:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.
         if error is not self._reported:
             self._reported = error
-            trial, self._trial = self._trial, 0
+            trial, self.trial = self.trial, 0
             if error.is_breakdown and not trial:
                 error.blame = self._pool.outcomes.accuse(backend, error, self._request.proves_generation)
             else:

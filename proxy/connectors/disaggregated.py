@@ -48,8 +48,9 @@ class Disaggregated(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
-        alone = None if RARE.isdisjoint(call.values) else self._one_engine.legs(call, request, timeline)
-        return alone or self.legs_of_both(call, request, timeline)
+        if RARE.isdisjoint(call.values):
+            return self.legs_of_both(call, request, timeline)
+        return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """The legs of a call that can be handed over; None: they do not come one after the other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
@@ -51,9 +51,6 @@ class KvState(Enum):
     """The decoder works with it, or at least works."""
     LOST = "lost"
     """The decoder has given up before its first output."""
-
-
-_SETTLED: Final = frozenset((KvState.ARRIVED, KvState.LOST))
 
 
 class LocalKv:
@@ -115,7 +112,7 @@ class KvHandoff:
     @property
     def is_settled(self) -> bool:
         """The decoder has said something: that it has the KV, or that it gave up."""
-        return self.state in _SETTLED
+        return self.state in (KvState.ARRIVED, KvState.LOST)
 
     def prefilled(self, usage: Any) -> None:
         """The prefiller has done its work. `usage`: what its answer tells of the prompt's tokens, whatever that is."""
@@ -137,28 +134,30 @@ class KvHandoff:
 
     def arrived(self) -> None:
         """The decoder has sent its first output. May be called again."""
-        if self.state in _SETTLED:
+        if self.state is KvState.ARRIVED or self.state is KvState.LOST:
             return
         self.state = KvState.ARRIVED
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         self.prefiller.free_kv()
         if self.source is KvSource.PREFILLER:
             self._context.pools.quarantine.succeeded(prefiller, decoder)
-        if self.kv is not None:
-            self._context.releaser.fetched(self.kv, decoder, self.failed)
-            self.kv = self._kept = None
-        self.decoder.confirm()
-        if self.on_arrived is not None:
-            self.on_arrived()
         if self.source is KvSource.DECODER:
             self._timeline.kv = "local"
         else:
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
-            self._timeline.kv = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
+            verdict = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
+            self._timeline.kv = verdict
+            if self.kv is not None:
+                self._context.releaser.fetched(self.kv, decoder, verdict, self.failed)
+                self.kv = self._kept = None
+        if self.decoder.trial:
+            self.decoder.confirm()
+        if self.on_arrived is not None:
+            self.on_arrived()
 
     def lost(self) -> None:
         """The decoder gave up before its first output. May be called again."""
-        if self.state in _SETTLED:
+        if self.is_settled:
             return
         self.state = KvState.LOST
         self.prefiller.free_kv()

@@ -31,11 +31,12 @@ _CHANGES: Final[dict[str, object]] = {
 
 def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
     """The body of the leg to a prefiller of this pool. `kv_params` are the protocol's own."""
-    changes: dict[str, object] = {"kv_transfer_params": {**kv_params, **call.kv_params}, **_CHANGES}
+    kv_params = {**kv_params, **call.kv_params} if call.kv_params else kv_params
+    changes: dict[str, object] = {"kv_transfer_params": kv_params, **_CHANGES}
     if "max_completion_tokens" in call.values:
         changes["max_completion_tokens"] = 1
     tool_choice = call.values.get("tool_choice")
     is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
     if is_forced and not FORCED_TOOL_PREFILL.is_in(pool.engine_version(prefiller)):
         changes["tool_choice"] = "auto"  # with which the prompt is the same
-    return call.body(changes)
+    return call.document.with_changes({**call.changes, **changes})

@@ -110,11 +110,10 @@ class Releaser(BackgroundOwner):
         else:
             self._background.start(self._release(kv, pin, failed))
 
-    def fetched(self, kv: PrefilledKv, decoder: Backend, failed: Collection[Backend]) -> None:
-        """A decoder has answered to KV it was to fetch. One that fetches none leaves it where it is; as long as nobody
-        knows whether it does, what it was handed is kept in mind.
+    def fetched(self, kv: PrefilledKv, decoder: Backend, verdict: Verdict, failed: Collection[Backend]) -> None:
+        """A decoder has answered to KV it was to fetch, and this is known of what it makes of KV. One that fetches none
+        leaves it where it is; as long as nobody knows whether it does, what it was handed is kept in mind.
         """
-        verdict = self._misfits.verdict(decoder, kv.prefiller)
         if verdict is Verdict.COMPUTED:
             self.orphaned(kv, {*failed, decoder})
         elif verdict is Verdict.UNKNOWN:

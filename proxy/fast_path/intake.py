@@ -68,7 +68,7 @@ class Intake:
             self.parts.listener.is_closing
             or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
             or not self._admission.is_open
-            or not self.parts.suspects.remembers_nothing
+            or not self.parts.suspects.memory.is_empty  # a request would have to be looked up
             or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
         ):
             return None

@@ -209,13 +209,12 @@ class FastRequest:
         if not self._call.stream:
             attempt.response.collect(self._read)
             return
-        parts = self._parts
-        clock = TokenClock(self._record, parts.metrics)
-        idle_seconds = parts.settings.timeouts.idle_seconds
+        timeouts = self._parts.settings.timeouts
         self._short = ShortStream(
-            attempt, self._call, self._stream, self, clock, idle_seconds, is_observed=self._watching.is_close
+            *(attempt, self._call, self._stream, self, self._record, timeouts.idle_seconds),
+            is_observed=self._watching.is_close,
         )
-        attempt.response.limit_silence(attempt.first_token_seconds or parts.settings.timeouts.first_token_seconds)
+        attempt.response.limit_silence(attempt.first_token_seconds or timeouts.first_token_seconds)
         attempt.response.attach(self._short)
 
     # Owner of a ShortStream
@@ -223,7 +222,11 @@ class FastRequest:
     def first_output(self) -> None:
         """The decoder has begun to answer."""
         if self._began_at is None:
-            self._began_at = self._parts.suspects.now()
+            self._began_at = self._parts.suspects.clock()
+
+    def told_gap(self, seconds: float) -> None:
+        """See Owner."""
+        self._parts.metrics.inter_token_seconds.observe(seconds)
 
     def lengthen(self) -> Relay:
         """See Owner."""
@@ -234,7 +237,9 @@ class FastRequest:
         assert isinstance(answer, StreamedAnswer)
         self._short = None
         self._stream.pass_over(short.sent_bytes)
-        self._relay = answer.go_on(attempt, self, self._woke, b"".join(short.seen), short.clock)
+        clock = TokenClock(self._record, self._parts.metrics)
+        clock.count, clock.gap_from = short.writes, short.written_at
+        self._relay = answer.go_on(attempt, self, self._woke, b"".join(short.seen), clock)
         return self._relay
 
     def finished(self) -> None:
@@ -318,7 +323,9 @@ class FastRequest:
 
     def _complete(self) -> None:
         """The answer was written: the client may still have to read it."""
-        self._parts.suspects.served(self._call)
+        suspects = self._parts.suspects
+        if not suspects.memory.is_empty:
+            suspects.served(self._call)
         if self._client.is_paused:
             self._run(self._wait_for_client())
         else:

@@ -13,7 +13,7 @@ import orjson
 
 from proxy.dialects.segment import PROMPT_IDS
 from proxy.flow.chunk_writer import without_token_ids
-from proxy.flow.relay import END_MARK_SECONDS, TokenClock
+from proxy.flow.relay import END_MARK_SECONDS
 from proxy.wire.openai import DONE, data_event, with_prompt_details
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.fast_path.stream import FastStream
     from proxy.flow.relay import Relay
+    from proxy.observe.record import RequestRecord
 
 # With more the same-looking tokens of a long answer are what counts; see flow/fast_forward.py.
 _MOST_PARTS: Final = 2
@@ -38,6 +39,9 @@ class Owner(Protocol):
     def first_output(self) -> None:
         """The decoder has begun to answer."""
 
+    def told_gap(self, seconds: float) -> None:
+        """So long was it from the first part to the second."""
+
     def lengthen(self) -> Relay:
         """Have a Relay take the answer, beginning with `seen`."""
 
@@ -53,8 +57,9 @@ class ShortStream:
     """A Sink for the decoder's answer to a call for one sequence, in the engine's own bytes."""
 
     __slots__ = (
-        *("seen", "sent_bytes", "unsent", "usage", "clock"),
-        *("_attempt", "_client", "_owner", "_relay", "_is_observed", "_wants_ids", "_include_usage", "_idle_seconds"),
+        *("seen", "sent_bytes", "unsent", "usage", "writes", "written_at"),
+        *("_attempt", "_client", "_owner", "_record", "_relay"),
+        *("_is_observed", "_wants_ids", "_include_usage", "_idle_seconds"),
         *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_has_prompt"),
     )
 
@@ -64,7 +69,7 @@ class ShortStream:
         call: Call,
         client: FastStream,
         owner: Owner,
-        clock: TokenClock,
+        record: RequestRecord,
         idle_seconds: float,
         *,
         is_observed: bool,
@@ -78,10 +83,14 @@ class ShortStream:
         """The end of a whole answer, which is to be written before the end mark."""
         self.usage: dict[str, Any] | None = None
         """The usage of the whole answer; None: it was not told yet."""
-        self.clock = clock
+        self.writes = 0
+        """How many writes had part of the answer."""
+        self.written_at = 0.0
+        """When the first was, on the clock of the record."""
         self._attempt = attempt
         self._client = client
         self._owner = owner
+        self._record = record
         self._relay: Relay | None = None
         self._is_observed = is_observed
         self._wants_ids = bool(call.values.get("return_token_ids"))
@@ -112,7 +121,7 @@ class ShortStream:
                 if self._client.write(output):
                     self._lengthen().hold()
         if has_parts:
-            self.clock.tick()
+            self._tick()
         return has_parts
 
     def ended(self, error: UpstreamError | None) -> None:
@@ -124,6 +133,18 @@ class ShortStream:
             self._lengthen().ended(error)
 
     # How
+
+    def _tick(self) -> None:
+        """Part of the answer went to the client."""
+        self.writes += 1
+        record = self._record
+        now = record.clock()
+        if self.writes == 1:
+            self.written_at = now
+            if record.first_token_seconds is None:
+                record.first_token_seconds = now - record.started
+        elif self.writes == 2:
+            self._owner.told_gap(now - self.written_at)
 
     def _lengthen(self) -> Relay:
         relay = self._relay = self._owner.lengthen()

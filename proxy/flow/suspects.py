@@ -75,19 +75,20 @@ class Suspects:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`is_gone` says whether an engine that broke off is down, now or within the given number of seconds."""
-        self._memory = memory
+        self.memory = memory
         self._pools = pools
         self._roles = roles
         self._is_gone = is_gone
         self._metrics = metrics
-        self._clock = clock
+        self.clock = clock
+        """Tells seconds."""
         self._casualties: dict[Backend, list[Casualty]] = {}
         self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def watch(self, call: Call, units: int) -> Watch:
         """One client request of `units` units: `with` it. Raises SuspectRequest if it is known already."""
-        earlier = 0 if self._memory.is_empty else self._memory.engines(call.body({}))
+        earlier = 0 if self.memory.is_empty else self.memory.engines(call.body({}))
         if earlier >= MOST_ENGINES:
             raise SuspectRequest
         return Watch(self, call, Suspicion(earlier, is_split=units > 1))
@@ -96,25 +97,16 @@ class Suspects:
         """A client request has ended, well if there is no error: let others go where it was, and remember it or not."""
         self._release(suspicion.reserved)
         if error is not None:
-            if engines := suspicion.engines(self._clock()):
+            if engines := suspicion.engines(self.clock()):
                 least_poison = MOST_ENGINES if suspicion.is_convicted else 0
-                self._memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
+                self.memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
         else:
             self.served(call)
 
     def served(self, call: Call) -> None:
         """A client request has got its whole answer."""
-        if not self._memory.is_empty:
-            self._memory.forget(call.body({}))
-
-    @property
-    def remembers_nothing(self) -> bool:
-        """Whether no request is remembered, so that none has to be looked up."""
-        return self._memory.is_empty
-
-    def now(self) -> float:
-        """Clock seconds."""
-        return self._clock()
+        if not self.memory.is_empty:
+            self.memory.forget(call.body({}))
 
     # Where a unit may go
 
@@ -127,7 +119,7 @@ class Suspects:
         """
         if suspicion.is_confined:
             avoid = {*avoid, *(backend for role in self._roles for backend in self._outside(suspicion, role, avoid))}
-        lost = suspicion.lost(self._clock())
+        lost = suspicion.lost(self.clock())
         if lost or suspicion.earlier:
             roles = {backend.role for backend in lost} if lost else self._roles
             for role in roles:
@@ -157,13 +149,13 @@ class Suspects:
         self, history: UnitHistory, pool: Pool, avoid: Collection[Backend], on_wait: Callable[[], None]
     ) -> Collection[Backend]:
         """Choose an engine without other suspects, wait for one, or else share one."""
-        until = self._clock() + _WAIT_SECONDS
+        until = self.clock() + _WAIT_SECONDS
         while True:
             try:
                 chosen = pool.pick({*avoid, *self._reservations})
                 break
             except NoBackendAvailable:
-                left_seconds = until - self._clock()
+                left_seconds = until - self.clock()
                 if left_seconds > 0 and any(backend not in avoid for backend in pool.eligible()):
                     on_wait()
                     await self._wait(left_seconds)
@@ -219,7 +211,7 @@ class Suspects:
 
         Takes as long as the engine needs to say that it is well.
         """
-        now = self._clock()
+        now = self.clock()
         if history.is_cleared(now):
             history.lost.clear()
         seconds = history.seconds_of_output(now)
@@ -273,7 +265,7 @@ class Suspects:
         if not is_charged(casualty, casualties, most):
             return
         history.lost[backend] = casualty.seconds_of_output
-        now = self._clock()
+        now = self.clock()
         record.lost_engines = suspicion.engines(now)
         if not suspicion.is_convicted and is_poison(casualty, casualties, now):
             suspicion.is_convicted = True

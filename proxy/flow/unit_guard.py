@@ -48,7 +48,7 @@ class UnitGuard:
         self._permit.release()
         history = self._history
         if history.began_at is None:
-            history.began_at = self._suspects.now()
+            history.began_at = self._suspects.clock()
             if history.reserved or self.blame.is_open:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 

@@ -86,7 +86,7 @@ class Document:
         It is not kept, and of long strings in it only the length is known.
         """
         values = self.values
-        if isinstance(values, Members) and name in values:
+        if self._spans is not None and isinstance(values, Members) and name in values:
             return values.excerpt(name)
         return values.get(name), text_bytes
 
