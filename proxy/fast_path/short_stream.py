@@ -59,7 +59,7 @@ class ShortStream:
     __slots__ = (
         *("seen", "sent_bytes", "unsent", "usage", "writes", "written_at"),
         *("_attempt", "_client", "_owner", "_record", "_relay"),
-        *("_is_observed", "_wants_ids", "_include_usage", "_idle_seconds"),
+        *("_is_observed", "_wants_ids", "_include_usage", "_hides_reasoning", "_idle_seconds"),
         *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_has_prompt"),
     )
 
@@ -95,6 +95,7 @@ class ShortStream:
         self._is_observed = is_observed
         self._wants_ids = bool(call.values.get("return_token_ids"))
         self._include_usage = call.include_usage
+        self._hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         self._idle_seconds = idle_seconds
         self._held = b""
         """The role chunk, until there is a part of the answer."""
@@ -155,7 +156,13 @@ class ShortStream:
 
         One function for all of them, as each function that is called costs more than what it does.
         """
-        if len(data) > _MOST_BYTES or self._is_done or not data.endswith(b"\n\n") or b"\r" in data:
+        if (
+            self._hides_reasoning
+            or len(data) > _MOST_BYTES
+            or self._is_done
+            or not data.endswith(b"\n\n")
+            or b"\r" in data
+        ):
             raise _Odd
         parts, is_finished, is_done, has_prompt = self._parts, self._is_finished, False, self._has_prompt
         held, usage = self._held, self.usage

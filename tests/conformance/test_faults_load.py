@@ -182,6 +182,9 @@ class Memory:
     def share(self) -> float:
         return self.used
 
+    def resident_bytes(self) -> int:
+        return 0
+
 
 @pytest.mark.fault(40)
 async def test_without_memory_new_requests_are_refused_until_there_is_some_again(deploy: Deploy) -> None:

@@ -194,7 +194,7 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
     refused = await gateway.ask(poison())
     assert (refused.status, gateway.metrics("pdproxy_suspect_requests_total")) == (503, {})
     assert (await gateway.ask(poison())).status == 200
-    assert gateway.worker.gateway._parts.suspects._memory.is_empty
+    assert gateway.worker.gateway._parts.suspects.memory.is_empty
 
 
 # Requests that fail everywhere and break nothing

@@ -35,6 +35,7 @@ OF_CHATS: dict[str, dict[str, Any]] = {
     "a tool": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
     "reasoning": {"chat_template_kwargs": {"thinking": True}, "max_tokens": 30},
     "log probabilities": {"logprobs": True, "top_logprobs": 2},
+    "hidden reasoning": {"chat_template_kwargs": {"thinking": True}, "include_reasoning": False, "max_tokens": 30},
     "format": {"response_format": {"type": "json_object"}},
     "bad": {"messages": 7},
 }
