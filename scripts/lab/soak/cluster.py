@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lab.common.proc import open_fds, resident_bytes, tree
 from lab.common.processes import HOST, quiet_ports
+from lab.common.programs import Program
 from lab.common.toxics import ToxicProxy
 from lab.soak.evidence import Limits, Sample
-from lab.soak.programs import Program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -18,11 +18,14 @@ _END_SECONDS = 5.0
 
 
 class Program:
-    """`python -m proxy …`, as often as it is started. Its output goes to a file that others write, too."""
+    """`python -m proxy …`, as often as it is started. Its output goes to a file that others write, too. `under` are the
+    words of a program that starts it.
+    """
 
-    def __init__(self, words: Sequence[str], output: BinaryIO) -> None:
+    def __init__(self, words: Sequence[str], output: BinaryIO | int, under: Sequence[str] = ()) -> None:
         self._words = words
         self._output = output
+        self.under = under
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -32,7 +35,7 @@ class Program:
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "proxy", *self._words),
+            *(*self.under, sys.executable, "-m", "proxy", *self._words),
             env=clean_environment(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self._output,

@@ -1,0 +1,115 @@
+"""Faults one after the other, until their alerts fire, and what Prometheus has noted of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import yaml
+
+from lab.test_observability.prometheus import RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lab.test_observability.faults import Fault, Site
+    from lab.test_observability.prometheus import Prometheus
+
+_PATIENCE_SECONDS: Final = 100.0
+_LOOK_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Of one alert during a run, in seconds since the Unix epoch; None: never."""
+
+    pending: float | None
+    firing: float | None
+    over: float | None
+
+
+class Watch:
+    """Which alerts fire, and when each fault happened."""
+
+    def __init__(self, prometheus: Prometheus) -> None:
+        self.prometheus = prometheus
+        self.happened: dict[str, tuple[float, float]] = {}
+
+    async def firing(self) -> set[str]:
+        return {series["alertname"] for series in await self.prometheus.now('ALERTS{alertstate="firing"}')}
+
+    async def until(self, alerts: Sequence[str], *, fire: bool) -> list[str]:
+        """Those that after a while still do not fire, or still do."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            firing = await self.firing()
+            rest = [alert for alert in alerts if (alert in firing) != fire]
+            if not rest or time.monotonic() > deadline:
+                return rest
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def until_quiet(self) -> None:
+        """As far as that comes: `outcome` tells what still fires."""
+        await self.until(sorted(alert_rules()), fire=False)
+
+
+def alert_rules() -> dict[str, bool]:
+    """The alerts there are, and whether each one is pending for a while."""
+    groups = yaml.safe_load((RULES / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: "for" in rule for group in groups for rule in group["rules"]}
+
+
+async def drive(watch: Watch, site: Site, faults: Sequence[Fault]) -> list[str]:
+    """Let each fault happen until its alerts fire. Returns what did not."""
+    problems = []
+    for fault in faults:
+        problems += [f"{alert} fires before {fault.name}" for alert in await watch.until(fault.alerts, fire=False)]
+        began = time.time()
+        async with fault.happens(site):
+            problems += [f"{alert} does not fire: {fault.name}" for alert in await watch.until(fault.alerts, fire=True)]
+        watch.happened[fault.name] = began, time.time()
+        print(f"{fault.name}: {time.time() - began:.0f} s", flush=True)
+    return problems
+
+
+async def outcome(
+    watch: Watch, began: float, faults: Sequence[Fault], times: int
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A table for people, and what is wrong with the course of any alert."""
+    rules = alert_rules()
+    table: list[tuple[str, ...]] = [("alert", "fault", "pending", "firing", "over")]
+    problems = [f"no fault drives {alert}" for alert in rules.keys() - {a for fault in faults for a in fault.alerts}]
+    still = await watch.firing()
+    for fault in faults:
+        happened, healed = watch.happened[fault.name]
+        for alert in fault.alerts:
+            course = await _course(watch.prometheus, alert, happened, time.time())
+            if course.firing is None or alert in still:
+                problems.append(f"{alert}: {'still fires' if alert in still else 'never fired'} after {fault.name}")
+            elif rules[alert] and (course.pending is None or course.pending > course.firing):
+                problems.append(f"{alert} was not pending before it fired")
+            told = (
+                _since(at, since)
+                for at, since in ((course.pending, happened), (course.firing, happened), (course.over, healed))
+            )
+            table.append((alert, fault.name, *told))
+    print(f"times are {times} times shorter than in {RULES}; since the fault began, and over since it had ended:")
+    return table, problems
+
+
+async def _course(prometheus: Prometheus, alert: str, began: float, ended: float) -> Course:
+    """Its first course in that time."""
+    found = await prometheus.over(f'ALERTS{{alertname="{alert}"}}', began, ended, 0.5)
+    at = {
+        state: sorted({t for series in found if series["alertstate"] == state for t, _ in series.points})
+        for state in ("pending", "firing")
+    }
+    firing = at["firing"]
+    over = next((t + 0.5 for t, then in zip(firing, [*firing[1:], float("inf")], strict=True) if then - t > 1.0), None)
+    return Course(next(iter(at["pending"]), None), next(iter(firing), None), over)
+
+
+def _since(at: float | None, since: float) -> str:
+    return "–" if at is None else f"{at - since:+.1f} s"

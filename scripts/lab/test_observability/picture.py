@@ -1,0 +1,227 @@
+"""Some panels as an SVG, drawn from what Prometheus answered. It brings its own ground for light and dark pages."""
+
+from __future__ import annotations
+
+from html import escape
+from math import isfinite
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lab.dashboards.grafana import Panel
+    from lab.test_observability.panels import Shown
+    from lab.test_observability.prometheus import Point, Series
+
+STATS: Final = ("Requests", "Failed", "First token, p95", "Waiting", "Prefillers up", "Decoders up")
+DRAWN: Final = (
+    "overview: Answers by status",
+    "stages: Mean time by stage",
+    "overview: First token",
+    "stages: Hand-overs",
+    "instances: In flight",
+    "faults: Answers continued, by cause",
+    "instances: State",
+)
+# Okabe and Ito's colours, which the colour-blind tell apart.
+_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
+_STATES: Final = {"green": "#2da44e", "yellow": "#d4a72c", "orange": "#e8590c", "red": "#cf222e", "blue": "#54aeff"}
+_STYLE: Final = """
+  .ground { fill: #f6f8fa } .panel { fill: #ffffff; stroke: #d0d7de } .grid { stroke: #d0d7de }
+  text { fill: #1f2328; font: 11px system-ui, sans-serif } .title { font-size: 12px; font-weight: 600 }
+  .number { font-size: 22px; font-weight: 600 } .small { fill: #59636e; font-size: 10px }
+  @media (prefers-color-scheme: dark) {
+    .ground { fill: #010409 } .panel { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
+    text { fill: #f0f6fc } .small { fill: #9198a1 }
+  }"""
+_WIDTH: Final = 960
+_GAP: Final = 8
+_STAT_HEIGHT: Final = 64
+_HEIGHT: Final = 200
+_AXIS: Final = 52
+_STATE_NAMES: Final = 140
+_MOST_POINTS: Final = 120
+_PAUSE_SECONDS: Final = 10.0
+_MOST_SERIES: Final = 6
+
+
+class _Time:
+    """From when to when the pictures are."""
+
+    def __init__(self, shown: Sequence[Shown]) -> None:
+        lines = (series for one in shown if one.title in DRAWN for given in one.series for series in given)
+        self.all = sorted({at for series in lines for at, _ in series.points})
+        self._began, self._ended = self.all[0], self.all[-1]
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+    def place(self, at: float, left: float, right: float) -> float:
+        return left + (right - left) * (at - self._began) / max(1.0, self.seconds)
+
+
+def picture(shown: Sequence[Shown]) -> str:
+    """An SVG document."""
+    by_title = {one.title: one for one in shown}
+    drawn: list[str] = []
+    width = (_WIDTH - _GAP * (len(STATS) + 1)) / len(STATS)
+    for index, title in enumerate(STATS):
+        drawn += _stat(by_title[f"overview: {title}"], _GAP + index * (width + _GAP), _GAP, width)
+    top, time = 2 * _GAP + _STAT_HEIGHT, _Time(shown)
+    half = (_WIDTH - 3 * _GAP) / 2
+    for index, title in enumerate(DRAWN):
+        is_wide = index == len(DRAWN) - 1 and index % 2 == 0
+        left, y = _GAP + index % 2 * (half + _GAP), top + index // 2 * (_HEIGHT + _GAP)
+        drawn += _graph(by_title[title], time, left, y, _WIDTH - 2 * _GAP if is_wide else half)
+    foot = top + (len(DRAWN) + 1) // 2 * (_HEIGHT + _GAP)
+    told = f"{time.seconds:.0f} seconds of scripts/test-observability, with faults; at the top the values of its end"
+    drawn.append(f'<text class="small" x="{_GAP + 10}" y="{foot + 8}">{told}</text>')
+    size = f'viewBox="0 0 {_WIDTH} {foot + 18}" width="{_WIDTH}" height="{foot + 18}"'
+    ground = f'<rect class="ground" width="{_WIDTH}" height="{foot + 18}" rx="6"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{_STYLE}\n</style>'
+    return "\n".join([head, ground, *drawn, "</svg>\n"])
+
+
+def _box(title: str, left: float, top: float, width: float, height: float) -> list[str]:
+    return [
+        f'<rect class="panel" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="4"/>',
+        f'<text class="title" x="{left + 10:.1f}" y="{top + 18}">{escape(title)}</text>',
+    ]
+
+
+def _stat(one: Shown, left: float, top: float, width: float) -> list[str]:
+    value = one.series[0][0].points[0][1]
+    text = escape(_told(value, one.panel.unit))
+    box = _box(one.panel.title, left, top, width, _STAT_HEIGHT)
+    return [*box, f'<text class="number" x="{left + 10:.1f}" y="{top + 48}">{text}</text>']
+
+
+def _graph(one: Shown, time: _Time, left: float, top: float, width: float) -> list[str]:
+    named = [
+        (_name(query.legend, series), series.points)
+        for query, given in zip(one.panel.queries, one.series, strict=True)
+        for series in given
+        if any(isfinite(value) for _, value in series.points)
+    ]
+    lines = _box(one.panel.title, left, top, width, _HEIGHT)
+    bottom, end = top + _HEIGHT - 34, left + width - 12
+    if one.panel.kind == "state-timeline":
+        return [*lines, *_states(one.panel, named, time, left, end, top + 28, top + _HEIGHT - 10)]
+    named = sorted(named, key=lambda item: -sum(value for _, value in item[1] if isfinite(value)))[:_MOST_SERIES]
+    drawn = _stacked(named, time.all) if one.panel.stacked else [(name, _thinned(points)) for name, points in named]
+    lines += _lines(one.panel, drawn, time, (left + _AXIS, end), (bottom, top + 30))
+    return [*lines, *_legend([name for name, _ in drawn], left + 10, top + _HEIGHT - 12, width - 20)]
+
+
+def _lines(
+    panel: Panel,
+    drawn: Sequence[tuple[str, Sequence[Point]]],
+    time: _Time,
+    x: tuple[float, float],
+    y: tuple[float, float],
+) -> Iterator[str]:
+    """`x` and `y`: where each axis begins and ends."""
+    most = max(value for _, points in drawn for _, value in points if isfinite(value)) or 1.0
+
+    def height(value: float) -> float:
+        return y[0] + (y[1] - y[0]) * value / most
+
+    for value in (0.0, most / 2, most):
+        at = height(value)
+        yield f'<line class="grid" x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        told = escape(_told(value, panel.unit))
+        yield f'<text class="small" x="{x[0] - 6:.1f}" y="{at + 3:.1f}" text-anchor="end">{told}</text>'
+    for index, (_, points) in reversed(list(enumerate(drawn))):
+        colour = _COLOURS[index % len(_COLOURS)]
+        for piece in _pieces(points):
+            places = [f"{time.place(at, *x):.1f},{height(value):.1f}" for at, value in piece]
+            if panel.stacked:
+                first, last = (f"{time.place(at, *x):.1f},{y[0]:.1f}" for at in (piece[0][0], piece[-1][0]))
+                yield f'<polygon points="{" ".join([first, *places, last])}" fill="{colour}"/>'
+            else:
+                yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+
+def _states(
+    panel: Panel,
+    named: Sequence[tuple[str, Sequence[Point]]],
+    time: _Time,
+    left: float,
+    right: float,
+    top: float,
+    bottom: float,
+) -> Iterator[str]:
+    pitch = (bottom - top) / max(1, len(named))
+    for index, (name, points) in enumerate(sorted(named)):
+        y = top + index * pitch
+        yield f'<text class="small" x="{left + 10:.1f}" y="{y + pitch / 2 + 2:.1f}">{escape(name)}</text>'
+        for began, ended, value in _spans(points):
+            begin, end = (time.place(at, left + _STATE_NAMES, right) for at in (began, ended))
+            colour = _STATES[panel.states[int(value)][1]]
+            size = f'width="{end - begin:.1f}" height="{pitch - 4:.1f}"'
+            yield f'<rect x="{begin:.1f}" y="{y:.1f}" {size} fill="{colour}"/>'
+
+
+def _name(legend: str, series: Series) -> str:
+    for label, value in series.items():
+        legend = legend.replace(f"{{{{{label}}}}}", value)
+    return legend
+
+
+def _told(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+    if unit == "percentunit":
+        return f"{value * 100:.1f} %"
+    number = f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return f"{number}/s" if unit in ("reqps", "ops") else number
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    return list(points[:: max(1, len(points) // _MOST_POINTS)])
+
+
+def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Without what is no number, and apart where there was nothing for a while."""
+    piece: list[Point] = []
+    for point in points:
+        if piece and (not isfinite(point[1]) or point[0] - piece[-1][0] > _PAUSE_SECONDS):
+            yield piece
+            piece = []
+        if isfinite(point[1]):
+            piece.append(point)
+    if piece:
+        yield piece
+
+
+def _stacked(named: Sequence[tuple[str, Sequence[Point]]], times: Sequence[float]) -> list[tuple[str, list[Point]]]:
+    """Each upon those after it; nothing is 0."""
+    some = times[:: max(1, len(times) // _MOST_POINTS)]
+    made: list[tuple[str, list[Point]]] = []
+    below = dict.fromkeys(some, 0.0)
+    for name, points in named:
+        values = {at: value for at, value in points if isfinite(value)}
+        below = {at: below[at] + values.get(at, 0.0) for at in some}
+        made.append((name, [(at, below[at]) for at in some]))
+    return made
+
+
+def _spans(points: Sequence[Point]) -> Iterator[tuple[float, float, float]]:
+    """From when to when it was what."""
+    numbers = [point for point in points if isfinite(point[1])]
+    began, last = numbers[0]
+    for at, value in numbers[1:]:
+        if value != last:
+            yield began, at, last
+            began, last = at, value
+    yield began, numbers[-1][0], last
+
+
+def _legend(names: Sequence[str], left: float, top: float, width: float) -> Iterator[str]:
+    each = width / max(1, len(names))
+    for index, name in enumerate(names):
+        x = left + index * each
+        text = escape(name if len(name) * 5.5 < each - 16 else f"{name[:3]}…{name[-5:]}")
+        yield f'<rect x="{x:.1f}" y="{top - 8}" width="9" height="9" rx="2" fill="{_COLOURS[index % len(_COLOURS)]}"/>'
+        yield f'<text class="small" x="{x + 13:.1f}" y="{top}">{text}</text>'

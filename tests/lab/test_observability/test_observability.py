@@ -1,0 +1,70 @@
+"""What scripts/test-observability goes by, without Prometheus: which times are shortened, when a panel shows nothing,
+and that every alert has its fault.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lab.dashboards.all import DASHBOARDS
+from lab.test_observability.alerts import alert_rules
+from lab.test_observability.faults_by_itself import BY_ITSELF
+from lab.test_observability.faults_under_load import UNDER_LOAD
+from lab.test_observability.panels import Shown, problems, substituted
+from lab.test_observability.picture import DRAWN, STATS, picture
+from lab.test_observability.prometheus import RULES, Series, shortened
+from tests.test_readme import ROOT
+
+
+@pytest.mark.parametrize("name", ["recording.yaml", "alerts.yaml"])
+def test_all_times_of_a_rule_are_shortened(name: str) -> None:
+    text = (ROOT / RULES / name).read_text(encoding="utf-8")
+    times = re.compile(r"\[\w+\]|(?:for|interval): \w+$", re.MULTILINE)
+    assert all(time.rstrip("]").endswith("ms") for time in times.findall(shortened(text, 60)))
+    assert times.sub("", shortened(text, 60)) == times.sub("", text), "and nothing else is changed"
+
+
+def test_a_time_is_shortened_by_so_much() -> None:
+    assert (
+        shortened("rate(a[5m]) + rate(b[1h])\n  for: 30s\n", 60) == "rate(a[5000ms]) + rate(b[60000ms])\n  for: 500ms\n"
+    )
+
+
+def test_every_alert_has_a_fault_and_only_one() -> None:
+    driven = [alert for fault in (*UNDER_LOAD, *BY_ITSELF) for alert in fault.alerts]
+    assert sorted(driven) == sorted(alert_rules())
+
+
+def test_a_query_is_asked_with_nothing_chosen() -> None:
+    asked = substituted('sum(rate(a{job=~"$job"}[$__rate_interval])) + label_replace(b, "c", "$1", "d", "(.*)")')
+    assert asked == 'sum(rate(a{job=~".+"}[5s])) + label_replace(b, "c", "$1", "d", "(.*)")'
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], ["nothing: q"]),
+        ([Series({}, [(1.0, float("nan"))])], ["no number: q"]),
+        ([Series({"a": "1"}, [(1.0, 2.0)])], ["no series has all of a, b: q"]),
+        ([Series({"a": "1"}, [(1.0, 2.0)]), Series({"a": "1", "b": "2"}, [(1.0, float("inf")), (2.0, 0.0)])], []),
+    ],
+)
+def test_a_panel_without_a_number_or_a_label_of_its_legend_is_a_problem(given: list[Series], told: list[str]) -> None:
+    assert problems(given, "{{a}} {{b}}", "q") == told
+
+
+def test_what_is_drawn_are_panels_that_there_are_whatever_they_show() -> None:
+    points = [(float(at), at % 3 if at != 5 else float("nan")) for at in range(300)]
+    series = Series({"instance": "g", "role": "decode", "address": "<d&1>", "code": "200"}, points)
+    shown = [
+        Shown(dashboard, panel, [[series]] * len(panel.queries), [])
+        for dashboard in DASHBOARDS
+        for panel in dashboard.panels
+        if f"{dashboard.name}: {panel.title}" in DRAWN or panel.title in STATS
+    ]
+    svg = picture(shown)
+    assert svg.count('class="panel"') == len(DRAWN) + len(STATS)
+    assert "<d&1>" not in svg
+    assert "nan" not in svg
