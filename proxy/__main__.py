@@ -53,6 +53,10 @@ def _run(words: list[str]) -> int:
             from proxy.doctor import main as doctor
 
             return doctor(flags, os.environ)
+        case ["top", *flags]:
+            from proxy.top import main as top
+
+            return top(flags, os.environ)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

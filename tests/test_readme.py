@@ -30,7 +30,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glo
 README, OPERATING = PAGES["README.md"], PAGES["OPERATING.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SOURCES = [path for path in sorted((ROOT / "proxy").rglob("*.py")) if "sim" not in path.parts]
-SUB_COMMANDS = ("print-config", "check-config", "doctor", "health")
+SUB_COMMANDS = ("print-config", "check-config", "doctor", "health", "top")
 README_LINES = 150
 
 

@@ -63,6 +63,7 @@ sub-commands, as the first word, with the same flags:
   health         ask the gateway on this host whether it is alive
 and with flags of their own besides:
   doctor         ask every instance what it is, hand over a prompt in every pair, and say what does not fit
+  top            show what a running gateway does
   mock-engine    run a simulated engine"""
 
 

@@ -1,0 +1,50 @@
+"""`pdproxy top` as a program, in front of a gateway that works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from proxy.wire.openai import Api
+from tests.asking import request, until
+
+if TYPE_CHECKING:
+    from tests.deployment import Deployment
+
+
+async def top(*flags: str) -> tuple[int, str, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PROXY_")}
+    pipe = asyncio.subprocess.PIPE
+    words = (sys.executable, "-m", "proxy", "top", *flags)
+    program = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, env=environ)
+    out, error = await program.communicate()
+    return program.returncode or 0, out.decode(), error.decode()
+
+
+async def test_it_shows_what_a_gateway_does(gateway: Deployment) -> None:
+    async def ask() -> None:
+        while True:
+            await gateway.ask(request(Api.CHAT, "hello", stream=True))
+
+    asking = asyncio.create_task(ask())
+    try:
+        await until(lambda: bool(gateway.metrics("pdproxy_tokens_total")), "the first answers")
+        code, told, error = await top("--url", gateway.url, "--once", "--interval", "0.3")
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert (code, error) == (0, "")
+    numbers = dict(re.findall(r"^(requests|tokens) +([0-9.,]+)/s", told, re.MULTILINE))
+    assert all(float(number.replace(",", "")) > 0 for number in (numbers["requests"], numbers["tokens"]))
+    for engine, role in ((gateway.prefillers[0], "prefill"), (gateway.decoders[0], "decode")):
+        (row,) = [line for line in told.splitlines() if f"127.0.0.1:{engine.port}" in line]
+        assert row.split()[:3] == [role, f"127.0.0.1:{engine.port}", "up"]
+
+
+async def test_no_gateway_is_one_sentence() -> None:
+    code, out, error = await top("--url", "http://127.0.0.1:9", "--once")
+    assert (code, out) == (1, "")
+    assert error.startswith("pdproxy: 127.0.0.1 port 9 does not answer:")
