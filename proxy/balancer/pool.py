@@ -78,6 +78,8 @@ class Pool:
         self.is_decode = role is Role.DECODE
         """For leases: which of its two costs a request has here."""
         self.row = row
+        self.changes = 0
+        """How often members, their health, their facts or the limits have changed, as far as this pool has noticed."""
         self.on_release: Callable[[], None] | None = None
         """Called when there may be room where there was none: a lease has given its request back, or backends have
         come, come back or gone."""
@@ -292,6 +294,7 @@ class Pool:
     def _on_change(self) -> None:
         """Backends, their health, or what settings say of them may be other ones than before."""
         members = self._members
+        self.changes += 1
         limits = tuple(map(self.limit, members.eligible))
         self._chooser.consider(members.eligible, limits)
         self.outcomes.consider(members.eligible)

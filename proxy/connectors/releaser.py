@@ -83,6 +83,10 @@ class Releaser(BackgroundOwner):
         self._doubtful: dict[Backend, deque[tuple[Backend, int, KvTransfer, float]]] = {}
         """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens and
         connector, and the monotonic second at which they answered."""
+        self._pins: dict[tuple[str, KvTransfer], float] = {}
+        """How long prefillers, by their keys, keep KV: worked out once, as every request asks."""
+        self._pins_of = -1
+        """How many changes the pool of prefillers had had by then."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
         self.configure(settings)
@@ -216,10 +220,16 @@ class Releaser(BackgroundOwner):
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
         """How long a prefiller keeps KV that no decoder fetches."""
-        configured = self._settings.pin_seconds
-        if configured is not None:
-            return configured
-        return pin_seconds(transfer, self._pools.prefill.engine_version(prefiller))
+        if self._settings.pin_seconds is not None:
+            return self._settings.pin_seconds
+        pool = self._pools.prefill
+        if pool.changes != self._pins_of:
+            self._pins_of = pool.changes
+            self._pins.clear()
+        seconds = self._pins.get((prefiller.key, transfer))
+        if seconds is None:
+            seconds = self._pins[prefiller.key, transfer] = pin_seconds(transfer, pool.engine_version(prefiller))
+        return seconds
 
     def _ended(self, kv: PrefilledKv, result: str) -> None:
         self._metrics.kv_released_total.labels(result).inc()

@@ -93,7 +93,7 @@ class Sequential(Disaggregated):
             rank = self._ranks.claim() if self._context.settings.balance.decode_dp_ranks > 1 else None
             try:
                 with (yield from self._decode(call, params, handoff, rank, timeline)) as response:
-                    if not response.is_success:
+                    if response.status != 200 and not response.is_success:
                         raise refusal(response, (yield response))
                     if call.stream:
                         timeline.enter(Stage.FIRST_TOKEN)

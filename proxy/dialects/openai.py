@@ -148,6 +148,7 @@ class ChatCompletions(OpenAi):
     """POST /v1/chat/completions."""
 
     api = Api.CHAT
+    label = "chat"
     readings = _CHAT_READINGS
 
     def is_single(self, call: Call) -> bool:
@@ -160,6 +161,7 @@ class Completions(OpenAi):
     """POST /v1/completions."""
 
     api = Api.COMPLETIONS
+    label = "completions"
     readings = _COMPLETION_READINGS
 
 

@@ -9,10 +9,10 @@ from proxy.api.key_auth import credential_for_engines
 from proxy.api_keys import ANONYMOUS
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
-from proxy.dialects.requests import read
 from proxy.errors import GatewayError
 from proxy.fast_path.request import FastRequest
 from proxy.listener.body import memory_bytes
+from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class Intake:
         dialect, connector = self._dialects[head.path], self.parts.connector
         try:
             key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
-            document = read(raw)
+            document = Document(raw)
             call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
-        except GatewayError:
+        except (GatewayError, InvalidDocument):
             return None
         if (
             (self._names.has_aliases and self._names.translated(call) is not call)

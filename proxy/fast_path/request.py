@@ -134,13 +134,19 @@ class FastRequest:
         else:
             self._take(step)
 
-    def _send(self, leg: Leg) -> None:
+    def _send(self, leg: Leg, connection: Connection | None = None) -> None:
+        """`connection`: a fresh one; None: any that is there, or else a fresh one."""
         self._sent = leg
-        connection = self._parts.upstream.take_idle(leg.backend)
-        if connection is None:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect(leg))
+        if connection is None and (connection := self._parts.upstream.take_idle(leg.backend)) is None:
+            self._connecting = self._parts.loop.create_task(self._connect(leg))
+            return
+        self._connection = connection
+        exchange: WholeResponse | Response
+        if leg.is_whole:
+            exchange = WholeResponse(connection.backend, self._arrived)
         else:
-            self._begin(connection, leg)
+            exchange = self._response = Response(connection, self._answered)
+        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
         """`stale`: what ended the same leg before; it is to be sent once more."""
@@ -152,16 +158,7 @@ class FastRequest:
             self._go(self._legs.throw, stale or error)
             return
         self._connecting = None
-        self._begin(connection, leg)
-
-    def _begin(self, connection: Connection, leg: Leg) -> None:
-        self._connection = connection
-        exchange: WholeResponse | Response
-        if leg.is_whole:
-            exchange = WholeResponse(connection.backend, self._arrived)
-        else:
-            exchange = self._response = Response(connection, self._answered)
-        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+        self._send(leg, connection)
 
     def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
         """An engine's whole answer has arrived, or will not."""
@@ -189,7 +186,7 @@ class FastRequest:
         if error.is_stale:  # as no fresh connection is
             self._parts.upstream.distrust(leg.backend)
             if leg.resend_if_stale:
-                self._connecting = asyncio.get_running_loop().create_task(self._connect(leg, error))
+                self._connecting = self._parts.loop.create_task(self._connect(leg, error))
                 return
         self._go(self._legs.throw, error)
 

@@ -60,7 +60,7 @@ class ShortStream:
         *("seen", "sent_bytes", "unsent", "usage", "writes", "written_at"),
         *("_attempt", "_client", "_owner", "_record", "_relay"),
         *("_is_observed", "_wants_ids", "_include_usage", "_hides_reasoning", "_idle_seconds"),
-        *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_has_prompt"),
+        *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_is_whole", "_has_prompt"),
     )
 
     def __init__(
@@ -100,7 +100,7 @@ class ShortStream:
         self._held = b""
         """The role chunk, until there is a part of the answer."""
         self._parts = 0
-        self._is_open = self._is_finished = self._is_done = self._has_prompt = False
+        self._is_open = self._is_finished = self._is_done = self._is_whole = self._has_prompt = False
 
     # Sink
 
@@ -115,7 +115,7 @@ class ShortStream:
         self.seen.append(data)
         has_parts = self._parts > before
         if output:
-            if self._is_done and self._attempt.response.is_whole:
+            if self._is_done and self._is_whole:
                 self.unsent = output
             else:
                 self.sent_bytes += len(output)
@@ -253,8 +253,10 @@ class ShortStream:
             self._owner.first_output()
             if not is_done:
                 self._attempt.response.limit_silence(self._idle_seconds)
-        if is_done and not self._attempt.response.is_whole:
-            self._attempt.response.limit_silence(END_MARK_SECONDS)
+        if is_done:
+            self._is_whole = self._attempt.response.is_whole
+            if not self._is_whole:
+                self._attempt.response.limit_silence(END_MARK_SECONDS)
         self._parts, self._is_finished, self._is_done, self._has_prompt = parts, is_finished, is_done, has_prompt
         self._held, self.usage = held, usage
         return b"".join(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import eq
 from typing import TYPE_CHECKING
 
 from proxy.resume.engines import ENGINES
@@ -10,7 +11,6 @@ from proxy.resume.vllm import VLLM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.capabilities import Capability
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.pool import Pool
@@ -24,7 +24,8 @@ class Fleet:
         """`kind`: the software that the connector is for, as `Identity.kind` has it; None: any, and they say which."""
         self._pools = tuple(pools)
         self._connectors_kind = kind
-        self._seen: list[tuple[Backend, ...]] = [() for _ in self._pools]
+        self._seen = [-1 for _ in self._pools]
+        """How many changes each of them had had at the last look."""
         self._facts: list[EngineFacts | None] = []
         self._known: dict[Capability, bool] = {}
         self._engine: Engine | None = None
@@ -53,19 +54,14 @@ class Fleet:
         return min((length for length in known if length is not None), default=None)
 
     def _look(self) -> None:
-        """Each pool has another tuple of eligible backends whenever its members, their health or their facts change."""
-        is_news = False
-        for index, pool in enumerate(self._pools):
-            eligible = pool.eligible()
-            if eligible is not self._seen[index]:
-                self._seen[index] = eligible
-                is_news = True
-        if not is_news:
+        """Nearly free as long as nothing has changed. As long as there is nobody, the pools look, too; otherwise each
+        lease has them do so.
+        """
+        if self._facts and all(map(eq, self._seen, [pool.changes for pool in self._pools])):
             return
         self._known.clear()
-        self._facts = [
-            pool.facts(backend) for pool, seen in zip(self._pools, self._seen, strict=True) for backend in seen
-        ]
+        self._facts = [pool.facts(backend) for pool in self._pools for backend in pool.eligible()]
+        self._seen = [pool.changes for pool in self._pools]
         kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}
         if self._connectors_kind is not None:
             kinds = {self._connectors_kind}
