@@ -63,16 +63,13 @@ class Call:
     prompt: Prompt | None = None
     """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
     None: not known."""
+    output_limit: int | None = None
+    """The client's own limit on output tokens; None when it gave none, or the engine alone knows it."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     """The client's fields, as engines take them: the document's."""
 
     def __post_init__(self) -> None:
         self.values = self.document.values
-
-    @property
-    def output_limit(self) -> int | None:
-        """The client's own limit on output tokens; None when it gave none."""
-        return output_limit(self.values)
 
     @property
     def is_all_prompt(self) -> bool:
@@ -174,6 +171,7 @@ class Call:
             alias=self.alias,
             asked=self.asked,
             prompt=prompt or self.prompt,
+            output_limit=self.output_limit,
         )
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:

@@ -77,11 +77,13 @@ class OpenAi(Dialect):
             # What else stands in their options (continuous_usage_stats) means nothing without it.
             changes["stream_options"] = {"include_usage": True}
         tokens, prompt = measured_prompt(document, cost)
+        limit = output_limit(values)
         return Call(
             api=self.api,
             document=document,
             prompt_tokens=tokens,
-            output_tokens=output_limit(values) or cost.default_output_tokens,
+            output_tokens=limit or cost.default_output_tokens,
+            output_limit=limit,
             stream=stream,
             include_usage=include_usage,
             headers=headers,
@@ -100,9 +102,11 @@ class OpenAi(Dialect):
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Each choice must have ended, and not for recomputation."""
         choices = values.get("choices")
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+        if not isinstance(choices, list) or not choices:
             raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
         for choice in choices:
+            if not isinstance(choice, dict):
+                raise response.fail(Failure.BAD_ANSWER, "a choice of the answer is no object")
             if choice.get("stop_reason") == "recomputed":
                 raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             if choice.get("finish_reason") is None:

@@ -301,12 +301,10 @@ class FastRequest:
 
     def _take_body(self, attempt: Attempt, body: bytes, error: UpstreamError | None) -> None:
         """The whole answer has arrived, or has not."""
-        answer = self._begin_answer()
-        assert isinstance(answer, EngineBody)
         try:
             if error is not None:
                 raise error
-            answer.take_at_once(attempt, body, self._dialect)
+            whole = EngineBody.at_once(attempt, body, self._dialect)
             steps.finish(self._legs)
         except UpstreamError as problem:
             self._fail(problem)
@@ -315,7 +313,7 @@ class FastRequest:
             self._break(problem)
             return
         self._timeline.leave()
-        self._write_body(answer.body())
+        self._write_body(whole)
         self._complete()
 
     def _complete(self) -> None:

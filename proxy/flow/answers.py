@@ -74,22 +74,18 @@ class EngineBody(Answer):
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer. An answer that comes in one piece has no first output before its end."""
-        values = self._read(attempt, await attempt.response.read())
+        self._raw = await attempt.response.read()
+        self._answer, values = _read_answer(attempt, self._raw, self._dialect)
         self._corrections = await self._dialect.corrections(self.call, values, attempt)
 
-    def take_at_once(self, attempt: Attempt, body: bytes, dialect: OpenAi) -> None:
-        """As `take`, of a body that has been read, in a dialect that waits for nothing. Raises UpstreamError."""
-        self._corrections = dialect.corrected(self._read(attempt, body), attempt)
-
-    def _read(self, attempt: Attempt, body: bytes) -> dict[str, Any]:
-        response, dialect = attempt.response, self._dialect
-        attempt.kv_arrived()
-        answer = parse_answer(response, body)
-        values = dict(answer.values)
-        dialect.check_answer(response, values)
-        attempt.saw_usage(dialect.usage(values))
-        self._raw, self._answer = body, answer
-        return values
+    @staticmethod
+    def at_once(attempt: Attempt, body: bytes, dialect: OpenAi) -> bytes:
+        """What `take` and `body` come to for a body that has been read, in a dialect that waits for nothing. Raises
+        UpstreamError.
+        """
+        answer, values = _read_answer(attempt, body, dialect)
+        corrections = dialect.corrected(values, attempt)
+        return joined(answer.with_changes(corrections)) if corrections else body
 
     def body(self) -> bytes:
         """See Whole."""
@@ -101,6 +97,17 @@ class EngineBody(Answer):
         assert self._answer is not None
         values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
+
+
+def _read_answer(attempt: Attempt, body: bytes, dialect: Dialect) -> tuple[Document, dict[str, Any]]:
+    """An answer that has come in one piece, and its values, which were seen to be one. Raises UpstreamError."""
+    response = attempt.response
+    attempt.kv_arrived()
+    answer = parse_answer(response, body)
+    values = dict(answer.values)
+    dialect.check_answer(response, values)
+    attempt.saw_usage(dialect.usage(values))
+    return answer, values
 
 
 class _Relayed(Answer):
