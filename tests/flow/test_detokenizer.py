@@ -141,7 +141,7 @@ async def test_the_bytes_of_an_array_are_passed_on_as_they_are(deploy: Deploy) -
     engine = CannedEngine("prefill", [json_answer({"prompt": "x"})])
     gateway = await deploy([engine])
     assert await gateway.text(b"[ 1,2 ]") == "x"
-    assert engine.received[0].body == b'{"model":"sim","tokens":[ 1,2 ]}'
+    assert engine.received[0].body.endswith(b'"tokens":[ 1,2 ]}')
 
 
 async def test_no_model_is_the_engines_own(deploy: Deploy) -> None:
