@@ -57,6 +57,10 @@ def _run(words: list[str]) -> int:
             from proxy.top import main as top
 
             return top(flags, os.environ)
+        case ["advise", *flags]:
+            from proxy.advise import main as advise
+
+            return advise(flags)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

@@ -13,6 +13,7 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
+from proxy.advise.command import read_flags
 from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.errors import Failure
@@ -69,6 +70,9 @@ def test_the_console_script_is_the_program() -> None:
 def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) -> None:
     if words[0] == "mock-engine":
         parse_arguments([word for word in words[1:] if word != "&"])
+        return
+    if words[0] == "advise":
+        read_flags(words[1:])
         return
     flags = words[words[0] in SUB_COMMANDS :]
     (tmp_path / "my.yaml").write_text("prefill: [a:1]\ndecode: [b:1]\n")

@@ -64,6 +64,7 @@ sub-commands, as the first word, with the same flags:
 and with flags of their own besides:
   doctor         ask every instance what it is, hand over a prompt in every pair, and say what does not fit
   top            show what a running gateway does
+  advise         watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck
   mock-engine    run a simulated engine"""
 
 

@@ -10,6 +10,7 @@ import orjson
 
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 from lab.replay import report
+from lab.replay.advising import advice
 from lab.replay.margins import margins
 from lab.replay.options import read_options
 from lab.replay.sockets.sweep import sweep_sockets
@@ -42,6 +43,9 @@ def main() -> int:
         if requests[-1].at <= 0:
             print(f"scripts/replay: all requests of {name} come at once, so it has no load", file=sys.stderr)
             return 2
+    if options.advise:
+        print(advice(options, traces))
+        return 0
     if options.sockets:
         allow_many_files()
         runs, strain = sweep_sockets(options, traces)

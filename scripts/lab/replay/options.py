@@ -56,6 +56,12 @@ def read_options() -> argparse.Namespace:
         help=f"a line for each trace, fleet and load: this policy ({OURS}) beside today's and the best of the peers",
     )
     add(
+        "--advise",
+        action="store_true",
+        help="which side is the bottleneck, and what one endpoint more for prefill or decode would do, by the policy of"
+        f" --policies ({OURS})",
+    )
+    add(
         "--sockets",
         action="store_true",
         help=f"in real time: this gateway by --policies ({OURS}), the routers of vLLM and SGLang, and --reference, each"
@@ -85,6 +91,10 @@ def read_options() -> argparse.Namespace:
         parser.error("which trace?")
     if options.svg is not None and len(options.traces) * len(options.fleets) > 1:
         parser.error("--svg is of one trace and one fleet")
+    if options.advise:
+        options.policies = options.policies or [OURS]
+        if len(options.policies) > 1 or options.sockets or options.margins or options.json or options.svg:
+            parser.error("--advise is of one policy, and not with --sockets, --margins, --json or --svg")
     if options.sockets:
         options.policies = options.policies or [OURS]
         if not set(options.policies) <= set(POLICIES):

@@ -1,0 +1,89 @@
+"""Which side of a fleet is the bottleneck for a trace, and what one endpoint more for prefill or decode would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lab.common.table import aligned
+from lab.replay.figures import Slo, figures, mean
+from lab.replay.policies import policies
+from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
+from proxy.advise.split import LEAST_GAIN, Split, verdict
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from lab.replay.figures import Figures
+    from lab.replay.fleet import Fleet, Replay
+    from lab.replay.trace import Request
+
+
+def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:
+    """For each trace, fleet and load: the fleet and those one endpoint away from it, under the same requests."""
+    slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
+    told = []
+    for trace, requests in traces.items():
+        for fleet in fleets(options):
+            for load in options.loads:
+                told.append(f"{trace}, {fleet.name}, load {load:g}, {options.policies[0]}")
+                told.append(_advice(options, fleet, requests, load, slo))
+    return "\n\n".join(told)
+
+
+def _advice(options: argparse.Namespace, fleet: Fleet, requests: Sequence[Request], load: float, slo: Slo) -> str:
+    seen: list[tuple[Fleet, Split, Figures]] = []
+    for other in (fleet, _moved(fleet, 1), _moved(fleet, -1)):
+        if other is None:
+            continue
+        runs = []
+        for seed in options.seeds:
+            timed = arrivals(fleet, requests, load, seed)
+            progress = Progress(f"{other.name}, load {load:g}, seed {seed}", len(timed))
+            both = policies(other, options.decode_policy)[options.policies[0]]
+            runs.append(in_virtual_time(other, both, timed, seed, options, progress))
+        seen.append((other, split_of(runs[0], other), mean([figures(run, other, slo) for run in runs])))
+    now, best = seen[0], max(seen, key=lambda each: each[2].good)
+    rows: list[Sequence[str]] = [
+        ("split", "prefillers busy", "decoders busy", "carries", "in time", "good", "mean", "p99", "token p99")
+    ]
+    rows += [_row(each, split, of, each is fleet) for each, split, of in seen]
+    gain = best[2].good - now[2].good
+    replayed = (
+        f"Replayed, {best[0].name} has {100 * gain:.1f} points more good answers."
+        if gain >= LEAST_GAIN
+        else (f"Replayed, no other split has {100 * LEAST_GAIN:g} points more good answers than {now[0].name}.")
+    )
+    return f"{aligned(rows)}\n\nBy how busy they are: {verdict(now[1])}\n{replayed}"
+
+
+def _moved(fleet: Fleet, prefillers: int) -> Fleet | None:
+    if fleet.prefillers + prefillers < 1 or fleet.decoders - prefillers < 1:
+        return None
+    return replace(fleet, prefillers=fleet.prefillers + prefillers, decoders=fleet.decoders - prefillers)
+
+
+def _row(fleet: Fleet, split: Split, of: Figures, is_now: bool) -> Sequence[str]:
+    return (
+        f"{fleet.name} (now)" if is_now else fleet.name,
+        *(f"{split.prefill_busy:.0%}", f"{split.decode_busy:.0%}", f"{split.carries:.2f}×"),
+        *(f"{100 * of.in_time:.1f} %", f"{100 * of.good:.1f} %"),
+        *(f"{of.mean:.2f} s", f"{of.p99:.2f} s", f"{1000 * of.token_p99:.0f} ms"),
+    )
+
+
+def split_of(run: Replay, fleet: Fleet) -> Split:
+    """How busy both sides were in a run that has ended: prefillers by their time at work, decoders by the tokens they
+    made, of those they make at their knee. What was done after the last request came was asked for, too.
+    """
+    requests = [course.request for course in run.courses]
+    seconds = requests[-1].at
+    busy = sum(engine.batch.busy_seconds for backend, engine in run.engines.items() if backend.role.value == "prefill")
+    decode = fleet.decode_machine
+    kv_tokens = sum(request.input_tokens for request in requests) // len(requests)
+    rate = fleet.speed * decode.cost.knee_rate(decode.decode.max_num_seqs, kv_tokens)
+    tokens = sum(request.output_tokens for request in requests)
+    return Split(
+        fleet.prefillers, fleet.decoders, busy / seconds / fleet.capacity, tokens / seconds / (rate * fleet.decoders)
+    )

@@ -1,0 +1,48 @@
+"""The sub-command in front of a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.__main__ import main
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+
+ASKED = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
+
+
+async def test_it_tells_what_a_running_gateways_metrics_say(deploy: Deploy, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = await deploy(2, 1, prefiller={"prefill_ms_per_1k_tokens": 5.0})
+    url = f"{gateway.url}/metrics"
+    flags = ["advise", "--metrics", url, "--seconds", "0.3", "--decode-streams", "4"]
+    for form in ([], ["--json"]):
+        advising = asyncio.create_task(asyncio.to_thread(main, [*flags, *form]))
+        while not advising.done():
+            assert (await gateway.ask(ASKED)).is_done
+        assert await advising == 0
+    table, _, told = capsys.readouterr().out.partition("{")
+    found = json.loads("{" + told)
+    assert found["now"] == "2P1D"
+    assert [split["split"] for split in found["splits"]] == ["2P1D", "1P2D"]
+    assert found["decode_streams_when_full"] == 4
+    assert found["token_seconds"] > 0
+    assert "2P1D (now)" in table
+    assert table.rstrip().endswith(".")
+
+
+def test_a_gateway_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--metrics", "http://127.0.0.1:1/metrics"]) == 1
+    assert capsys.readouterr().err.startswith("pdproxy advise: http://127.0.0.1:1/metrics does not answer: ")
+
+
+@pytest.mark.parametrize("flags", [[], ["--metrics", "gateway:1999"], ["--metrics", "http://h/", "--seconds", "0"]])
+def test_mistakes_are_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("pdproxy: error: ")
+    assert told.count("\n") == 1
