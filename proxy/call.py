@@ -132,16 +132,29 @@ class Call:
         return self.values.get("n") or 1
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """What says how tokens are chosen and when to stop: of SGLang's own API `sampling_params`."""
+        if self.api is not Api.GENERATE:
+            return self.values
+        params = self.changes.get("sampling_params", self.values.get("sampling_params"))
+        return params if isinstance(params, dict) else {}
+
+    @property
     def stops(self) -> Sequence[str]:
         """The stop strings."""
-        stop = self.values.get("stop")
+        stop = self.sampling.get("stop")
         return [stop] if isinstance(stop, str) else [text for text in stop or () if isinstance(text, str)]
+
+    @property
+    def wants_ids(self) -> bool:
+        """Is the client to be told token ids?"""
+        return self.api is Api.GENERATE or bool(self.values.get("return_token_ids"))
 
     @property
     def shows_single_tokens(self) -> bool:
         """Does the client see token ids, or log probabilities, of which there is one for each?"""
         logprobs = self.values.get("logprobs")  # of a completion 0 asks for those of the answer's own tokens
-        return bool(self.values.get("return_token_ids")) or (logprobs is not None and logprobs is not False)
+        return self.wants_ids or (logprobs is not None and logprobs is not False)
 
     def body(self, changes: Mapping[str, object]) -> Body:
         """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""

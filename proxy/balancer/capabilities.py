@@ -52,6 +52,8 @@ ids (SGLang `serving_completions.py`, PR #30917; older ones ignore the member)."
 CHAT_STREAM_TOKEN_IDS: Final = Capability((0, 0), if_unknown=True, in_sglang=lambda setup: setup.tells_chat_ids)
 """That of a chat does, too. SGLang up to 0.5.23 refuses such a chat with 400 (`serving_chat.py`), and
 sgl-project/sglang#37365 would bring it. So each is asked when it comes up."""
+WHOLE_EVENTS: Final = Capability((0, 0), in_sglang=lambda setup: setup.tells_whole_events)
+"""Each event of SGLang's `/generate` has the answer so far, as text and as ids, unless it was started otherwise."""
 SEEDS_REPEAT: Final = Capability((0, 0), if_unknown=True, in_sglang=lambda setup: setup.is_deterministic)
 """The same request with the same seed has the same answer. SGLang ignores seeds, unless it was started with
 `--enable-deterministic-inference` (`sampling_batch_info.py`)."""

@@ -50,6 +50,8 @@ class Setup:
     """SGLang only."""
     is_deterministic: bool = False
     """SGLang only: the same seed gives the same answer (`--enable-deterministic-inference`)."""
+    tells_whole_events: bool = False
+    """SGLang only: each event of `/generate` has the whole answer so far, its text and its token ids."""
     tells_chat_ids: bool = False
     """SGLang only: it tells token ids in the stream of a chat. Its setup does not say: it is asked besides."""
     tells_transfer: bool = False
@@ -88,6 +90,9 @@ def parse_setup(info: Any) -> Setup:
             mode,
             _count(_member(info, "disaggregation_bootstrap_port")),
             is_deterministic=_member(info, "enable_deterministic_inference") is True,
+            tells_whole_events=not (
+                _member(info, "incremental_streaming_output") or _member(info, "skip_tokenizer_init")
+            ),
         )
     config = _member(info, "vllm_config")
     if not isinstance(config, dict) or "kv_transfer_config" not in config:

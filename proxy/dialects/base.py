@@ -44,6 +44,19 @@ class Whole(Protocol):
         """The same, parsed; some members may be fragments that orjson alone can write."""
 
 
+class WatchedWhole(Protocol):
+    """Puts an answer together from the payloads of a watched stream."""
+
+    def add(self, payload: dict[str, Any]) -> bytes:
+        """Take the next one; nothing of it goes to the client yet."""
+
+    def cut(self, tokens: int) -> None:
+        """Forget what belongs to tokens behind the first `tokens`."""
+
+    def values(self) -> dict[str, Any]:
+        """The answer so far."""
+
+
 class UnitRendering(Protocol):
     """What the client gets of one unit's streams."""
 
@@ -117,6 +130,18 @@ class Dialect(ABC):
     def new_segment(self) -> Segment:
         """The reader of one engine's stream."""
         return Segment()
+
+    def watched_segment(self) -> Segment:
+        """Likewise, of an answer that is watched: its payloads are chunks of a completion or a chat in any case."""
+        return self.new_segment()
+
+    def watched_rendering(self, call: Call) -> UnitRendering | None:
+        """What the client gets of a watched answer that is its only one; None: the engine's own bytes."""
+        return None
+
+    def watched_whole(self, call: Call) -> WatchedWhole | None:
+        """What puts a watched answer together that is not streamed; None: it is a chat's or a completion's."""
+        return None
 
     @abstractmethod
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:

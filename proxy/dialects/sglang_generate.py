@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.call import MAX_OUTPUT_TOKENS, Call, text_tokens
 from proxy.dialects.base import Dialect, Unit
 from proxy.dialects.requests import WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
-from proxy.dialects.segment import Meaning, Segment
+from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
 from proxy.errors import Failure
 from proxy.wire import openai, sglang
-from proxy.wire.openai import DONE, Api, data_event
+from proxy.wire.openai import Api, data_event
 from proxy.wire.prefix import Prompt
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
-from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,10 +25,10 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt, EngineAnswer, PrefillAnswer
     from proxy.dialects.base import UnitRendering, Whole
     from proxy.dialects.requests import Reading
+    from proxy.dialects.segment import Segment
     from proxy.errors import GatewayError
     from proxy.settings import Cost
     from proxy.wire.document import Document
-    from proxy.wire.sse import Event
 
 _READINGS: Final[Mapping[str, Reading]] = dict.fromkeys(sglang.WHOLE_NUMBERS, WHOLE_NUMBER)
 
@@ -82,13 +79,25 @@ class SglangGenerate(Dialect):
 
     def new_segment(self) -> Segment:
         """See Dialect."""
-        return _Segment()
+        return Events()
+
+    def watched_segment(self) -> Segment:
+        """See Dialect."""
+        return WatchedEvents()
+
+    def watched_rendering(self, call: Call) -> UnitRendering | None:
+        """See Dialect."""
+        return _UnitRendering(call, None)
+
+    def watched_whole(self, call: Call) -> AnswerSoFar:
+        """See Dialect."""
+        return AnswerSoFar()
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """It must have ended, and not with an error."""
         if told := error_of(values):
             raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
-        if _finish_of(values) is None:
+        if finish_of(values) is None:
             raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
 
     def usage(self, values: dict[str, Any]) -> Any:
@@ -112,39 +121,6 @@ class SglangGenerate(Dialect):
     def rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
         """Events with the index of their answer, and with the prefiller's parts."""
         return _Rendering(is_batch=sglang.is_batch(call.values))
-
-
-class _Segment(Segment):
-    """A stream whose every event has the answer so far, and the last one the reason for its end."""
-
-    has_usage_chunk = False
-
-    __slots__ = ()
-
-    def read(self, event: Event) -> Meaning:
-        """Take the next event."""
-        self.payload, self.data = None, event.data
-        if event.data is None:
-            return Meaning.OTHER
-        if event.data == DONE:
-            self.done = True
-            return Meaning.DONE
-        if len(event.data) > LONG_BYTES and is_heavier(event.data, MAX_ANSWER_ELEMENTS):
-            return Meaning.MALFORMED
-        try:
-            self.payload = payload = orjson.loads(event.data)
-        except orjson.JSONDecodeError:
-            return Meaning.MALFORMED
-        if told := error_of(payload):
-            self.payload = orjson.loads(told.body)
-            return Meaning.ERROR
-        usage = sglang.usage_of(payload)
-        if usage is None:
-            return Meaning.OTHER
-        self.usage = usage
-        if (finish := _finish_of(payload)) is not None:
-            self.finish_reasons[0] = str(finish)
-        return Meaning.CONTENT
 
 
 class _Rendering:
@@ -176,14 +152,21 @@ class _UnitRendering:
         self._index = index
         self._parts: _PrefillerParts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
+        self._so_far = AnswerSoFar()
+        """Of a watched answer, which waits for no prefiller."""
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
         self._parts = _parts(self._call, attempt)
         self._waiting.clear()
+        if not goes_on:
+            self._so_far = AnswerSoFar()
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Take an event; what can be sent now."""
+        if "choices" in payload:
+            self._so_far.add(payload)
+            payload = self._so_far.values()
         self._waiting.append(payload)
         if self._parts is None:
             return self._events(None)
@@ -253,9 +236,3 @@ def _media(value: object) -> int:
     if isinstance(value, list):
         return sum(map(_media, value))
     return int(value is not None)
-
-
-def _finish_of(payload: dict[str, Any]) -> Any:
-    """Why an answer has ended; None while it goes on."""
-    meta = payload.get("meta_info")
-    return meta.get("finish_reason") if isinstance(meta, dict) else None

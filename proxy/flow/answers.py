@@ -136,7 +136,7 @@ class _Relayed(Answer):
         """A stream has ended with the whole answer."""
         delivery, segment = self.delivery, relay.segment
         if not segment.has_usage_chunk:
-            attempt.saw_usage(segment.usage)
+            attempt.saw_usage(delivery.of_all(segment.usage))
             return
         if delivery.is_stopped or delivery.usage is None:
             self._end(attempt.timeline)
@@ -147,8 +147,10 @@ class AssembledBody(_Relayed):
     """Streamed by the engine, so that it can be continued, and put together here."""
 
     def __init__(self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching) -> None:
+        self._own = dialect.watched_whole(call)
         self._assembly = Assembly()
-        delivery = Delivery(call, dialect.new_segment, is_observed=True, engine=watching.engine, whole=self._assembly)
+        whole = self._own or self._assembly
+        delivery = Delivery(call, dialect.watched_segment, is_observed=True, engine=watching.engine, whole=whole)
         super().__init__(delivery, parts, watching)
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
@@ -161,7 +163,7 @@ class AssembledBody(_Relayed):
 
     def values(self) -> dict[str, Any]:
         """See Whole."""
-        return self._assembly.values(self.delivery)
+        return self._assembly.values(self.delivery) if self._own is None else self._own.values()
 
 
 class StreamedAnswer(_Relayed):
@@ -185,7 +187,7 @@ class StreamedAnswer(_Relayed):
         rewrite = None if rendering is None else rendering.render
         delivery = Delivery(
             call,
-            dialect.new_segment,
+            dialect.watched_segment if watching.is_close else dialect.new_segment,
             is_observed=watching.is_close,
             tells_ids=watching.watch is Watch.IDS,
             engine=watching.engine,

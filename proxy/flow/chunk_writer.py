@@ -32,7 +32,7 @@ class ChunkWriter:
     def __init__(self, call: Call, rewrite: Callable[[dict[str, Any]], bytes] | None, *, is_observed: bool) -> None:
         self.last_payload: dict[str, Any] = {}
         """The last payload given out; a pattern for a merged usage chunk."""
-        self.wants_ids = bool(call.values.get("return_token_ids"))
+        self.wants_ids = call.wants_ids
         """The client asked for token ids."""
         self.hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         self.rewrites = rewrite is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.call import Call
-    from proxy.flow.assembly import Assembly
     from proxy.resume.engine import Engine
     from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
@@ -28,6 +27,16 @@ if TYPE_CHECKING:
     from proxy.wire.token import Shape
 
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
+
+
+class Collector(Protocol):
+    """Puts an answer together that is not streamed to the client."""
+
+    def add(self, payload: dict[str, Any]) -> bytes:
+        """Take the next chunk."""
+
+    def cut(self, tokens: int) -> None:
+        """Forget what belongs to tokens behind the first `tokens`."""
 
 
 class Delivery:
@@ -47,7 +56,7 @@ class Delivery:
         tells_ids: bool = True,
         engine: Engine = VLLM,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
-        whole: Assembly | None = None,
+        whole: Collector | None = None,
     ) -> None:
         self.transcript = Transcript()
         self.has_output = False
@@ -221,6 +230,10 @@ class Delivery:
         if self.usage is told:
             return event.raw
         return data_event({**segment.payload, **(self.head if self._seam else {}), "usage": self.usage})
+
+    def of_all(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The usage of the whole answer by what the present decoder told of its part."""
+        return told if self._seam is None or told is None else self._seam.usage(told)
 
     def other(self, event: Event) -> bytes:
         """A comment, or data this gateway does not know: the client judges. Before the first token it is held, too."""

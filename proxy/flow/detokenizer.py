@@ -1,4 +1,4 @@
-"""What token ids mean: the engines' tokenizer, asked over HTTP, since the gateway has none.
+"""What token ids mean, and text is in them: the engines' tokenizer, asked over HTTP, since the gateway has none.
 
 Asking changes nothing for the engine that is asked. It holds no load there, and says nothing about its health: an API
 server that can detokenize may stand before a hung engine, and one that cannot may serve well.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from proxy.upstream import Upstream
 
 _PATH: Final = "/detokenize"
+_TOKENIZE_PATH: Final = "/tokenize"
 _ENGINES_ASKED: Final = 2
 
 
@@ -42,11 +43,24 @@ class Detokenizer:
         # SGLang is told to show special tokens; vLLM does in any case, and does not know the member.
         asked: dict[str, Any] = {"skip_special_tokens": False} | ({} if model is None else {"model": model})
         body = orjson.dumps({**asked, "tokens": orjson.Fragment(ids) if isinstance(ids, bytes) else list(ids)})
+        text = await self._ask_some(_PATH, body, headers, ("prompt", "text"))
+        return text if isinstance(text, str) else None
+
+    async def tokens(self, model: str | None, text: str, headers: Mapping[str, str]) -> list[int] | None:
+        """The token ids that engines make of a prompt. None when no engine tells; raises nothing."""
+        asked: dict[str, Any] = {} if model is None else {"model": model}
+        body = orjson.dumps({**asked, "prompt": text})
+        tokens = await self._ask_some(_TOKENIZE_PATH, body, headers, ("tokens",))
+        return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
+
+    async def _ask_some(self, path: str, body: bytes, headers: Mapping[str, str], members: Sequence[str]) -> Any:
+        """What the first engine tells that tells anything in one of these members; None: no engine does."""
         avoid: set[Backend] = set()
         while len(avoid) < _ENGINES_ASKED and (backend := self._pick(avoid)) is not None:
-            text = await self._ask(backend, body, headers)
-            if text is not None:
-                return text
+            told = await self._ask(backend, path, body, headers)
+            for name in members:
+                if told.get(name) is not None:
+                    return told[name]
             avoid.add(backend)
         return None
 
@@ -59,17 +73,16 @@ class Detokenizer:
                 continue
         return None
 
-    async def _ask(self, backend: Backend, body: bytes, headers: Mapping[str, str]) -> str | None:
+    async def _ask(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
         """POST /detokenize, which vLLM answers with `{"prompt": text}` and SGLang with `{"text": text}`
-        (DetokenizeResponse); None for anything else.
+        (DetokenizeResponse), or /tokenize, with `{"tokens": ids}`; nothing for anything else.
         """
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 response, answer = await self._upstream.fetch(
-                    backend, _PATH, body, headers, answer_seconds=self._timeout_seconds, resend_if_stale=True
+                    backend, path, body, headers, answer_seconds=self._timeout_seconds, resend_if_stale=True
                 )
             told = orjson.loads(answer) if response.status == 200 else None
         except (UpstreamError, TimeoutError, ValueError):  # ValueError: no JSON, or a name that can be no host's
-            return None
-        text = told.get("prompt", told.get("text")) if isinstance(told, dict) else None
-        return text if isinstance(text, str) else None
+            return {}
+        return told if isinstance(told, dict) else {}

@@ -125,13 +125,16 @@ class Gateway:
         """One unit's answer that is streamed to the client; see StreamedAnswer. `watching`: how it is, if an engine has
         been asked already; None: it is for this to say.
         """
+        watching = watching or self.watching(dialect, call)
+        if rendering is None and watching.is_close:
+            rendering = dialect.watched_rendering(call)
         return StreamedAnswer(
             call,
             dialect,
             client,
             record,
             self._parts,
-            watching=watching or self.watching(dialect, call),
+            watching=watching,
             rendering=rendering,
             shares_client=shares_client,
         )

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import orjson
+
 from proxy.balancer.capabilities import (
     CHAT_TOKEN_IDS,
     LENGTH_BESIDE_TOOL_CALLS,
@@ -18,6 +20,7 @@ from proxy.resume.plan import plan
 from proxy.resume.resumption import CannotResume, Resumption
 from proxy.resume.situation import ChatTokens, Situation
 from proxy.terms import Action
+from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from proxy.call import Call
@@ -105,6 +108,8 @@ class Resuming:
         if delivery.has_lost_track or not delivery.is_observed:
             delivery.begin_anew()
             return Resumption(Action.RESTART, self._answer.call)
+        if delivery.transcript.prompt_ids is None:
+            delivery.transcript.prompt_ids = await self._prompt_ids()
         steps = plan(self._situation())
         text: str | None = None
         try:
@@ -119,6 +124,19 @@ class Resuming:
             delivery.go_on(resumption)
         self._timeline.usage.is_resumed = resumption.kept > 0
         return resumption
+
+    async def _prompt_ids(self) -> bytes | None:
+        """Where events tell the answer's ids alone: as the client gave them, or what engines make of the text; None if
+        they tell the prompt's, too, or do not say.
+        """
+        call, told = self._answer.call, self._delivery.told or {}
+        if call.api is not Api.GENERATE:
+            return None
+        members = call.members(("text", "input_ids"))
+        ids = members.get("input_ids")
+        if isinstance(text := members.get("text"), str):
+            ids = await self._parts.detokenizer.tokens(call.values.get("model"), text, call.headers)
+        return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == told.get("prompt_tokens") else None
 
     def _situation(self) -> Situation:
         delivery, is_everywhere = self._delivery, self._parts.fleet.has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.wire import sglang
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ _COMPLETION_TOKENS: Final = 16
 
 def output_limit(call: Call) -> int | None:
     """How many tokens the answer may have; None: as many as fit."""
+    if call.api is Api.GENERATE:
+        return sglang.output_limit(call.sampling)
     values = call.values
     limit = values.get("max_completion_tokens") if call.api is Api.CHAT else None
     if limit is None:
@@ -28,7 +31,7 @@ def output_limit(call: Call) -> int | None:
 
 def min_tokens(call: Call) -> int:
     """How many tokens the answer must have at least; 0: it may be empty."""
-    least = call.values.get("min_tokens")
+    least = call.sampling.get("min_new_tokens" if call.api is Api.GENERATE else "min_tokens")
     return max(0, least) if isinstance(least, int) else 0
 
 
@@ -41,7 +44,7 @@ def is_structured(call: Call, members: Collection[str]) -> bool:
     """Is the answer bound to a grammar, which would begin anew? `members`: those by which its engine is told of one,
     beside the API's own.
     """
-    values = call.values
+    values = call.sampling
     form = values.get("response_format")
     if isinstance(form, dict) and form.get("type") not in (None, "text"):
         return True

@@ -78,6 +78,9 @@ def from_tokens(
     if is_over:
         return Resumption(Action.FINISH, None, seam, kept)
     prompt_ids = orjson.dumps(prompt)
+    if call.api is Api.GENERATE:
+        continuing = _native(situation, prompt_ids, len(prompt), kept, left)
+        return Resumption(action, continuing, seam, kept)
     changes = _shared_changes(situation, kept, left)
     if parser is None and call.api is Api.CHAT:
         changed = call.changed(changes, prompt_tokens=len(prompt))
@@ -94,6 +97,17 @@ def from_tokens(
         continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
     continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))
     return Resumption(action, continuing, seam, kept, prompt_ids)
+
+
+def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
+    """SGLang's `/generate`, whose seeds stay as they are."""
+    call = situation.call
+    params: dict[str, Any] = {**call.sampling, "max_new_tokens": left}
+    if least := min_tokens(call):
+        params["min_new_tokens"] = max(0, least - kept)
+    changes = {"text": REMOVED, "input_ids": orjson.Fragment(prompt_ids), "sampling_params": params}
+    changed = call.changed(changes, prompt_tokens=prompt_tokens)
+    return replace(changed, output_tokens=max(1, call.output_tokens - kept))
 
 
 def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:

@@ -104,7 +104,7 @@ class Engine(ABC):
 
     def shows_stops(self, call: Call) -> bool:
         """Whether a stop string is a part of the answer."""
-        return bool(call.values.get(self.shows_stop_member))
+        return bool(call.sampling.get(self.shows_stop_member))
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
         """The only choice of a completion that is not streamed, in the engine's order. `ending` has its log

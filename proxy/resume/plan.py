@@ -58,7 +58,7 @@ def _continue(situation: Situation) -> Steps[Resumption]:
         raise CannotResume("the prompt has no token ids")
     if (why := situation.engine.inexact(call)) is not None:
         raise CannotResume(why)
-    if call.api is Api.COMPLETIONS:
+    if call.api is not Api.CHAT:
         if is_structured(call):
             raise CannotResume("structured output cannot be continued in the middle")
         return (yield from _continue_completion(situation))

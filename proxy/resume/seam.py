@@ -117,7 +117,7 @@ class Seam:
     def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
         """The chunks of an answer that ends here, since there is no room for more."""
         self._known = ""
-        text: dict[str, Any] = {"text": ""} if self._api is Api.COMPLETIONS or self._as_chat else {"delta": {}}
+        text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
         return self.rewrite({"choices": [choice]}, recomputed=False)
 

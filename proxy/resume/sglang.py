@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
 from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.resume.resumption import CannotResume
+from proxy.wire import sglang
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ _GRAMMARS: Final = ("json_schema", "regex", "ebnf")
 _PENALTIES: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 # What else would not see what is in the prompt.
 _BLIND: Final = ("stop_regex", "custom_logit_processor", "session_params")
+# Of /generate likewise, and prompts that are more than text or ids.
+_NATIVE: Final = (
+    *("image_data", "video_data", "audio_data", "input_embeds", "session_params", "custom_logit_processor"),
+    *("return_hidden_states", "return_sampling_mask"),
+)
 # What comes once, at the end, or is asked for by its place in the sequence.
 _OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details")
 
@@ -44,7 +50,7 @@ class Sglang(Engine):
         if any(values.get(name) for name in _OF_THE_WHOLE):
             return Watch.NOT
         if call.api is Api.GENERATE:
-            return Watch.NOT
+            return self._watch_native(call, has)
         if has(TOKEN_IDS if call.api is Api.COMPLETIONS else CHAT_STREAM_TOKEN_IDS):
             return Watch.IDS
         # What is not streamed can begin anew until its end, and log probabilities come with some tokens only.
@@ -52,10 +58,21 @@ class Sglang(Engine):
             return Watch.TEXT
         return Watch.NOT
 
+    def _watch_native(self, call: Call, has: Has) -> Watch:
+        """Of `/generate`, whose events always have the ids."""
+        members = call.members(_NATIVE)
+        is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
+        if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
+            return Watch.NOT
+        prompt = call.members(("text", "input_ids"))
+        return Watch.IDS if any(value is not None for value in prompt.values()) else Watch.NOT
+
     def observed(self, call: Call, watch: Watch) -> Call:
         """See Engine."""
         if watch is Watch.TEXT:
             return call  # the same as ever: it is streamed, and its usage is asked for
+        if call.api is Api.GENERATE:
+            return call.changed({"stream": True}, stream=True)
         options = call.values.get("stream_options") if call.include_usage else None
         changes: dict[str, object] = {
             "stream": True,
@@ -66,7 +83,9 @@ class Sglang(Engine):
 
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
         """See Engine."""
-        return call.values.get("temperature") == 0 or (seeds_repeat and isinstance(call.values.get("seed"), int))
+        values = call.sampling
+        seed = values.get("sampling_seed" if call.api is Api.GENERATE else "seed")
+        return values.get("temperature") == 0 or (seeds_repeat and isinstance(seed, int))
 
     def is_structured(self, call: Call) -> bool:
         """See Engine."""
@@ -74,7 +93,7 @@ class Sglang(Engine):
 
     def inexact(self, call: Call) -> str | None:
         """See Engine."""
-        values = call.values
+        values = call.sampling
         for name, none in _PENALTIES.items():
             if values.get(name) not in (None, none):
                 return f"SGLang's {name} would not count the tokens before the break"

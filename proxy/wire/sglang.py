@@ -46,7 +46,8 @@ _PER_PROMPT: Final = (
     *("lora_path", "custom_logit_processor", "extra_key", "cache_salt"),
     *("multi_item_delimiter_indices", "token_indices_to_pool"),
 )
-_OUTPUT_LOGPROBS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+OUTPUT_LOGPROBS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+"""Members of an answer's `meta_info` that have an entry for each of its tokens."""
 _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
@@ -230,7 +231,7 @@ class LoneAnswer:
             changes["finish_reason"] = {**reason, "length": self._wanted_tokens}
         if self._wanted_tokens:
             return {**payload, "meta_info": {**meta, **changes}}
-        changes |= {name: [] for name in _OUTPUT_LOGPROBS if meta.get(name)}
+        changes |= {name: [] for name in OUTPUT_LOGPROBS if meta.get(name)}
         changes["completion_tokens"] = 0
         without = {name: type(payload[name])() for name in ("text", "output_ids") if payload.get(name)}
         return {**payload, **without, "meta_info": {**meta, **changes}}

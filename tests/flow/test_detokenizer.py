@@ -217,7 +217,7 @@ NONSENSE = {
     "no UTF-8": http(b'{"prompt":"\xff"}'),
     "nothing": http(b""),
     "no object": json_answer(["naive"]),
-    "no prompt": json_answer({"text": "naive"}),
+    "no prompt": json_answer({"words": "naive"}),
     "no text": json_answer({"prompt": [1]}),
     "null": json_answer({"prompt": None}),
     "other status": http(b'{"prompt":"naive"}', status="202 Accepted"),
