@@ -126,6 +126,7 @@ class InstancesApi:
                 "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
                 "max_model_len": facts.max_model_len,
                 "max_num_seqs": facts.max_num_seqs,
+                "kv_tokens": facts.kv_tokens,
             },
         }
 

@@ -21,6 +21,8 @@ class EngineFacts:
     """Tokens that fit into a sequence, prompt and answer together."""
     max_num_seqs: int | None = None
     """Sequences it works on at a time; more wait inside."""
+    kv_tokens: int | None = None
+    """Tokens that fit into its KV memory."""
     identity: Identity = field(default_factory=lambda: Identity(), compare=False)
 
 

@@ -29,10 +29,13 @@ class Lease:
     __slots__ = (
         *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
+        *("answer_tokens", "_has_begun"),
     )
 
     backend: Backend
     """The backend that was picked, once the lease is entered."""
+    answer_tokens: int | None
+    """Of an answer that is complete, to be set before the lease is left; None: not known."""
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self._pool = pool
@@ -51,6 +54,8 @@ class Lease:
         self._holds_kv = True
         self._has_served = False
         self._reported: UpstreamError | None = None
+        self.answer_tokens = None
+        self._has_begun = False
 
     if not TYPE_CHECKING:
 
@@ -102,10 +107,14 @@ class Lease:
             self._tell_end(served=error is None)
 
     def confirm(self) -> None:
-        """The backend has shown that it works: a trial has succeeded, though the request goes on. May be called again.
+        """The backend has sent the first of its answer, and so shown that it works: a trial has succeeded, though the
+        request goes on. May be called again.
 
         A decoder's answer may take many minutes, for which it would get no other request.
         """
+        if self._listener is not None and not self._has_begun:
+            self._has_begun = True
+            self._listener.began(self.backend, self._request)
         if self.trial and self._request.proves_generation:
             self._pool.outcomes.served(self.backend, self.trial)
             self.trial = 0
@@ -162,6 +171,7 @@ class Lease:
             self._tell_end(served=False)
         self._uncharge()
         self._request = request
+        self._has_begun = False
         self._charge(new, trial)
         self._pool.released()
         return new
@@ -202,6 +212,8 @@ class Lease:
     def _tell_end(self, served: bool) -> None:
         listener, self._listener = self._listener, None
         if listener is not None:
+            if self.answer_tokens is not None and served:
+                listener.answered(self.backend, self._request, self.answer_tokens)
             listener.ended(self.backend, self._request, served)
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:

@@ -167,6 +167,10 @@ class PolicyContext:
     """What the engine says of itself; None: nothing yet."""
     journal: Seat | None = None
     """Where a policy tells those of the other workers what they should know; None: there are no others."""
+    role: Role = Role.PREFILL
+    """Whom it chooses."""
+    elsewhere: Callable[[Backend], int] | None = None
+    """Requests that a backend works on for other workers; None: there are none."""
 
 
 class Policy(ABC):
@@ -202,6 +206,12 @@ class Policy(ABC):
         """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that.
         Comes before `ended`, if it comes.
         """
+
+    def began(self, backend: Backend, request: PickRequest) -> None:  # noqa: B027 - nor need this
+        """A decoder has sent the first of the answer."""
+
+    def answered(self, backend: Backend, request: PickRequest, tokens: int) -> None:  # noqa: B027 - nor need this
+        """A decoder's answer was complete, and had so many tokens. Comes before `ended`, if it comes."""
 
     def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:  # noqa: B027 - nor need this
         """The backend has done its work for the request (`served`), or will not: it failed, or the client left.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.balancer.pick import Policy
-from proxy.settings import POLICIES
+from proxy.settings import DECODE_POLICIES, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,13 @@ WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (
 
 
 def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
-    """A policy of the table, by its name there. To be made after forking: a random generator that workers inherit
-    makes all of them choose alike.
+    """A policy of the table, by its name there, for the role of its context. To be made after forking: a random
+    generator that workers inherit makes all of them choose alike.
     """
-    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(POLICIES[name])
+    is_decode = context is not None and context.role is Role.DECODE
+    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(
+        (DECODE_POLICIES if is_decode else POLICIES)[name]
+    )
     return kind(context)
 
 

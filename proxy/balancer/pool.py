@@ -124,7 +124,7 @@ class Pool:
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
         """For leases: what a request costs the backend that was chosen; None: the same on all."""
         self._looks_for_restarts = _overrides(policy, "emptied")
-        hears = any(_overrides(policy, name) for name in ("dispatched", "told", "ended"))
+        hears = any(_overrides(policy, name) for name in ("dispatched", "told", "began", "answered", "ended"))
         self.listener = policy if hears else None
         """For leases: the policy, if it wants to hear of them."""
 

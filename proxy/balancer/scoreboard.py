@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from proxy.backend import Backend
 
 CELLS_PER_SLOT: Final = 8
 REQUESTS: Final = 0
@@ -109,11 +111,12 @@ class Scoreboard:
         """`guests`: rows for load that does not come from this gateway's workers."""
         self.workers = workers
         self.slots = slots
-        self._rows = workers + guests
+        self.rows = workers + guests
+        """Of workers and guests."""
         self._width = CELLS_PER_SLOT * slots
-        self._cells = memoryview(mmap.mmap(-1, self._rows * self._width * _CELL_BYTES)).cast("q")
+        self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
         self._lanes_width = 2 * LANES * slots
-        self._lanes = memoryview(mmap.mmap(-1, self._rows * self._lanes_width * _CELL_BYTES)).cast("q")
+        self._lanes = memoryview(mmap.mmap(-1, self.rows * self._lanes_width * _CELL_BYTES)).cast("q")
 
     def row(self, number: int) -> Row:
         """The workers come first, then the guests."""
@@ -122,14 +125,28 @@ class Scoreboard:
     def load(self, slot: int) -> Load:
         return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
 
+    def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
+        """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
+        if self.rows == 1:
+            return None
+        running, cells = self.running, row.cells
+        return lambda backend: running(backend.slot) - cells[CELLS_PER_SLOT * backend.slot + RUNNING]
+
     def requests(self, slot: int) -> int:
         return self._sum(slot, REQUESTS)
 
     def running(self, slot: int) -> int:
         """How many of the requests are worked on: for the others the backend only holds the cache."""
-        if self._rows == 1:
+        if self.rows == 1:
             return self._cells[CELLS_PER_SLOT * slot + RUNNING]
         return self._sum(slot, RUNNING)
+
+    def running_of(self, slots: Iterable[int]) -> list[int]:
+        """`running` of every slot asked for, in one pass."""
+        cells, width = self._cells, self._width
+        if self.rows == 1:
+            return [cells[CELLS_PER_SLOT * slot + RUNNING] for slot in slots]
+        return [sum(cells[CELLS_PER_SLOT * slot + RUNNING :: width]) for slot in slots]
 
     def pinned(self, slot: int) -> Pinned:
         """The pinned KV of all workers: sums, and the oldest."""
@@ -174,7 +191,7 @@ class Scoreboard:
         weights = []
         for slot in slots:
             first = CELLS_PER_SLOT * slot
-            if self._rows == 1:
+            if self.rows == 1:
                 compute, kv = cells[first + COMPUTE], cells[first + KV] + cells[first + _PINNED_TOKENS]
             else:
                 compute = sum(cells[first + COMPUTE :: width])
@@ -185,7 +202,7 @@ class Scoreboard:
     def compute(self, slots: Iterable[int]) -> list[int]:
         """Only the compute of every slot asked for."""
         cells, width = self._cells, self._width
-        if self._rows == 1:
+        if self.rows == 1:
             return [cells[CELLS_PER_SLOT * slot + COMPUTE] for slot in slots]
         return [sum(cells[CELLS_PER_SLOT * slot + COMPUTE :: width]) for slot in slots]
 
@@ -197,8 +214,8 @@ class Scoreboard:
             cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
 
     def _cells_of(self, number: int) -> memoryview[int]:
-        if not 0 <= number < self._rows:
-            raise IndexError(f"row {number} of {self._rows}")
+        if not 0 <= number < self.rows:
+            raise IndexError(f"row {number} of {self.rows}")
         return self._cells[number * self._width : (number + 1) * self._width]
 
     def _lanes_of(self, number: int) -> memoryview[int]:

@@ -182,6 +182,9 @@ class KvHandoff:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        usage = self._timeline.usage
+        if error is None and not usage.is_resumed:
+            self.decoder.answer_tokens = usage.completion_tokens
         try:
             if self._kept is not None or error is not None:
                 self._fetched_by_nobody(error)

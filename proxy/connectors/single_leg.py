@@ -91,3 +91,5 @@ class SingleLeg:
                     handoff=LocalKv(lease),
                     first_token_seconds=answer_seconds if is_prefiller else None,
                 )
+                if not timeline.usage.is_resumed:
+                    lease.answer_tokens = timeline.usage.completion_tokens

@@ -25,6 +25,7 @@ from proxy.balancer.engine_facts import (
     parse_setup,
     parse_sglang_version,
 )
+from proxy.wire.exposition import parse_kv_tokens
 
 if TYPE_CHECKING:
     from proxy.upstream.engine_json import Answer
@@ -36,6 +37,7 @@ MODELS_PATH: Final = "/v1/models"
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+METRICS_PATH: Final = "/metrics"
 
 CHAT_IDS_PATH: Final = "/v1/chat/completions"
 CHAT_IDS_QUESTION: Final = orjson.dumps(
@@ -65,6 +67,12 @@ def facts_of(version: Answer | None, models: Answer | None) -> EngineFacts:
     )
     engine_version = UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version and version.json_or_none)
     return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
+
+
+def with_kv(facts: EngineFacts, metrics: Answer | None) -> EngineFacts:
+    """The same, and how many tokens fit into its KV memory, as far as its metrics tell."""
+    told = parse_kv_tokens(metrics.body) if metrics is not None and metrics.status == 200 else None
+    return replace(facts, kv_tokens=told)
 
 
 def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:

@@ -26,12 +26,13 @@ from proxy.settings.model import (
     Settings,
     Timeouts,
 )
-from proxy.settings.policies import POLICIES
+from proxy.settings.policies import DECODE_POLICIES, POLICIES
 from proxy.settings.show import to_yaml
 from proxy.settings.sources import OPTIONS, SECRETS
 
 __all__ = [
     "CONNECTOR_TRAITS",
+    "DECODE_POLICIES",
     "MAX_BACKENDS",
     "OPTIONS",
     "POLICIES",

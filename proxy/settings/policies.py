@@ -14,6 +14,8 @@ POLICIES: Final = {
     "power_of_two": "proxy.balancer.policies:PowerOfTwo",
     "random": "proxy.balancer.policies:Random",
 }
+DECODE_POLICIES: Final = POLICIES | {"least_seconds": "proxy.balancer.least_decode_seconds:LeastDecodeSeconds"}
+"""The same for decoders: what they do is not what prefillers do."""
 
 
 def policy_names(quote: str = "") -> str:

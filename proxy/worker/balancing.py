@@ -65,6 +65,8 @@ def build_balancing(basis: Basis) -> Balancing:
             worker=basis.index,
             facts=lambda backend: health.of(backend).facts,
             journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
+            role=role,
+            elsewhere=shared.scoreboard.elsewhere(row),
         )
         made = Pool(
             role,

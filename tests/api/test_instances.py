@@ -45,7 +45,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     (misfit,) = second.pop("misfits")
     seconds = (first.pop("since_seconds"), second.pop("since_seconds"), misfit.pop("since_seconds"))
     assert all(0 <= past < 60 for past in seconds)
-    nothing = {"version": None, "max_model_len": None, "max_num_seqs": None}
+    nothing = {"version": None, "max_model_len": None, "max_num_seqs": None, "kv_tokens": None}
     idle = {
         "inflight": 0,
         "running": 0,
@@ -82,7 +82,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
         "kv": "unknown",
         "kv_from": {},
-        "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16},
+        "engine": {"version": "0.23", "max_model_len": 4096, "max_num_seqs": 16, "kv_tokens": None},
     }
 
 

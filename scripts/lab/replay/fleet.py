@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from lab.replay.engines import Engine
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Backend, Load, Role
+from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
 from proxy.balancer.journal import Journal
 from proxy.balancer.pick import PickRequest, PolicyContext
@@ -182,14 +183,27 @@ class Replay:
         roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], self._scoreboard)
         health = Health(HealthChecks(), self._loop.time, rng)
 
+        decoder = EngineFacts(kv_tokens=fleet.decode_machine.decode.kv_tokens)
+
+        def facts(backend: Backend) -> EngineFacts | None:
+            return decoder if backend.role is Role.DECODE else None
+
         def pool(worker: int, role: Role, make: MakePolicy, max_running: int | None) -> Pool:
-            seat = journal.seat(worker) if workers > 1 else None
-            context = PolicyContext(worker, rng=rng, clock=self._loop.time, journal=seat)
+            row = self._scoreboard.row(worker)
+            context = PolicyContext(
+                worker,
+                rng=rng,
+                clock=self._loop.time,
+                facts=facts,
+                journal=journal.seat(worker) if workers > 1 else None,
+                role=role,
+                elsewhere=self._scoreboard.elsewhere(row),
+            )
             return Pool(
                 role,
                 policy=make(context, self.engines),
                 scoreboard=self._scoreboard,
-                row=self._scoreboard.row(worker),
+                row=row,
                 roster=roster,
                 health=health,
                 limits=PoolLimits(max_running=max_running),
@@ -252,8 +266,10 @@ class Replay:
                     engine.give_back(kv)
                     prefiller.free_kv()
                     course.first_token_at = self._loop.time()
+                    decoder.confirm()
                     await self.engines[decoder.backend].end(answer)
                     course.ended_at = self._loop.time()
+                    decoder.answer_tokens = request.output_tokens
         except (Overloaded, NoBackendAvailable):
             pass  # its course says that it was not served
         self._on_end()

@@ -1,0 +1,152 @@
+"""How fast decoders write answers, by how many they write at a time: learned from those that have ended.
+
+An answer tells its tokens, and its decoder's history in how many streams at a time it was written: seconds in each
+bucket of streams. What one stream gets in each bucket is corrected by every answer along what it spent there
+(Kaczmarz's projection, of relative errors), so that those which saw many buckets teach as much as those that saw one.
+How slow each backend is beside the others is learned by itself.
+
+Up to the knee a decoder makes more tokens a second the more streams it has, beyond it fewer; what is beyond it never
+ends, because what is slower stays longer. Only what was seen is believed: what always gets faster has no knee.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+_EVERY: Final = 16  # up to here each number of streams has a bucket of its own, and then an eighth more
+_BUCKETS: Final = 40
+SIZES: Final = tuple(range(_EVERY + 1)) + tuple(
+    accumulate(range(_BUCKETS), lambda size, _: size + size // 8, initial=_EVERY + 2)
+)
+"""The most streams of each bucket; the last one has all that are more."""
+
+_STEP: Final = 0.15
+_SLOWNESS_STEP: Final = 0.03
+_MOST_SLOWNESS: Final = math.log(4)
+# A sample this far off is held to be as far off as this: its client may have read slowly.
+_MOST_ERROR: Final = math.log(2.5)
+# So many answers' worth of a bucket are enough to believe what it says.
+_ENOUGH: Final = 4.0
+# Throughput beyond the knee is less than this part of what it was at it.
+_DECLINE: Final = 0.85
+# What was seen beyond the knee is tried again after so long, by one decoder.
+TRUSTED_SECONDS: Final = 600.0
+# With fewer streams than this there is nothing to find out.
+_LEAST_SCOUTED: Final = 4
+# What a stream costs beyond a step of its own is no less than this part of the step, whatever the fit says: with 0 one
+# decoder would get all that is sent in a moment.
+_LEAST_SLOPE: Final = 0.01
+# Differences in speed up to here are noise.
+_EQUAL_SPEED: Final = math.log(1.05)
+
+
+PLACES: Final = tuple(min(bisect_left(SIZES, streams), len(SIZES) - 1) for streams in range(SIZES[-1] + 1))
+"""Of the bucket for so many streams; more than there are places for are in the last one."""
+
+
+class DecodePace:
+    """Of one role, as one worker knows it."""
+
+    def __init__(self) -> None:
+        self.rates = [0.0] * len(SIZES)
+        """Tokens a second of one stream, by bucket; 0: not known."""
+        self.most = math.inf
+        """Streams that a decoder had better have at most: those at its knee; infinite: none was seen."""
+        self.scout = math.inf
+        """The same for one of them, which is to find out what is not known: more than the others where the knee was
+        seen long ago, fewer where nobody has had so few."""
+        self.step, self.slope = 1.0, 1.0
+        """Seconds a token takes, without other streams and more for each of them, so far as they stand in a straight
+        line below the knee. Only their ratio counts as long as nothing is known."""
+        self.samples = 0
+        self._seen = [0.0] * len(SIZES)  # answers' worth of each bucket
+        self._seen_at = [-math.inf] * len(SIZES)
+        self._slowness: dict[Hashable, float] = {}  # logarithms
+
+    def slowness(self, backend: Hashable) -> float:
+        """How many times as long it takes as the others; 1.0: as they do, or not known."""
+        slowness = self._slowness.get(backend, 0.0)
+        return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
+
+    def learn(self, backend: Hashable, spent: Sequence[tuple[int, float]], tokens: int, now: float) -> None:
+        """An answer of so many tokens has spent so many seconds in each of these buckets."""
+        seconds = sum(each for _, each in spent)
+        if tokens < 1 or seconds <= 0:
+            return
+        rates, slowness = self.rates, self._slowness.get(backend, 0.0)
+        for place, _ in spent:
+            if not rates[place]:
+                rates[place] = self._nearest(place) or tokens / seconds
+        expected = sum(rates[place] * each for place, each in spent)
+        error = math.log(tokens / expected) + slowness
+        if self.samples >= _ENOUGH:
+            error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+        self.samples += 1
+        shares = [(place, rates[place] * each / expected) for place, each in spent]
+        squares = sum(share * share for _, share in shares)
+        for place, share in shares:
+            step = max(_STEP, 1 / (1 + self._seen[place]))
+            rates[place] *= math.exp(step * error * share / squares)
+            self._seen[place] += share
+            if share > 0.05:
+                self._seen_at[place] = now
+        if all(self._seen[place] >= _ENOUGH for place, share in shares if share > 0.1):
+            slower = slowness - _SLOWNESS_STEP * error
+            self._slowness[backend] = max(-_MOST_SLOWNESS, min(_MOST_SLOWNESS, slower))
+
+    def look(self, now: float) -> None:
+        """Take what was learned by now for the knee and for what streams cost."""
+        known = [place for place in range(1, len(SIZES)) if self._seen[place] >= _ENOUGH / 2]
+        self.most = self.scout = math.inf
+        made = {place: SIZES[place] * self.rates[place] for place in known}
+        best = max(known, key=made.__getitem__, default=0)
+        beyond = [place for place in known if place > best and made[place] < _DECLINE * made[best]]
+        if beyond:
+            good = max(place for place in known if place < beyond[0])
+            self.most = self.scout = SIZES[(good + beyond[0]) // 2]
+            if now - max(self._seen_at[place] for place in beyond) > TRUSTED_SECONDS:
+                self.scout = SIZES[beyond[0]]
+            known = [place for place in known if place < beyond[0]]
+        if known:
+            self.scout = min(self.scout, self._fewer(known, now))
+        if len(known) > 1:
+            self._fit(known)
+
+    def _fewer(self, known: Sequence[int], now: float) -> float:
+        """How few streams one decoder should have because none has had so few lately; infinite: some have."""
+        most = SIZES[max(known)]
+        least, enough = most / 2, most * 0.8
+        if most < _LEAST_SCOUTED or any(
+            least <= SIZES[place] <= enough and now - self._seen_at[place] < TRUSTED_SECONDS for place in known
+        ):
+            return math.inf
+        return int(0.7 * most)
+
+    def forget(self, backend: Hashable) -> None:
+        """It has left."""
+        self._slowness.pop(backend, None)
+
+    def _nearest(self, place: int) -> float:
+        """What is known of the bucket closest to this one; 0.0: nothing of any."""
+        known = [other for other, rate in enumerate(self.rates) if rate]
+        return self.rates[min(known, key=lambda other: abs(other - place))] if known else 0.0
+
+    def _fit(self, known: Sequence[int]) -> None:
+        """The straight line, by least squares in which each bucket counts as often as it was seen, up to a bound."""
+        weights = [min(self._seen[place], 50.0) for place in known]
+        total = sum(weights)
+        streams = [SIZES[place] for place in known]
+        seconds = [1 / self.rates[place] for place in known]
+        mean_streams = sum(map(float.__mul__, weights, map(float, streams))) / total
+        mean_seconds = sum(map(float.__mul__, weights, seconds)) / total
+        both = zip(weights, streams, seconds, strict=True)
+        slope = sum(weight * (at - mean_streams) * (each - mean_seconds) for weight, at, each in both)
+        spread = sum(weight * (at - mean_streams) ** 2 for weight, at in zip(weights, streams, strict=True))
+        slope = max(slope / spread, _LEAST_SLOPE * mean_seconds)
+        self.step, self.slope = max(mean_seconds - slope * mean_streams, slope), slope

@@ -1,0 +1,219 @@
+"""Least load in seconds, for decoders: an answer goes where it and those that are being written there lose least time.
+
+How long a token takes with so many streams is learned from answers (decode_pace). A decoder gets no more streams than
+it had when it made most tokens a second: requests wait in the gateway's queue instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from proxy.backend import Load
+from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
+from proxy.balancer.policies import LeastLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+
+# What was learned is taken for choosing now and then.
+_LOOK_SECONDS: Final = 1.0
+# The KV that a stream holds counts as this part of a stream, where it holds as much as the others do: among equals
+# those that hold less are chosen.
+_KV_SHARE: Final = 0.1
+# What can be told apart no longer.
+_TIE: Final = 1e-3
+# Only where all have what they should have at most.
+_FULL_SCORE: Final = 1e6
+# An answer shorter than this tells little of how fast the next will be.
+_LEAST_TOKENS: Final = 8
+# Answers' lengths are told apart by their limits, in powers of two.
+_LENGTH_STEP: Final = 0.05
+_ENOUGH_LENGTHS: Final = 8
+_HELD_STEP: Final = 0.05
+# Of a decoder's KV memory what its answers will have in their ends, which do not come all at once.
+_FULL: Final = 1.1
+_ANY: Final = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class _Decoder:
+    """What one does."""
+
+    at: float
+    """Until when `spent` is told."""
+    spent: list[float] = field(default_factory=lambda: [0.0] * len(SIZES))
+    """Seconds in each bucket of streams."""
+    open: dict[int, tuple[list[float], int]] = field(default_factory=dict)
+    """Of the answers that are being written, by request: `spent` as they began, and tokens once they are told."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bounds:
+    """What is learned, and told by engines, of candidates, each in its place."""
+
+    slots: list[int]
+    streams: list[float]
+    """The most that they should have."""
+    kv: list[float]
+    """The most KV tokens that they should hold."""
+    slowness: list[float]
+    has_kv: bool = False
+    is_open: bool = False
+    """None of them has any bound."""
+
+    def __post_init__(self) -> None:
+        self.has_kv = min(self.kv, default=_ANY) < _ANY
+        self.is_open = not self.has_kv and min(self.streams, default=_ANY) == _ANY
+
+
+class LeastDecodeSeconds(LeastLoad):
+    """For decoders."""
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self.pace = DecodePace()
+        self._decoders: dict[str, _Decoder] = {}  # by their names, which are hashed sooner
+        self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
+        self._held = 0.0  # KV tokens that a stream is charged with, lately
+        self._candidates: Sequence[Candidate] = ()
+        self._bounds = _Bounds([], [], [], [])
+        self._due = 0.0  # when to look again
+
+    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+        """The one where a token then takes least, all that are written there taken together; of equal ones in turn."""
+        bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
+        running = candidates[0].scoreboard.running_of(bounds.slots)
+        held = sum([candidate.weight for candidate in candidates]) / (sum(running) or 1) or 1.0
+        share, slope, step = _KV_SHARE / held, 2 * self.pace.slope, self.pace.step + self.pace.slope
+        least, equal = _ANY, []
+        for place, candidate in enumerate(candidates):
+            streams = running[place]
+            load = streams + share * candidate.weight
+            if candidate.share_percent < 100:
+                load = (load + 1) * 100 / candidate.share_percent - 1
+            score = (step + slope * load) * bounds.slowness[place]
+            most = bounds.kv[place]
+            if streams >= bounds.streams[place] or (
+                candidate.weight + self._held > most and self._kv(candidate.backend, candidate.weight, streams) > most
+            ):
+                score += _FULL_SCORE
+            if score < least * (1 - _TIE):
+                least, equal = score, [candidate]
+            elif score <= least * (1 + _TIE):
+                equal.append(candidate)
+        return equal[0] if len(equal) == 1 else self._take_turn(equal)
+
+    def has_room(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether one of them is below its knee, and has KV memory for an answer more."""
+        if candidates is not self._candidates:
+            self._look(candidates)
+        bounds = self._bounds
+        if bounds.is_open:
+            return True
+        scoreboard = candidates[0].scoreboard
+        running = scoreboard.running_of(bounds.slots)
+        held = scoreboard.weigh(bounds.slots, 0, 1) if bounds.has_kv else running
+        for place, streams in enumerate(running):
+            most = bounds.kv[place]
+            if streams < bounds.streams[place] and (
+                held[place] + self._held <= most or self._kv(candidates[place].backend, held[place], streams) <= most
+            ):
+                return True
+        return False
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """The prompt's KV, and what the answer will probably add to it."""
+        load = request.decode
+        limit = 0 if request.subject is None else request.subject.output_tokens
+        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
+        kv = load.kv if number < _ENOUGH_LENGTHS else load.kv - limit + min(limit, round(mean))
+        self._held += _HELD_STEP * (kv - self._held) if self._held else kv
+        return Load(load.compute, kv)
+
+    def began(self, backend: Backend, request: PickRequest) -> None:
+        """It writes one more answer."""
+        decoder = self._decoders.get(backend.name)
+        now = self.context.clock()
+        if decoder is None:
+            decoder = self._decoders[backend.name] = _Decoder(now)
+        self._pass(backend, decoder, now)
+        decoder.open[id(request)] = decoder.spent.copy(), 0
+
+    def answered(self, backend: Backend, request: PickRequest, tokens: int) -> None:
+        """The answer is complete."""
+        decoder = self._decoders.get(backend.name)
+        if decoder is not None and id(request) in decoder.open:
+            decoder.open[id(request)] = decoder.open[id(request)][0], tokens
+
+    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
+        """What is complete teaches."""
+        decoder = self._decoders.get(backend.name)
+        if decoder is None or id(request) not in decoder.open:
+            return
+        now = self.context.clock()
+        self._pass(backend, decoder, now)
+        before, tokens = decoder.open.pop(id(request))
+        if served and tokens:
+            if request.subject is not None:
+                length = request.subject.output_tokens.bit_length()
+                mean, number = self._lengths.get(length, (0.0, 0))
+                self._lengths[length] = mean + max(_LENGTH_STEP, 1 / (number + 1)) * (tokens - mean), number + 1
+            if tokens >= _LEAST_TOKENS:
+                both = zip(before, decoder.spent, strict=True)
+                spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]
+                self.pace.learn(backend.name, spent, tokens - 1, now)
+        if now >= self._due:
+            self._look(self._candidates)
+
+    def _kv(self, backend: Backend, charged: int, running: int) -> float:
+        """KV tokens that it will hold with one more answer: less than it is charged with, as those whose prefill is
+        still under way come when others have ended.
+        """
+        decoder = self._decoders.get(backend.name)
+        if decoder is None or not running:
+            return 0.0
+        writing = len(decoder.open)
+        if self.context.elsewhere is not None:
+            writing += self.context.elsewhere(backend)
+        return charged * min(writing, running) / running + self._held
+
+    def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
+        """It has written as many answers as it does, until now."""
+        if decoder.open:
+            streams = len(decoder.open)
+            if self.context.elsewhere is not None:
+                streams += self.context.elsewhere(backend)
+            decoder.spent[PLACES[streams] if streams < len(PLACES) else -1] += now - decoder.at
+        decoder.at = now
+
+    def _look(self, candidates: Sequence[Candidate]) -> None:
+        """Take what was learned for choosing among these from now on."""
+        now = self.context.clock()
+        self._due = now + _LOOK_SECONDS
+        self.pace.look(now)
+        present = {candidate.backend.name for candidate in candidates}
+        for name in [name for name, known in self._decoders.items() if name not in present and not known.open]:
+            del self._decoders[name]
+            self.pace.forget(name)
+        self._candidates, self._bounds = candidates, self._bounds_of(candidates)
+
+    def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
+        pace = self.pace
+        most = [pace.most] * len(candidates)
+        if most:
+            most[int(self._due / TRUSTED_SECONDS) % len(most)] = pace.scout
+        backends = [candidate.backend for candidate in candidates]
+        facts = [self.context.facts(backend) for backend in backends]
+        return _Bounds(
+            slots=[backend.slot for backend in backends],
+            streams=[
+                bound if candidate.limit is None else min(bound, candidate.limit)
+                for candidate, bound in zip(candidates, most, strict=True)
+            ],
+            kv=[_ANY if each is None or each.kv_tokens is None else _FULL * each.kv_tokens for each in facts],
+            slowness=[pace.slowness(backend.name) for backend in backends],
+        )
