@@ -1,4 +1,10 @@
 # syntax=docker/dockerfile:1
+#
+# The gateway itself is Python alone, and all it needs has wheels for amd64 and arm64, the usual processor beside Ascend:
+#
+#   docker buildx build --platform linux/amd64,linux/arm64 --tag registry.example.com/pdproxy:0.1.0 --push .
+#
+# Pin both images by their digests (python:3.12-slim@sha256:…) where builds must repeat. This file was read, not built.
 
 FROM python:3.12-slim AS build
 WORKDIR /src

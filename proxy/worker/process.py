@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,7 @@ from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
 from proxy.worker.assembly import build
 from proxy.worker.listening import listening
+from proxy.worker.service_manager import READY, STOPPING, ServiceManager
 from proxy.worker.tuning import tune
 
 if TYPE_CHECKING:
@@ -65,25 +67,30 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
 
 async def _serve_until_told(shared: Shared, worker: Worker, stop: _Stop) -> None:
     loop = asyncio.get_running_loop()
-    async with listening(worker, shared.listeners) as stop_accepting:
+    manager = ServiceManager(os.environ)
+    async with manager.told_that_it_lives(), listening(worker, shared.listeners) as stop_accepting:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         tune()
         if worker.index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
             for told in (*worker.settings.doors, *shortages(worker.settings)):
                 logger.warning("%s", told)
-        telling = loop.create_task(_tell_when_ready(worker, shared))
+        manager.tell(READY, "listening")
+        telling = loop.create_task(_tell_when_ready(worker, shared, manager))
         await stop.requested.wait()
         telling.cancel()
+        manager.tell(STOPPING, "draining")
         await _drain(worker, stop, stop_accepting)
 
 
-async def _tell_when_ready(worker: Worker, shared: Shared) -> None:
-    """One line for the whole gateway, by the worker that is ready first."""
+async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
+    """One line for the whole gateway, by the worker that is ready first. For systemd the one that comes last counts."""
     await worker.monitor.became_ready.wait()
+    host, port = shared.listeners.clients.getsockname()[:2]
+    told = f"ready: http://{Endpoint(host=reachable(host), port=port)}"
+    manager.tell("", told)
     if shared.bulletin.is_news("gateway", "ready"):
-        host, port = shared.listeners.clients.getsockname()[:2]
-        logger.info("ready: http://%s", Endpoint(host=reachable(host), port=port))
+        logger.info("%s", told)
 
 
 def _on_hang_up(worker: Worker) -> None:

@@ -1,0 +1,128 @@
+"""The files for Kubernetes and systemd, held against what they deploy: ports, deadlines, image, metrics, command line.
+
+`scripts/test-deployment` checks them against the schemas of Kubernetes and by systemd's own tools.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.settings import load
+
+ROOT = Path(__file__).parent.parent
+BASE = ROOT / "configs" / "kubernetes" / "base"
+COMPONENTS = ROOT / "configs" / "kubernetes" / "components"
+MANIFESTS = sorted((ROOT / "configs" / "kubernetes").rglob("*.yaml"))
+UNIT = (ROOT / "configs" / "systemd" / "pdproxy.service").read_text()
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SETTINGS = load(["--config", str(BASE / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
+GRACE_SECONDS = 10
+
+
+def documents(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+(DEPLOYMENT,) = documents(BASE / "deployment.yaml")
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+PORTS = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
+
+
+def unit(name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+
+
+def test_the_ports_are_those_of_the_configuration() -> None:
+    assert SETTINGS.admin.host == SETTINGS.listen.host == "0.0.0.0"
+    listening = {"clients": SETTINGS.listen.port, "operators": SETTINGS.admin.port, "probes": SETTINGS.admin.probe_port}
+    assert listening == PORTS
+    for service in documents(BASE / "services.yaml"):
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= PORTS.keys()
+    (policy,) = documents(BASE / "network.yaml")
+    assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == PORTS.keys()
+    (monitor,) = documents(COMPONENTS / "monitoring" / "servicemonitor.yaml")
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} == {"operators"}
+
+
+def test_probes_ask_the_thread_that_a_busy_loop_does_not_delay() -> None:
+    paths = {name: CONTAINER[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {probe["port"] for probe in paths.values()} == {"probes"}
+    assert [probe["path"] for probe in paths.values()] == ["/livez", "/livez", "/readyz"]
+    readiness = CONTAINER["readinessProbe"]
+    seconds = readiness["periodSeconds"] * readiness["failureThreshold"] + readiness["timeoutSeconds"]
+    assert seconds < SETTINGS.drain.not_ready_seconds
+
+
+def test_nobody_kills_the_gateway_while_it_drains() -> None:
+    drain = SETTINGS.drain.not_ready_seconds + SETTINGS.drain.streams_seconds
+    assert POD["terminationGracePeriodSeconds"] >= drain + GRACE_SECONDS
+    default = load(["--decode", "a:1", "--connector", "plain"], {}).settings.drain
+    assert int(unit("TimeoutStopSec")[0]) >= default.not_ready_seconds + default.streams_seconds + GRACE_SECONDS
+    assert int(unit("TimeoutStartSec")[0]) > int(unit("TimeoutStopSec")[0])  # a successor waits for the ports
+    assert unit("KillMode") == ["mixed"]
+
+
+def test_the_pod_is_restricted_and_its_user_is_the_images() -> None:
+    (user,) = re.findall(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)
+    assert (POD["securityContext"]["runAsNonRoot"], POD["securityContext"]["runAsUser"]) == (True, int(user))
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert CONTAINER["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert CONTAINER["resources"]["limits"]["memory"] == CONTAINER["resources"]["requests"]["memory"]
+
+
+@pytest.mark.parametrize(("file", "selector"), [("network.yaml", "podSelector"), ("disruption.yaml", "selector")])
+def test_policies_are_about_the_gateway_alone(file: str, selector: str) -> None:
+    """An empty selector is all pods of the namespace, and kustomize does not fill in these two."""
+    (policy,) = documents(BASE / file)
+    (labels,) = documents(BASE / "kustomization.yaml")[0]["labels"]
+    assert policy["spec"][selector]["matchLabels"] == labels["pairs"]
+
+
+def test_an_autoscaler_asks_for_metrics_that_there_are() -> None:
+    metrics = (ROOT / "METRICS.md").read_text()
+    asked = set()
+    for path in COMPONENTS.glob("autoscaling/*.yaml"):
+        asked |= set(re.findall(r"\bpdproxy_\w+", path.read_text()))
+    assert asked
+    assert [name for name in asked if f"`{name}`" not in metrics] == []
+
+
+def test_an_autoscaler_adds_no_engine_that_the_configuration_does_not_list() -> None:
+    (decoders,) = documents(COMPONENTS / "autoscaling" / "decoders.yaml")
+    assert decoders["spec"]["maxReplicas"] == len(SETTINGS.decode)
+
+
+@pytest.mark.parametrize("line", unit("ExecStart") + unit("ExecReload")[:1])
+def test_the_unit_starts_what_there_is(line: str, tmp_path: Path) -> None:
+    program, *words = shlex.split(line)
+    (tmp_path / "pdproxy.yaml").write_text("connector: plain\ndecode: [b:1]\n")
+    assert program.endswith("/pdproxy")
+    flags = [word.replace("/etc/pdproxy", str(tmp_path)) for word in words if word != "check-config"]
+    assert load(flags, {}).settings.decode
+
+
+def test_the_memory_of_large_bodies_is_kept_everywhere() -> None:
+    """What the image sets for glibc, the unit sets, too."""
+    tuned = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", DOCKERFILE))
+    assert tuned
+    assert dict(re.findall(r"(MALLOC_\w+_)=(\d+)", " ".join(unit("Environment")))) == tuned
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_what_is_listed_is_there(path: Path) -> None:
+    for document in documents(path):
+        listed = [*document.get("resources", ()), *document.get("components", ())]
+        listed += [file for made in document.get("configMapGenerator", ()) for file in made["files"]]
+        missing = [name for name in listed if isinstance(name, str) and not (path.parent / name).exists()]
+        assert missing == []
