@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from proxy import logs
 from proxy.connectors import legs as steps
-from proxy.connectors.legs import Leg
 from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
+from proxy.fast_path.attempt import FastAttempt
 from proxy.fast_path.short_stream import ShortStream
 from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
 from proxy.flow.relay import TokenClock
-from proxy.upstream.response import Response, WholeResponse
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from typing import Any
 
     from proxy.api_keys import ApiKey
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
-    from proxy.connectors.legs import Legs
     from proxy.dialects.openai import OpenAi
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
     from proxy.flow.relay import Relay
-    from proxy.upstream.connection import Connection
 
 
-class FastRequest:
+class FastRequest(FastAttempt):
     """Begun by `start`. Its first attempt is driven from the callbacks of its connections. Whatever else is to be done,
     a task does: see `_go_on`.
 
@@ -42,20 +37,9 @@ class FastRequest:
     """
 
     __slots__ = (
-        *("_answer", "_attempt", "_began_at", "_call", "_client", "_connecting", "_connection", "_dialect"),
-        *(
-            "_has_task",
-            "_held_bytes",
-            "_is_awake",
-            "_is_counted",
-            "_watching",
-            "_key",
-            "_legs",
-            "_parts",
-            "_quota",
-            "_record",
-        ),
-        *("_relay", "_response", "_sent", "_short", "_stream", "_task", "_timeline", "is_over"),
+        *("_answer", "_attempt", "_began_at", "_call", "_client", "_dialect", "_has_task", "_held_bytes"),
+        *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_relay", "_short", "_stream", "_task"),
+        *("_timeline", "_watching", "is_over"),
     )
 
     def __init__(
@@ -69,8 +53,8 @@ class FastRequest:
         held_bytes: int,
     ) -> None:
         """`quota` was entered, and so many bytes were taken from the account of bodies, until the request is over."""
+        super().__init__(parts)
         self.is_over = False
-        self._parts = parts
         self._client = client
         self._dialect = dialect
         self._call = call
@@ -78,11 +62,6 @@ class FastRequest:
         self._quota = quota
         self._held_bytes = held_bytes
         self._attempt: Attempt | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
-        """To the engine whose answer has not begun."""
-        self._sent: Leg | None = None
-        self._response: Response | None = None
         self._answer: StreamedAnswer | EngineBody | None = None
         """None while the answer is a ShortStream, or was not begun."""
         self._short: ShortStream | None = None
@@ -112,99 +91,15 @@ class FastRequest:
         self._timeline = record.timeline()
         legs = parts.connector.legs(call, call.pick_request(), self._timeline)
         assert legs is not None
-        self._legs: Legs = legs
+        self._legs = legs
         self._go(next, legs)
-
-    # The legs of the attempt
-
-    def _go(self, resume: Callable[..., Leg | Response | Attempt], *what: Any) -> None:
-        """Resume the legs, and do what they ask for."""
-        try:
-            step = resume(*what)
-        except (NoBackendAvailable, UpstreamError) as error:
-            self._leave(error)
-            return
-        except Exception as error:
-            self._break(error)
-            return
-        if isinstance(step, Leg):
-            self._send(step)
-        elif isinstance(step, Response):
-            step.collect(self._read)
-        else:
-            self._take(step)
-
-    def _send(self, leg: Leg, connection: Connection | None = None) -> None:
-        """`connection`: a fresh one; None: any that is there, or else a fresh one."""
-        self._sent = leg
-        if connection is None and (connection := self._parts.upstream.take_idle(leg.backend)) is None:
-            self._connecting = self._parts.loop.create_task(self._connect(leg))
-            return
-        self._connection = connection
-        exchange: WholeResponse | Response
-        if leg.is_whole:
-            exchange = WholeResponse(connection.backend, self._arrived)
-        else:
-            exchange = self._response = Response(connection, self._answered)
-        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
-
-    async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
-        """`stale`: what ended the same leg before; it is to be sent once more."""
-        try:
-            connection = await self._parts.upstream.connect(leg.backend)
-        except UpstreamError as error:
-            self._connecting = None
-            # Not CONNECT after it was asked: it may be gone because of that.
-            self._go(self._legs.throw, stale or error)
-            return
-        self._connecting = None
-        self._send(leg, connection)
-
-    def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
-        """An engine's whole answer has arrived, or will not."""
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        self._parts.upstream.give_back(connection)
-        if error is None:
-            self._go(self._legs.send, (response, body))
-        else:
-            self._unanswered(error)
-
-    def _answered(self, error: UpstreamError | None) -> None:
-        """The headers of an engine's answer have arrived, or will not."""
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        if error is None:
-            self._go(self._legs.send, self._response)
-        else:
-            self._parts.upstream.give_back(connection)
-            self._unanswered(error)
-
-    def _unanswered(self, error: UpstreamError) -> None:
-        leg = self._sent
-        assert leg is not None
-        if error.is_stale:  # as no fresh connection is
-            self._parts.upstream.distrust(leg.backend)
-            if leg.resend_if_stale:
-                self._connecting = self._parts.loop.create_task(self._connect(leg, error))
-                return
-        self._go(self._legs.throw, error)
-
-    def _read(self, body: bytes, error: UpstreamError | None) -> None:
-        """The body that the legs, or the answer, wait for has arrived, or has not."""
-        if self._attempt is not None:
-            self._take_body(self._attempt, body, error)
-        elif error is None:
-            self._go(self._legs.send, body)
-        else:
-            self._go(self._legs.throw, error)
 
     # The answer
 
     def _take(self, attempt: Attempt) -> None:
         self._attempt = attempt
         if not self._call.stream:
-            attempt.response.collect(self._read)
+            attempt.response.collect(self._take_body)
             return
         timeouts = self._parts.settings.timeouts
         self._short = ShortStream(
@@ -299,8 +194,10 @@ class FastRequest:
         self._stream.end(self._dialect.done_event)
         self._complete()
 
-    def _take_body(self, attempt: Attempt, body: bytes, error: UpstreamError | None) -> None:
+    def _take_body(self, body: bytes, error: UpstreamError | None) -> None:
         """The whole answer has arrived, or has not."""
+        attempt = self._attempt
+        assert attempt is not None
         try:
             if error is not None:
                 raise error
@@ -406,13 +303,7 @@ class FastRequest:
 
     def _abandon(self, error: GatewayError | asyncio.CancelledError) -> None:
         """Give everything back that is held without a task, and tell the client if it is there."""
-        if self._connecting is not None:
-            self._connecting.cancel()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._parts.upstream.give_back(connection)
-        with suppress(type(error)):
-            steps.fail(self._legs, error)
+        self._release(error)
         self._timeline.leave()
         if isinstance(error, GatewayError):
             self._tell(error)

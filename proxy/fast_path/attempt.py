@@ -1,0 +1,149 @@
+"""The first attempt at a plain request: its legs, one after the other, in the callbacks of their connections.
+
+`connectors.legs.opened` does the same in a coroutine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from proxy.connectors import legs as steps
+from proxy.connectors.legs import Leg
+from proxy.errors import NoBackendAvailable, UpstreamError
+from proxy.upstream.response import Response, WholeResponse
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from typing import Any
+
+    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Legs
+    from proxy.fast_path.parts import FastParts
+    from proxy.upstream.connection import Connection
+
+
+class FastAttempt(ABC):
+    """Until it is taken, or has failed: what is done then is the request's, which is a subclass since an object for
+    each of them would cost a request a tenth of all else.
+    """
+
+    __slots__ = ("_connecting", "_connection", "_legs", "_parts", "_response", "_sent")
+
+    def __init__(self, parts: FastParts) -> None:
+        self._parts = parts
+        self._legs: Legs
+        """Set before the first step."""
+        self._connecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        """To the engine whose answer has not begun."""
+        self._sent: Leg | None = None
+        self._response: Response | None = None
+
+    # What becomes of it
+
+    @abstractmethod
+    def _take(self, attempt: Attempt) -> None:
+        """A decoder answers."""
+
+    @abstractmethod
+    def _leave(self, error: NoBackendAvailable | UpstreamError) -> None:
+        """The attempt has failed."""
+
+    @abstractmethod
+    def _break(self, error: Exception) -> None:
+        """What nobody expected has happened."""
+
+    # Its steps
+
+    def _go(self, resume: Callable[..., Leg | Response | Attempt], *what: Any) -> None:
+        """Resume the legs, and do what they ask for."""
+        try:
+            step = resume(*what)
+        except (NoBackendAvailable, UpstreamError) as error:
+            self._leave(error)
+            return
+        except Exception as error:
+            self._break(error)
+            return
+        if isinstance(step, Leg):
+            self._send(step)
+        elif isinstance(step, Response):
+            step.collect(self._read)
+        else:
+            self._take(step)
+
+    def _send(self, leg: Leg, connection: Connection | None = None) -> None:
+        """`connection`: a fresh one; None: any that is there, or else a fresh one."""
+        self._sent = leg
+        if connection is None and (connection := self._parts.upstream.take_idle(leg.backend)) is None:
+            self._connecting = self._parts.loop.create_task(self._connect(leg))
+            return
+        self._connection = connection
+        exchange: WholeResponse | Response
+        if leg.is_whole:
+            exchange = WholeResponse(connection.backend, self._arrived)
+        else:
+            exchange = self._response = Response(connection, self._answered)
+        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+
+    async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
+        """`stale`: what ended the same leg before; it is to be sent once more."""
+        try:
+            connection = await self._parts.upstream.connect(leg.backend)
+        except UpstreamError as error:
+            self._connecting = None
+            # Not CONNECT after it was asked: it may be gone because of that.
+            self._go(self._legs.throw, stale or error)
+            return
+        self._connecting = None
+        self._send(leg, connection)
+
+    def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+        """An engine's whole answer has arrived, or will not."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._parts.upstream.give_back(connection)
+        if error is None:
+            self._go(self._legs.send, (response, body))
+        else:
+            self._unanswered(error)
+
+    def _answered(self, error: UpstreamError | None) -> None:
+        """The headers of an engine's answer have arrived, or will not."""
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        if error is None:
+            self._go(self._legs.send, self._response)
+        else:
+            self._parts.upstream.give_back(connection)
+            self._unanswered(error)
+
+    def _unanswered(self, error: UpstreamError) -> None:
+        leg = self._sent
+        assert leg is not None
+        if error.is_stale:  # as no fresh connection is
+            self._parts.upstream.distrust(leg.backend)
+            if leg.resend_if_stale:
+                self._connecting = self._parts.loop.create_task(self._connect(leg, error))
+                return
+        self._go(self._legs.throw, error)
+
+    def _read(self, body: bytes, error: UpstreamError | None) -> None:
+        """The body that the legs wait for has arrived, or has not."""
+        if error is None:
+            self._go(self._legs.send, body)
+        else:
+            self._go(self._legs.throw, error)
+
+    def _release(self, error: BaseException) -> None:
+        """Give everything back: the attempt ends with this error."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._parts.upstream.give_back(connection)
+        with suppress(type(error)):
+            steps.fail(self._legs, error)
