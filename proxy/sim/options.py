@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.profile import ALL_PROFILES, ConnectorName, Profile
+
+if TYPE_CHECKING:
+    from proxy.sim.hardware.work import Shape
 
 SimRole = Literal["prefill", "decode", "both"]
 ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store", "none"]
@@ -33,7 +36,9 @@ class Options:
     decode_step_ms: float = 0.0
     decode_step_ms_per_seq: float = 0.0
     machine: str | None = None
-    """Work takes as long as on this one of `hardware.machines.MACHINES`; None: as the three delays say."""
+    """Work takes as long as on this one of `hardware.machines.MACHINES`, in batches and KV memory as there, whatever
+    the three delays and `num_gpu_blocks` say. None: as these say.
+    """
     max_num_seqs: int = 256
     tokens_per_step: int = 1
     stream_interval: int = 1
@@ -84,6 +89,20 @@ class Options:
             step=self.decode_step_ms / 1e3,
             step_sequence=self.decode_step_ms_per_seq / 1e3,
         )
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of a known machine, in blocks of this size and with no more sequences than this; None: there is none."""
+        if self.machine is None:
+            return None
+        machine = MACHINES[self.machine]
+        shape = machine.prefill if self.role == "prefill" else machine.decode
+        return replace(shape, max_num_seqs=min(shape.max_num_seqs, self.max_num_seqs), block_tokens=self.block_size)
+
+    @property
+    def kv_blocks(self) -> int:
+        """That fit into KV memory."""
+        return self.num_gpu_blocks if self.shape is None else self.shape.kv_tokens // self.block_size
 
     @property
     def kv_protocol(self) -> ProtocolName:

@@ -92,7 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
     add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
     add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
-    add("--machine", choices=MACHINES, help="work takes as long as there, whatever the three delays say")
+    add(
+        "--machine",
+        choices=MACHINES,
+        help="as fast as there, in batches and KV memory as there, whatever else is said",
+    )
     add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
     add(
         "--tokens-per-step",

@@ -112,9 +112,9 @@ class ControlRoutes:
         gauges: dict[tuple[str, str], float] = {
             ("num_requests_running", ""): core.scheduler.running,
             ("num_requests_waiting", ""): waiting,
-            ("kv_cache_usage_perc", ""): min(1.0, core.protocol.blocks_held() / options.num_gpu_blocks),
+            ("kv_cache_usage_perc", ""): min(1.0, core.used_blocks / options.kv_blocks),
             ("engine_sleep_state", 'sleep_state="awake"'): 1,
-            ("cache_config_info", f'block_size="{options.block_size}",num_gpu_blocks="{options.num_gpu_blocks}"'): 1,
+            ("cache_config_info", f'block_size="{options.block_size}",num_gpu_blocks="{options.kv_blocks}"'): 1,
         }
         if options.profile.has_waiting_by_reason:
             gauges["num_requests_waiting_by_reason", 'reason="capacity"'] = waiting
@@ -124,7 +124,7 @@ class ControlRoutes:
             "prefix_cache_queries": core.cache.queries,
             "prefix_cache_hits": core.cache.hits,
             "external_prefix_cache_hits": core.metrics.prompt_tokens_by_source["external_kv_transfer"],
-            "num_preemptions": 0,
+            "num_preemptions": core.scheduler.preemptions,
         }
         if options.connector == "nixl":
             counters["nixl_num_kv_expired_reqs"] = core.protocol.describe().get("expired", 0)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.sim.engine.faults import Faults
+    from proxy.sim.engine.machine_scheduler import MachineCache, MachineScheduler
     from proxy.sim.engine.metrics import EngineMetrics
     from proxy.sim.engine.scheduler import Scheduler
     from proxy.sim.kv.cache import PrefixCache
@@ -25,10 +26,15 @@ class Core:
     options: Options
     state: State
     faults: Faults
-    scheduler: Scheduler
-    cache: PrefixCache
+    scheduler: Scheduler | MachineScheduler
+    cache: PrefixCache | MachineCache
     metrics: EngineMetrics
     protocol: KvProtocol
+
+    @property
+    def used_blocks(self) -> int:
+        """Of KV memory, by sequences that run and for decoders."""
+        return self.scheduler.used_blocks + self.protocol.blocks_held()
 
     def new_request_id(self, headers: Mapping[str, str], body: Any) -> str:
         """The id an answer is named by: the header's, the body's, or our own."""

@@ -42,6 +42,16 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def used_blocks(self) -> int:
+        """Memory for sequences that run is not accounted for here: see MachineScheduler."""
+        return 0
+
+    @property
+    def preemptions(self) -> int:
+        """So nobody has to make room."""
+        return 0
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
 

@@ -154,7 +154,7 @@ class GenerationRoutes:
 
     def _load_report(self, headers: dict[str, str]) -> dict[str, str]:
         """The ORCA load report, which vLLM adds to whole answers only."""
-        usage = self._core.protocol.blocks_held() / self._core.options.num_gpu_blocks
+        usage = self._core.used_blocks / self._core.options.kv_blocks
         waiting = self._core.scheduler.waiting
         match headers.get("endpoint-load-metrics-format", "").lower():
             case "text":

@@ -67,7 +67,7 @@ class SglangRoutes:
                 "enable_deterministic_inference": False,
                 "dp_size": options.dp_size,
                 "max_running_requests": options.max_num_seqs,
-                "max_total_num_tokens": options.num_gpu_blocks * options.block_size,
+                "max_total_num_tokens": options.kv_blocks * options.block_size,
                 "version": options.profile.version,
                 "internal_states": [self._load(rank) for rank in range(options.dp_size)],
             }
@@ -90,7 +90,7 @@ class SglangRoutes:
             "num_waiting_reqs": 0 if rank else scheduler.waiting,
             "num_total_reqs": 0 if rank else scheduler.running + scheduler.waiting,
             "num_used_tokens": 0,
-            "max_total_num_tokens": options.num_gpu_blocks * options.block_size,
+            "max_total_num_tokens": options.kv_blocks * options.block_size,
             "token_usage": 0.0,
             "max_running_requests": options.max_num_seqs,
         }

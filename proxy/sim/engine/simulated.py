@@ -19,6 +19,7 @@ from proxy.sim.engine.cli import parse_arguments
 from proxy.sim.engine.control import ControlRoutes
 from proxy.sim.engine.core import Core
 from proxy.sim.engine.faults import Faults
+from proxy.sim.engine.machine_scheduler import MachineCache, MachineScheduler
 from proxy.sim.engine.metrics import EngineMetrics
 from proxy.sim.engine.pooling import PoolingRoutes
 from proxy.sim.engine.scheduler import Scheduler
@@ -110,14 +111,14 @@ class SimulatedEngine:
         await self.state.wait_until(condition, timeout_seconds)
 
     async def start(self) -> None:
-        scheduler = Scheduler(self.options, self._on_step)
+        scheduler, cache = self._parts()
         scheduler.start()
         self._core = Core(
             options=self.options,
             state=self.state,
             faults=self.faults,
             scheduler=scheduler,
-            cache=PrefixCache(self.options.block_size, self.options.num_gpu_blocks),
+            cache=cache,
             metrics=EngineMetrics(self.options.model),
             protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
         )
@@ -132,6 +133,13 @@ class SimulatedEngine:
         self.port = await self._listen(self._runner, self.port)
         if self._core.protocol.has_bootstrap_port and self.options.role != "decode":
             self.bootstrap_port = await self._listen(self._runner, self.bootstrap_port or self.options.bootstrap_port)
+
+    def _parts(self) -> tuple[Scheduler, PrefixCache] | tuple[MachineScheduler, MachineCache]:
+        options = self.options
+        if options.shape is None:
+            return Scheduler(options, self._on_step), PrefixCache(options.block_size, options.num_gpu_blocks)
+        scheduler = MachineScheduler(options, options.shape, self._on_step)
+        return scheduler, MachineCache(scheduler.batch, options.block_size)
 
     def _app(self, core: Core) -> web.Application:
         control = ControlRoutes(core)

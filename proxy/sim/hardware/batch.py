@@ -113,6 +113,12 @@ class Batch:
         work.is_decoding = True
         self._interrupt(now)
 
+    def compute(self, work: Work, now: float) -> None:
+        """The KV that admitted work awaits does not come: what is not cached is computed here."""
+        work.awaits_kv = False
+        work.computed = work.began_behind = work.cached_tokens = len(work.held.named) * self._shape.block_tokens
+        self._interrupt(now)
+
     def drop(self, work: Work, now: float) -> None:
         """Forget work wherever it is, and what it holds."""
         if work in self._waiting:

@@ -99,6 +99,18 @@ class PinTable:
         self.blocks_held -= len(pin.blocks)
 
 
+def block_names(ids: Sequence[int], block_size: int, salt: str = "") -> list[tuple[int, int]]:
+    """Of the full blocks of a prompt: which one it is, and a digest of all up to its end and of the salt."""
+    packed = memoryview(pack(ids))
+    width = block_size * packed.nbytes // max(1, len(ids))
+    names = []
+    chain = crc32(salt.encode())
+    for count in range(1, len(ids) // block_size + 1):
+        chain = crc32(packed[(count - 1) * width : count * width], chain)
+        names.append((count, chain))
+    return names
+
+
 class PrefixCache:
     """Which full blocks of tokens were computed before, least recently used out first."""
 
@@ -113,16 +125,11 @@ class PrefixCache:
         """Cache a prompt; returns how many of its tokens had been cached already, never all of them. What has another
         `salt` is another prompt.
         """
-        packed = memoryview(pack(ids))
-        width = self._block_size * packed.nbytes // max(1, len(ids))
         cached = 0
-        chain = crc32(salt.encode())
-        for count in range(1, len(ids) // self._block_size + 1):
-            chain = crc32(packed[(count - 1) * width : count * width], chain)
-            key = (count, chain)
+        for key in block_names(ids, self._block_size, salt):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
-                if cached == (count - 1) * self._block_size:
+                if cached == (key[0] - 1) * self._block_size:
                     cached += self._block_size
             else:
                 self._blocks[key] = None

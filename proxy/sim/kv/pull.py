@@ -35,7 +35,7 @@ class PullProtocol(KvProtocol):
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         self.engine_id = str(uuid.uuid4())
         """Another one after every start."""
-        self.table = PinTable(options.lease_seconds, options.num_gpu_blocks)
+        self.table = PinTable(options.lease_seconds, options.kv_blocks)
         self._options = options
         self._state = state
         self._address = address

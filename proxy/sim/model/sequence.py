@@ -102,6 +102,15 @@ class Sequence:
         self._held_chars = 0 if ask.include_stop or not ask.stop else max(map(len, ask.stop)) - 1
 
     @property
+    def max_tokens(self) -> int:
+        """The longest that it may become."""
+        return self._max_tokens
+
+    @property
+    def cache_salt(self) -> str:
+        return self._ask.cache_salt
+
+    @property
     def is_live(self) -> bool:
         return self.finish_reason is None
 
