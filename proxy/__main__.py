@@ -9,6 +9,8 @@ from __future__ import annotations
 import http.client
 import os
 import sys
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from proxy.settings import SettingsError, load, reachable, to_yaml
@@ -38,17 +40,17 @@ def _run(words: list[str]) -> int:
     # Imported where they are needed: serving must not load the simulator, and a look at the settings neither of them.
     match words:
         case ["print-config", *flags]:
-            print(to_yaml(_warned(load(flags, os.environ, needs_backends=False))))
+            print(to_yaml(_warned(load(flags, os.environ, needs_backends=False, command="print-config"))))
             return 0
         case ["check-config", *flags]:
-            settings = _warned(load(flags, os.environ)).settings
+            settings = _warned(load(flags, os.environ, command="check-config")).settings
             engines = f"{len(settings.prefill)} prefillers and {len(settings.decode)} decoders"
             print(f"ok: {engines}, connector {settings.connector}")
             for told in settings.doors:
                 print(f"note: {told}")
             return 0
         case ["health", *flags]:
-            return _health(load(flags, os.environ, needs_backends=False).settings)
+            return _health(load(flags, os.environ, needs_backends=False, command="health").settings)
         case ["doctor", *flags]:
             from proxy.doctor import main as doctor
 
@@ -65,10 +67,22 @@ def _run(words: list[str]) -> int:
             from proxy.sim.engine import main as mock_engine
 
             return mock_engine(flags)
+        case ["completion", *flags]:
+            from proxy.settings import completion
+
+            print(completion.script(flags, _help))
+            return 0
         case _:
             from proxy.supervisor import serve
 
             return serve(lambda: load(words, os.environ))
+
+
+def _help(words: Sequence[str]) -> str:
+    """What the program says after `--help`."""
+    with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+        _run([*words, "--help"])
+    return said.getvalue()
 
 
 def _warned(loaded: Loaded) -> Loaded:

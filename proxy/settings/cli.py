@@ -25,7 +25,7 @@ from proxy.settings.mistakes import SettingsError, did_you_mean, shown, told
 from proxy.settings.sources import OPTIONS, Sourced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -56,16 +56,31 @@ One OpenAI-compatible endpoint in front of engines that prefill and engines that
 Every option can also be set in the environment (PROXY_LISTEN__PORT) or in the --config file, which have more options
 than there are flags: see configs/full.yaml. A flag beats the environment, the environment beats the file."""
 
-_COMMANDS: Final = """\
-sub-commands, as the first word, with the same flags:
-  print-config   print the effective options and where each came from
-  check-config   say whether the configuration is in order
-  health         ask the gateway on this host whether it is alive
-and with flags of their own besides:
-  doctor         ask every instance what it is, hand over a prompt in every pair, and say what does not fit
-  top            show what a running gateway does
-  advise         watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck
-  mock-engine    run a simulated engine"""
+_WITH_THESE_FLAGS: Final = {
+    "print-config": "print the effective options and where each came from",
+    "check-config": "say whether the configuration is in order",
+    "health": "ask the gateway on this host whether it is alive",
+}
+_WITH_OTHERS: Final = {
+    "doctor": "ask every instance what it is, hand over a prompt in every pair, and say what does not fit",
+    "top": "show what a running gateway does",
+    "advise": "watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck",
+    "mock-engine": "run a simulated engine",
+    "completion": "print a script by which bash or zsh completes all of this",
+}
+COMMANDS: Final = {**_WITH_THESE_FLAGS, **_WITH_OTHERS}
+"""The sub-commands, and what each does."""
+
+
+def _listed(commands: Mapping[str, str]) -> str:
+    return "".join(f"\n  {name:14} {words}" for name, words in commands.items())
+
+
+_EPILOG: Final = (
+    f"sub-commands, as the first word, with the same flags:{_listed(_WITH_THESE_FLAGS)}\n"
+    f"and with flags of their own besides:{_listed(_WITH_OTHERS)}\n"
+    "Each of them tells its flags after --help."
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,12 +100,12 @@ class CommandLine:
     """A sentence for each flag that was given again, of which only the last one counts."""
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
-    """Read the words behind the program's name. Raises SettingsError.
+def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
+    """Read the words behind the program's name, or behind that of a sub-command. Raises SettingsError.
 
     `--help` and `--version` print and raise SystemExit.
     """
-    parser, known_flags = _parser()
+    parser, known_flags = _parser(command)
     in_full = _in_full(argv, known_flags)
     found, unknown = parser.parse_known_args(in_full)
     if unknown:
@@ -177,13 +192,13 @@ def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[En
         raise SettingsError(str(error)) from None
 
 
-def _parser() -> tuple[_Parser, list[str]]:
+def _parser(command: str | None) -> tuple[_Parser, list[str]]:
     """The parser, whose results are named like their flags, and all flags."""
     parser = _Parser(
         prog="pdproxy",
-        description=_DESCRIPTION,
-        epilog=_COMMANDS,
-        usage="pdproxy [sub-command] [flags]",
+        description=_DESCRIPTION if command is None else f"{COMMANDS[command].capitalize()}.",
+        epilog=_EPILOG if command is None else None,
+        usage=f"pdproxy {'[sub-command]' if command is None else command} [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # done here before, so that a value behind `=`, which may be a secret, is in no sentence
     )

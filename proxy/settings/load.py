@@ -47,11 +47,13 @@ class Loaded:
     """Sentences about what is probably not meant as it is."""
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True) -> Loaded:
+def load(
+    argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True, command: str | None = None
+) -> Loaded:
     """Load and check everything. `needs_backends` False accepts settings without engines, to look at them, and leaves
-    the keys of clients alone.
+    the keys of clients alone. `command`: whose flags these are, if it is a sub-command.
     """
-    line = cli.parse(argv)
+    line = cli.parse(argv, command)
     warnings = (*line.warnings, *near_misses(environ))
     try:
         return replace(_loaded(line, environ, needs_backends), warnings=warnings)

@@ -1,0 +1,71 @@
+"""`pdproxy completion bash` or `zsh`: a script by which the shell completes sub-commands, flags and policies.
+
+    pdproxy completion bash > /etc/bash_completion.d/pdproxy
+
+It is made of what each sub-command says after `--help`, so it knows what they know.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from proxy.settings.cli import COMMANDS
+from proxy.settings.connectors import CONNECTOR_TRAITS
+from proxy.settings.mistakes import SettingsError
+from proxy.settings.policies import DECODE_POLICIES, POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_SHELLS: Final = ("bash", "zsh")
+_VALUES: Final = {
+    "--connector": sorted({"auto", *CONNECTOR_TRAITS}),
+    "--prefill-policy|*--policy": POLICIES,
+    "--decode-policy": DECODE_POLICIES,
+}
+_ZSH: Final = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
+# Where nothing fits, files are completed: they stand behind --config.
+_SCRIPT: Final = """\
+_pdproxy() {{
+  local words current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+  case ${{COMP_WORDS[1]}} in
+{commands}
+    *) words="{flags}" ;;
+  esac
+  if [ "$COMP_CWORD" -eq 1 ]; then words="{names} $words"; fi
+  case ${{COMP_WORDS[1]}}$before in
+    mock-engine*) ;;
+    *--config) words="" ;;
+{values}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _pdproxy pdproxy"""
+
+
+def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str:
+    """The script for the shell that the words name. `help_of`: what the program says after some words and `--help`.
+    Raises SettingsError.
+    """
+    if {*words} & {"--help", "-h"}:
+        return f"usage: pdproxy completion {{{','.join(_SHELLS)}}}\n\n{COMMANDS['completion'].capitalize()}."
+    if len(words) != 1 or words[0] not in _SHELLS:
+        raise SettingsError(f"completion takes the name of a shell: {' or '.join(_SHELLS)}")
+    all_flags = _flags(help_of([]))
+    flags = {name: _flags(help_of([name]), all_flags) for name in COMMANDS if name != "completion"}
+    text = _SCRIPT.format(
+        commands="\n".join(f'    {name}) words="{told}" ;;' for name, told in flags.items())
+        + f'\n    completion) words="{" ".join(_SHELLS)}" ;;',
+        flags=all_flags,
+        names=" ".join(COMMANDS),
+        values="\n".join(f'    *{flag}) words="{" ".join(values)}" ;;' for flag, values in _VALUES.items()),
+    )
+    return _ZSH + text if words[0] == "zsh" else text
+
+
+def _flags(told: str, all_flags: str = "") -> str:
+    """Those that begin a line, or stand behind a shorter name there, and the program's, where they are taken, too."""
+    own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", told, re.MULTILINE)
+    more = all_flags.split() if "[flags of pdproxy]" in told else []
+    return " ".join(dict.fromkeys([*own, *more]))

@@ -1,0 +1,66 @@
+"""What bash completes with the script that the program prints, and what sub-commands say of themselves."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.__main__ import main
+from proxy.settings.cli import COMMANDS
+from proxy.settings.policies import DECODE_POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def complete(capsys: pytest.CaptureFixture[str]) -> Callable[[str], set[str]]:
+    """What is offered behind these words, of which the last one is to be completed."""
+    script = _printed(capsys)
+
+    def offered(line: str) -> set[str]:
+        words = line.split(" ")
+        quoted = " ".join(f"'{word}'" for word in words)
+        asking = f'COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _pdproxy; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(
+            ["bash", "--norc", "-c", f"{script}\n{asking}"], capture_output=True, text=True, check=True
+        )
+        assert done.stderr == ""
+        return set(done.stdout.split())
+
+    return offered
+
+
+def _printed(capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["completion", "bash"]) == 0
+    return capsys.readouterr().out
+
+
+def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str], set[str]]) -> None:
+    assert complete("pdproxy ") >= {*COMMANDS, "--prefill", "--config"}
+    assert complete("pdproxy pr") == {"print-config"}
+    assert complete("pdproxy --prefiller-") == {"--prefiller-hosts", "--prefiller-ports"}
+    assert complete("pdproxy --connector vllm_") == {"vllm_pull", "vllm_store"}
+    assert complete("pdproxy --port 1 --decode-policy ") == {*DECODE_POLICIES}
+    assert complete("pdproxy doctor --js") == {"--json"}
+    assert complete("pdproxy doctor --prefiller-h") == {"--prefiller-hosts"}
+    assert complete("pdproxy mock-engine --ro") == {"--role"}
+    assert complete("pdproxy completion ") == {"bash", "zsh"}
+    assert complete("pdproxy check-config --config /e") == set()  # so that files are completed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_sub_command_tells_what_it_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([command, "--help"]) == 0
+    except SystemExit as left:
+        assert left.code == 0  # noqa: PT017 argparse leaves after its help
+    assert capsys.readouterr().out.startswith(f"usage: pdproxy {command} ")
+
+
+@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
+def test_another_shell_is_refused_in_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *words]) == 2
+    assert "bash or zsh" in capsys.readouterr().err
