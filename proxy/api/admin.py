@@ -5,6 +5,7 @@ Everybody may look. Changing anything is for administrators, and is one line in 
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +36,7 @@ class AdminApi:
         self, metrics: Metrics, reload: Callable[[str], Awaitable[Change]], administrators: Administrators
     ) -> None:
         self._metrics = metrics
+        self._one_scrape = asyncio.Lock()
         self._reload_configuration = reload
         self._administrators = administrators
 
@@ -46,7 +48,10 @@ class AdminApi:
         ]
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
+        async with self._one_scrape:
+            snapshot = self._metrics.snapshot(request.headers.get("Accept", ""))
+            body, content_type = await asyncio.to_thread(snapshot)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _reload(self, request: web.Request) -> web.Response:

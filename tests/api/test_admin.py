@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client.metrics_core import GaugeMetricFamily
 
 from proxy import __version__
 from proxy.backend import Load, Role
@@ -14,6 +17,10 @@ from proxy.settings import SettingsError
 from tests.api.operating import client_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
     from tests.api.conftest import Gateway
 
 READY_ROUTES = ["/readyz", "/health", "/healthz", "/ping"]
@@ -92,6 +99,44 @@ async def test_metrics_come_in_the_format_asked_for(gateway: Gateway) -> None:
     async with client.get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"}) as answer:
         assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
         assert (await answer.text()).endswith("# EOF\n")
+
+
+class Patient:
+    """Takes long to be collected: until it may end. Notes how many collect it at the same time."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.at_once: list[int] = []
+        self._now = 0
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        self._now += 1
+        self.at_once.append(self._now)
+        self.begun.set()
+        assert self.may_end.wait(10), "the event loop stood still meanwhile"
+        self._now -= 1
+        yield GaugeMetricFamily("patient", "Came in time.", value=1)
+
+
+async def test_a_scrape_holds_up_nobody_but_the_next_scrape(gateway: Gateway) -> None:
+    client, patient = await client_of(gateway), Patient()
+    gateway.metrics._registry.register(patient)
+
+    async def scrape() -> str:
+        async with client.get("/metrics") as answer:
+            return await answer.text()
+
+    async with asyncio.TaskGroup() as group:
+        scrapes = [group.create_task(scrape()) for _ in range(3)]
+        assert await asyncio.to_thread(patient.begun.wait, 10)
+        async with client.get("/livez") as answer:
+            assert answer.status == 200
+        patient.may_end.set()
+    assert ["patient 1.0" in scrape.result() for scrape in scrapes] == [True] * 3
+    assert patient.at_once == [1, 1, 1]
 
 
 # Where instances may be
