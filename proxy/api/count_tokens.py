@@ -15,6 +15,7 @@ from proxy.api.questions import counted
 from proxy.dialects.messages import Messages, tokenizer_body
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
+from proxy.dialects.system_first import SystemFirst
 from proxy.errors import Failure, UpstreamError
 from proxy.listener.body import read_json
 
@@ -58,6 +59,7 @@ class CountTokensApi:
         """Take changed settings for requests that come from now on."""
         self._settings = settings
         self._names = ModelNames(settings.models.aliases)
+        self._system_first = SystemFirst(settings.models.system_first)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -80,7 +82,8 @@ class CountTokensApi:
 
     async def _ask(self, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         """Raises NoBackendAvailable, UpstreamError."""
-        body = orjson.dumps(tokenizer_body(values))
+        chat = tokenizer_body(values)
+        body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
         while True:
             backend = self._pool.pick(failed)

@@ -11,6 +11,8 @@ from aiohttp import web
 from proxy.call import FIRST_TOKEN_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
+from proxy.dialects.system_first import SystemFirst
+from proxy.dialects.translated import Translated
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
 from proxy.listener.body import memory_bytes, read_json
@@ -59,6 +61,7 @@ class GenerationApi:
         """Take changed settings for requests that come from now on."""
         self._settings = settings
         self._names = ModelNames(settings.models.aliases)
+        self._system_first = SystemFirst(settings.models.system_first)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """One for each dialect and method."""
@@ -100,6 +103,8 @@ class GenerationApi:
             held.resize(memory_bytes(raw, document.read_values))
             del raw, document  # the call has what it needs of them, which may be another document
             call = self._names.translated(call)
+            if isinstance(dialect, Translated):
+                call = self._system_first.arranged(call)
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream = call.stream

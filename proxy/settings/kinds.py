@@ -100,6 +100,13 @@ def _aliases(value: object) -> list[object]:
     return found
 
 
+def _names(value: object) -> list[object]:
+    found = _list(value)
+    if not all(isinstance(item, str) and item for item in found):
+        raise ValueError("must be a list of names, such as qwen*")
+    return found
+
+
 _number = BeforeValidator(_not_boolean)
 
 Seconds = Annotated[float, _number, Field(gt=0)]
@@ -117,6 +124,7 @@ ConnectorName = Annotated[str, AfterValidator(known_connector)]
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
