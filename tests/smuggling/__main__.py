@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from tests.smuggling.payloads import Payload
 
 DIRECT: Final = "direct"
+BEHIND: Final = "behind one"
+"""To the gateway itself, on a connection on which it has read a plain request."""
+SLOW_ROAD: Final = "no fast path"
+"""To a gateway without the fast path."""
+WITHOUT_PROXY: Final = frozenset((DIRECT, BEHIND, SLOW_ROAD))
 _QUIET_SECONDS: Final = 0.3
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)")
 
@@ -55,11 +60,16 @@ def echo(received: Received) -> Iterable[bytes]:
     return [json_answer({"choices": [{"index": 0, "text": user, "finish_reason": "stop"}]})]
 
 
-async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS) -> bytes:
-    """Write these bytes on one connection, and read until it is closed or nothing comes any more."""
+async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS, first: bytes = b"") -> bytes:
+    """Write these bytes on one connection, and read until it is closed or nothing comes any more. `first`: a request
+    that is answered before.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = bytearray()
     with suppress(ConnectionError):
+        if first:
+            writer.write(first)
+            await reader.readuntil(b"}]}")
         writer.write(raw)
         with suppress(TimeoutError):
             while data := await asyncio.wait_for(reader.read(65536), quiet_seconds):
@@ -74,9 +84,9 @@ async def try_out(
     """Send a payload one way, and then somebody else's request, which is told by its number."""
     front.take()
     seen = len(engine.received)
-    answers = await exchange(front.port, payload.raw, quiet_seconds)
+    answers = await exchange(front.port, payload.raw, quiet_seconds, front.first)
     up, down = front.take()
-    served = tuple(orjson.loads(one.body).get("user") for one in engine.received[seen:])
+    served = tuple(orjson.loads(one.body).get("user") for one in engine.received[seen + bool(front.first) :])
     victim = f"victim-{number}"
     theirs = b""
     for _ in range(2):  # the connection that a proxy takes may just have been closed
@@ -101,7 +111,7 @@ def disagreements(payload: Payload, way: str, outcome: Outcome) -> list[str]:
         found.append(f"somebody else got {f'the answer to {outcome.victim}' if outcome.victim else 'no answer'}")
     if outcome.statuses.count(200) != len(outcome.served):
         found.append(f"{outcome.statuses.count(200)} good answers to {len(outcome.served)} requests at the engine")
-    if way == DIRECT:
+    if way in WITHOUT_PROXY:
         if payload.served is not None and outcome.served != payload.served:
             found.append(f"the engine saw {outcome.served or 'nothing'} instead of {payload.served or 'nothing'}")
         if INNER in outcome.served:
@@ -143,7 +153,14 @@ async def main(names: Sequence[str]) -> int:
         options = ("--connector", "plain", "--decode", engine.url)
         program = await stack.enter_async_context(gateway(*options, PROXY_RESUME__MODE="off"))
         port = int(program.url.rpartition(":")[2])
-        ways = [HttpListener(DIRECT, port)]
+        slow_road = await stack.enter_async_context(
+            gateway(*options, PROXY_RESUME__MODE="off", PROXY_LISTEN__FAST_PATH="false")
+        )
+        ways = [
+            HttpListener(DIRECT, port),
+            HttpListener(BEHIND, port, first=request("first")),
+            HttpListener(SLOW_ROAD, int(slow_road.url.rpartition(":")[2])),
+        ]
         for name in FRONTS:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"pdproxy-{name}-")))
             ways.append(await stack.enter_async_context(running(name, port, folder)))

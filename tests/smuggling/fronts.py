@@ -102,6 +102,8 @@ class HttpListener:
     name: str
     port: int
     lines: list[Line] = field(default_factory=list)
+    first: bytes = b""
+    """A request that nobody can misunderstand, which goes before on the same connection."""
 
     def watch(self) -> Line:
         line = Line()

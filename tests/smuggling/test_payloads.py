@@ -9,9 +9,18 @@ import pytest
 from yarl import URL
 
 from tests.canned import CannedEngine
-from tests.smuggling.__main__ import DIRECT, Outcome, disagreements, echo, try_out
+from tests.smuggling.__main__ import (
+    BEHIND,
+    DIRECT,
+    SLOW_ROAD,
+    WITHOUT_PROXY,
+    Outcome,
+    disagreements,
+    echo,
+    try_out,
+)
 from tests.smuggling.fronts import HttpListener
-from tests.smuggling.payloads import CHUNKS, CODINGS, INNER, LENGTHS, LINES, MEANINGS, OUTER, SANE, Payload
+from tests.smuggling.payloads import CHUNKS, CODINGS, INNER, LENGTHS, LINES, MEANINGS, OUTER, SANE, Payload, request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,24 +38,27 @@ GROUPS = {
 
 
 @pytest.mark.fault(26)
+@pytest.mark.parametrize("way", sorted(WITHOUT_PROXY))
 @pytest.mark.parametrize("group", GROUPS)
 async def test_what_could_be_read_in_two_ways_is_refused_and_that_in_one_line(
-    deploy: Deploy, group: str, caplog: pytest.LogCaptureFixture
+    deploy: Deploy, group: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     engine = CannedEngine("both", echo)
-    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
-    way = HttpListener(DIRECT, URL(gateway.url).port or 0)
+    listen = {"fast_path": way != SLOW_ROAD}
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"}, listen=listen)
+    first = request("first") if way == BEHIND else b""
+    front = HttpListener(way, URL(gateway.url).port or 0, first=first)
     found = []
     for number, payload in enumerate(GROUPS[group]):
         caplog.clear()
-        outcome = await try_out(payload, way, engine, number, quiet_seconds=5.0)
+        outcome = await try_out(payload, front, engine, number, quiet_seconds=5.0)
         await gateway.worker.drain.idle()  # which an answer's reader may be ahead of
-        found += [f"{payload.name}: {sentence}" for sentence in disagreements(payload, DIRECT, outcome)]
+        found += [f"{payload.name}: {sentence}" for sentence in disagreements(payload, way, outcome)]
         lines = [
             record for record in caplog.records if record.name.startswith("proxy.") and record.levelno >= logging.INFO
         ]
-        if len(lines) > len(outcome.statuses) + 1:  # one for each answer, one for somebody else's request
+        if len(lines) > len(outcome.statuses) + 1 + bool(first):  # one for each answer, one for somebody else's request
             found.append(f"{payload.name}: {len(lines)} lines for {len(outcome.statuses)} answers")
         assert all(record.levelno == logging.INFO for record in lines)
     assert found == []
