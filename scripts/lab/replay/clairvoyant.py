@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lab.replay.engines import Engine
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.sim.hardware.cost import Cost
     from proxy.sim.hardware.machines import Machine
 
 # A prefiller that has no more to do than this gets the next prompt.
@@ -31,9 +32,11 @@ _BUSY_STEP: Final = 0.02
 class Clairvoyant(Policy):
     """For prefillers. `engines` may be filled after this is made."""
 
-    def __init__(self, engines: Mapping[Backend, Engine], context: PolicyContext) -> None:
+    def __init__(self, engines: Mapping[Backend, Engine], cost: Cost, context: PolicyContext) -> None:
+        """`cost`: of all prefillers but a slow one, whose time is worth less to those behind."""
         super().__init__(context)
         self._engines = engines
+        self._cost = cost
         self._busy = 0.0
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
@@ -61,21 +64,24 @@ class Clairvoyant(Policy):
         return None
 
     def _best(self, candidates: Sequence[Candidate], waits: Sequence[float], request: PickRequest) -> int:
-        factor = 1 + min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
-        scores = [
-            wait + factor * self._own(candidate, request) for candidate, wait in zip(candidates, waits, strict=True)
-        ]
+        crowding = min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
+        scores = []
+        for candidate, wait in zip(candidates, waits, strict=True):
+            cached = self._cached(candidate, request)
+            work = self._cost.prefill(request.prompt_tokens - cached, cached)
+            scores.append(wait + self._own(candidate, request) + crowding * work)
         return scores.index(min(scores))
 
     def _waits(self, candidates: Sequence[Candidate]) -> list[float]:
         return [self._engines[candidate.backend].seconds_left for candidate in candidates]
 
     def _own(self, candidate: Candidate, request: PickRequest) -> float:
-        tokens = request.prompt_tokens
-        names = request.prefix_keys.keys[: (tokens - 1) // BLOCK_TOKENS]
-        engine = self._engines[candidate.backend]
-        cached = BLOCK_TOKENS * engine.hit(names)
-        return engine.cost.prefill(tokens - cached, cached)
+        cached = self._cached(candidate, request)
+        return self._engines[candidate.backend].cost.prefill(request.prompt_tokens - cached, cached)
+
+    def _cached(self, candidate: Candidate, request: PickRequest) -> int:
+        names = request.prefix_keys.keys[: (request.prompt_tokens - 1) // BLOCK_TOKENS]
+        return BLOCK_TOKENS * self._engines[candidate.backend].hit(names)
 
 
 class ClairvoyantDecode(Policy):

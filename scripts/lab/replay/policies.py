@@ -31,7 +31,7 @@ def policies(fleet: Fleet, decode_policy: str) -> dict[str, tuple[MakePolicy, Ma
     others = {name: (_blind(prefill), _blind(decode)) for name, (prefill, decode) in _peers(fleet).items()}
 
     def knowing(context: PolicyContext, engines: Mapping[Backend, Engine]) -> Policy:
-        return Clairvoyant(engines, context)
+        return Clairvoyant(engines, fleet.prefill_machine.cost, context)
 
     decoding = _blind(partial(ClairvoyantDecode, fleet.decode_machine))
     today = {TODAY: (_of_table("least_load"), _of_table("least_load"))}

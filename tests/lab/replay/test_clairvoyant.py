@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.replay import virtual_time
 from lab.replay.clairvoyant import ClairvoyantDecode
-from lab.replay.fleet import Subject
+from lab.replay.fleet import Replay, Subject
 from lab.replay.policies import CLAIRVOYANT, policies
 from lab.replay.trace import Request
 from proxy.backend import Backend, Load, Role
@@ -19,7 +22,7 @@ from tests.lab.replay.conftest import MACHINE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lab.replay.fleet import Fleet, Replay
+    from lab.replay.fleet import Fleet
 
 
 @pytest.fixture
@@ -71,3 +74,18 @@ def test_a_decoder_has_no_room_past_its_knee_and_an_answer_goes_where_it_fits() 
     assert policy.has_room(candidates)
     row.add(1, requests=1, running=1, kv=100)
     assert not policy.has_room(candidates)
+
+
+def test_a_slow_prefiller_is_not_left_idle_while_all_are_busy(fleet: Fleet) -> None:
+    """A share of 0.5 to 7 would be 43 requests; with all weight on the longer work it gets none."""
+    slow = replace(fleet, prefillers=8, slow=0.5)
+    rng = random.Random(1)
+    at = list(accumulate(rng.expovariate(0.95 * slow.capacity / 0.3) for _ in range(650)))
+    made: list[Replay] = []
+
+    async def course() -> None:
+        made.append(Replay(slow, *policies(slow, "least_load")[CLAIRVOYANT], seed=1))
+        await made[0].run([Request(each, 200, 1, ()) for each in at])
+
+    virtual_time.run(course(), virtual_time.VirtualLoop())
+    assert sum(course.prefiller is not None and course.prefiller.slot == 0 for course in made[0].courses) >= 9
