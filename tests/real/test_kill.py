@@ -7,6 +7,7 @@ started again on its port before the next answer is asked for.
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
 from random import Random
@@ -25,6 +26,7 @@ from tests.real.answers import (
     assert_seamless,
     difference,
     late_piece,
+    request,
 )
 from tests.real.cluster import total, wait_until
 from tests.real.programs import HOST, MODEL
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 SEED = 20
 TOKENS = 400
+MANY_TOKENS = 2500
+"""For SGLang, which is done with fewer before the kill arrives if the machine is busy."""
 LAST_KILL = 250
 """The latest chunk to kill after: the decoder goes on writing until the kill arrives, and must not finish before."""
 
@@ -53,13 +57,15 @@ def test_another_decoder_goes_on(cluster: Cluster, show: Show) -> None:
     show(kill_decoders(cluster, 4))
 
 
-def kill_decoders(cluster: Cluster, kills: int) -> str:
-    """Kill a decoder in each of so many answers, compare them with the single engine's, and return a summary."""
+def kill_decoders(cluster: Cluster, kills: int, make: Callable[[Random, int], dict[str, Any]] | None = None) -> str:
+    """Kill a decoder in each of so many answers, compare them with the single engine's, and return a summary. `make`
+    makes a request of its number; None: `random_body`.
+    """
     random = Random(SEED)
     before = resume_counts(cluster)
     seams = []
     for number in range(kills):
-        body = random_body(random, number)
+        body = (make or random_body)(random, number)
         alone = streamed(cluster.single, body)
         if number % 4 > 1:
             body["stop"] = late_piece(alone.choices[0].text, 0.8)
@@ -84,13 +90,49 @@ def kill_decoders(cluster: Cluster, kills: int) -> str:
 
 
 @pytest.mark.only("sglang")
+@pytest.mark.timeout(3600)
+def test_completions_of_sglang_go_on(cluster: Cluster, show: Show) -> None:
+    """From their token ids, whether the client asked for them or not."""
+    show(kill_decoders(cluster, 20, random_completion))
+
+
+@pytest.mark.only("sglang")
+@pytest.mark.timeout(3600)
+def test_greedy_chats_of_sglang_are_told_again(cluster: Cluster, show: Show) -> None:
+    """Another decoder writes the whole answer, of which the client gets what it does not have."""
+    show(kill_decoders(cluster, 8, random_chat))
+
+
+@pytest.mark.only("sglang")
+def test_the_rest_of_an_answer_is_another_one_behind_another_token(cluster: Cluster, show: Show) -> None:
+    """The negative control, without the gateway: one wrong token at the break would show."""
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    choice = _completed(cluster.single, {**body, "prompt": "What is decoded here?", "max_tokens": 200})
+    ids, prompt = choice["token_ids"], choice["prompt_token_ids"]
+    differ = []
+    for kept in range(20, 180, 20):
+        asked = {**body, "max_tokens": len(ids) - kept}
+        assert _completed(cluster.single, {**asked, "prompt": prompt + ids[:kept]})["token_ids"] == ids[kept:]
+        wrong = [*prompt, *ids[: kept - 1], ids[kept - 1] ^ 1]
+        differ.append(_completed(cluster.single, {**asked, "prompt": wrong})["token_ids"] != ids[kept:])
+    assert all(differ)
+    show(f"{len(differ)} rests equal behind the right token, and {sum(differ)} different behind a wrong one")
+
+
+def _completed(engine: Program, body: dict[str, Any]) -> Any:
+    with request(engine.port, COMPLETIONS, {"model": MODEL, **body}) as response:
+        return json.load(response)["choices"][0]
+
+
+@pytest.mark.only("sglang")
 def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show: Show) -> None:
-    """SGLang cannot continue an answer from its token ids, so the client gets an error."""
-    body = random_body(Random(SEED), 1)
+    """SGLang tells no token ids of chats, and a sampled one does not come again, so the client gets an error."""
+    body = {**random_chat(Random(SEED), 0), "temperature": 1}
     with Kill(cluster, 50) as kill, pytest.raises(APIError) as error:
         streamed(cluster.gateway, body, kill.on_chunk)
+    body["temperature"] = 0
     assert streamed(cluster.gateway, body) == streamed(cluster.single, body)
-    show(f"after {kill.received} of {TOKENS} chunks: {error.value}")
+    show(f"after {kill.received} of {MANY_TOKENS} tokens: {error.value}")
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
@@ -205,6 +247,20 @@ def random_body(random: Random, number: int) -> dict[str, Any]:
         "temperature": 0,
         "extra_body": {"ignore_eos": True, "return_token_ids": number % 3 == 0},
     }
+
+
+def random_completion(random: Random, number: int) -> dict[str, Any]:
+    """A completion, some of them with token ids in the answer."""
+    text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
+    extra = {"ignore_eos": True, "return_token_ids": number % 3 == 0}
+    return {"prompt": text, "max_tokens": MANY_TOKENS, "temperature": 0, "extra_body": extra}
+
+
+def random_chat(random: Random, number: int) -> dict[str, Any]:
+    """A greedy chat."""
+    text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": MANY_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def streamed(program: Program, body: dict[str, Any], on_chunk: Callable[[], None] = lambda: None) -> Answer:
