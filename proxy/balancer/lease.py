@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Backend
-    from proxy.balancer.pick import PickRequest, Policy
+    from proxy.balancer.pick import PickRequest, Policy, Prediction
     from proxy.balancer.pool import Pool
 
 
@@ -29,11 +29,13 @@ class Lease:
     __slots__ = (
         *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
-        *("answer_tokens", "_has_begun"),
+        *("answer_tokens", "prediction", "_has_begun"),
     )
 
     backend: Backend
     """The backend that was picked, once the lease is entered."""
+    prediction: Prediction | None
+    """What the policy thinks will come of it, once it is entered; None: nothing."""
     answer_tokens: int | None
     """Of an answer that is complete, to be set before the lease is left; None: not known."""
 
@@ -55,6 +57,7 @@ class Lease:
         self._has_served = False
         self._reported: UpstreamError | None = None
         self.answer_tokens = None
+        self.prediction = None
         self._has_begun = False
 
     if not TYPE_CHECKING:
@@ -184,7 +187,7 @@ class Lease:
         else:
             load = request.decode if pool.is_decode else request.prefill
         if pool.listener is not None and self._has_outcome and not self._has_served:
-            pool.listener.dispatched(backend, request)
+            self.prediction = pool.listener.dispatched(backend, request)
             self._listener = pool.listener
         self.backend = backend
         self._is_entered = True

@@ -125,6 +125,10 @@ class LeastDecodeSeconds(LeastLoad):
                 return True
         return False
 
+    def most_running(self, backend: Backend) -> int | None:
+        """Those at its knee."""
+        return None if self.pace.most == _ANY else int(self.pace.most)
+
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """The prompt's KV, and what the answer will probably add to it."""
         load = request.decode

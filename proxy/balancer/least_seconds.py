@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from proxy.backend import Load, Role
+from proxy.balancer.pick import Prediction
 from proxy.balancer.policies import LeastLoad
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.prefiller import Prefiller, hear
@@ -138,15 +139,18 @@ class LeastSeconds(LeastLoad):
 
     # What becomes of it
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+    def dispatched(self, backend: Backend, request: PickRequest) -> Prediction | None:
         """What is under way counts as cached, or a burst with one prompt would scatter."""
         if backend.role is Role.DECODE:
-            return
+            return None
         _, prefiller, asked, hit, seconds = self._choice(backend, request)
         self._chosen = None
-        prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, self.context.clock())
+        now = self.context.clock()
+        wait = prefiller.left(prefiller.charge * SECONDS_PER_LOAD, now) if prefiller.charge else 0.0
+        prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
         if self._asked:
             self._asked.pop(id(request.subject), None)
+        return Prediction(wait + seconds, int(asked.ends[hit - 1]) if hit else 0)
 
     def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
         """What the backend says of the prompt."""

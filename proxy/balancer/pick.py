@@ -173,6 +173,16 @@ class PolicyContext:
     """Requests that a backend works on for other workers; None: there are none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a policy thought would come of a choice."""
+
+    seconds: float
+    """Until the backend has done its work."""
+    cached_tokens: int
+    """Of the prompt, that it would find in its cache."""
+
+
 class Policy(ABC):
     """Chooses a backend for each request of one role, in one worker. It never waits.
 
@@ -197,8 +207,13 @@ class Policy(ABC):
         """What the request costs this backend, which was chosen. It is charged until it is given back."""
         return request.load(backend.role)
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
-        """A lease begins: the backend is about to get the request."""
+    def dispatched(self, backend: Backend, request: PickRequest) -> Prediction | None:
+        """A lease begins: the backend is about to get the request. What will come of it; None: nothing is predicted."""
+        return None
+
+    def most_running(self, backend: Backend) -> int | None:
+        """How many requests a backend had better have at most, by what was learned; None: any number."""
+        return None
 
     def told(  # noqa: B027 - nor need this
         self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None

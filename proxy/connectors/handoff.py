@@ -177,6 +177,7 @@ class KvHandoff:
             decoder.__exit__(type(error), error, error.__traceback__)
             raise
         self._timeline.begin_attempt()
+        self._timeline.prediction = self.prefiller.prediction
         return self
 
     def __exit__(

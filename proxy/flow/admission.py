@@ -78,7 +78,8 @@ class Admission:
     """Owns the queue and the account of what is held. One per worker.
 
     `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible.
-    `absent`: the role, if any, all of whose backends are gone, so that there will be no room.
+    `full`: the role, if any, in which there is no room. `absent`: the role, if any, all of whose backends are gone, so
+    that there will be no room.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Admission:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         absent: Callable[[], Role | None] = lambda: None,
+        full: Callable[[], Role | None] = lambda: None,
         on_wait: Callable[[bool], None] = lambda _: None,
         line_up: LineUp | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class Admission:
         """
         self._has_room = has_room
         self._absent = absent
+        self._full = full
         self._on_wait = on_wait
         self._line_up = line_up or InTurn()
         self._metrics = metrics
@@ -197,6 +200,14 @@ class Admission:
         if self._lines and not self._will_look:
             self._will_look = True
             asyncio.get_running_loop().call_soon(self._look)
+
+    def _count_wait(self) -> None:
+        """One has to wait: count for what."""
+        reason = "queue"
+        if not self._lines:
+            role = self._full()
+            reason = "better" if role is None else role.value
+        self._metrics.queue_waits_total.labels(reason).inc()
 
     async def _wait(self, entry: Entry) -> None:
         """Return when there is room and it is this one's turn."""
@@ -367,6 +378,7 @@ class Entry:
         if not self._has_been_in and (admission._lines or not admission._has_room() or not admission._goes(self)):
             if self._on_wait is not None:
                 self._on_wait()
+            admission._count_wait()
             await admission._wait(self)
         # From here to the block's first await nothing can come in between, and no cancellation either.
         admission.enter(key)

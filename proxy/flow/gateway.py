@@ -54,6 +54,7 @@ class Gateway:
             self._has_room,
             metrics,
             absent=self._absent,
+            full=self._full,
             on_wait=self._on_wait,
             line_up=pools.prefill,
         )
@@ -149,6 +150,10 @@ class Gateway:
     def _has_room(self) -> bool:
         """Whether one more unit would find room in every role, or would fail at once."""
         return all(map(Pool.has_room, self._serving))
+
+    def _full(self) -> Role | None:
+        """A role in which there is no room, None if there is room in each."""
+        return next((role for role in self._connector.roles if not self._pools.of(role).has_room()), None)
 
     def _absent(self) -> Role | None:
         """A role of which all are gone that were there, None if there is none."""

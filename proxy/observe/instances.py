@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from proxy.backend import Backend
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
@@ -38,6 +39,9 @@ class Instances:
     def names(self) -> Iterator[tuple[str, str]]:
         """Role and instance of each."""
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
+
+    def _all(self) -> Iterator[tuple[Pool, Backend]]:
+        return ((pool, backend) for pool in self._pools for backend in pool.backends())
 
     def collect(self) -> Iterator[Metric]:
         labels = ("role", "address")
@@ -80,9 +84,17 @@ class Instances:
             "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
             labels=(*labels, "kind"),
         )
+        knee = GaugeMetricFamily(
+            "pdproxy_instance_knee",
+            "Requests at a time beyond which an instance was seen to make fewer tokens a second, as the worker that is "
+            "asked has learned it; no series where that was not seen.",
+            labels=labels,
+        )
         now = time.monotonic()
-        for backend in (backend for pool in self._pools for backend in pool.backends()):
+        for pool, backend in self._all():
             key = (backend.role.value, backend.name)
+            if (most := pool.policy.most_running(backend)) is not None:
+                knee.add_metric(key, most)
             charged = self._scoreboard.load(backend.slot)
             health = self._health.of(backend)
             up.add_metric(key, health.is_confirmed)
@@ -97,4 +109,4 @@ class Instances:
             pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
             for misfit in self._misfits.of(backend):
                 misfits.add_metric((*key, misfit.kind), 1)
-        yield from (up, state, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits)
+        yield from (up, state, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)

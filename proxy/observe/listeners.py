@@ -35,6 +35,8 @@ class RequestMetrics(RequestListener):
         self._stages = cache(metrics.stage_duration_seconds.labels)
         self._tokens = cache(metrics.tokens_total.labels)
         self._inflight = cache(metrics.inflight_requests.labels)
+        self._ratio = metrics.prefill_prediction_ratio
+        self._hits = cache(metrics.prefill_hit_tokens_total.labels)
         self._broken = metrics.streams_broken_total
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
@@ -51,6 +53,7 @@ class RequestMetrics(RequestListener):
             if broken is not None:
                 self._broken.labels(*broken).inc(count)
         self._observe_times(ended)
+        self._compare_predictions(ended)
         self._count_tokens(ended)
 
     def _observe_times(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
@@ -70,6 +73,23 @@ class RequestMetrics(RequestListener):
             self._first_tokens(api).observe_all(times)
         for stage, times in stages.items():
             self._stages(stage.label).observe_all(times)
+
+    def _compare_predictions(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+        ratios: list[float] = []
+        predicted = found = 0
+        for record, _ in ended:
+            for timeline in record.timelines:
+                if timeline.prediction is None or (both := timeline.foretold) is None:
+                    continue
+                prediction, seconds = both
+                ratios.append(seconds / max(1e-6, prediction.seconds))
+                if (cached := timeline.usage.cached_tokens) is not None:
+                    predicted += prediction.cached_tokens
+                    found += cached
+        if ratios:
+            self._ratio.observe_all(ratios)
+            self._hits("predicted").inc(predicted)
+            self._hits("found").inc(found)
 
     def _count_tokens(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
         prompts = cached = completions = 0

@@ -85,6 +85,7 @@ _FIRST_TOKEN_BUCKETS: Final = (
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
 )
 _INTER_TOKEN_BUCKETS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2)
+_RATIO_BUCKETS: Final = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 4, 8)
 _STAGE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -271,6 +272,26 @@ class Metrics:
         self.pair_quarantines_total = Counter(
             "pair_quarantines_total", "Times a prefiller and a decoder were parted after failed hand-overs.", **new
         )
+        self.prefill_prediction_ratio = Histogram(
+            "prefill_prediction_ratio",
+            "What prefills took over what was predicted when their prefillers were chosen.",
+            buckets=_RATIO_BUCKETS,
+            **new,
+        )
+        self.prefill_hit_tokens_total = Counter(
+            "prefill_hit_tokens_total",
+            "Prompt tokens that prefillers were thought to have cached (`predicted`), and those that they had, if they "
+            "tell that (`found`).",
+            ("kind",),
+            **new,
+        )
+        self.queue_waits_total = Counter(
+            "queue_waits_total",
+            "Requests that had to wait, by what for: room at a `prefill` or `decode` instance, others that wait "
+            "(`queue`), or a `better` prefiller than those with room.",
+            ("reason",),
+            **new,
+        )
         self.queued_requests = Gauge(
             "queued_requests", "Requests waiting for an instance with room.", multiprocess_mode="livesum", **new
         )
@@ -437,6 +458,8 @@ class Metrics:
             (self.resume_failures_total, product(FAILURES)),
             (self.tokens_total, product(TOKEN_KINDS)),
             (self.rejected_total, product(REJECTIONS)),
+            (self.prefill_hit_tokens_total, product(("predicted", "found"))),
+            (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
             (self.config_reloads_total, product(("ok", "failed"))),
         ]
         _show_series(known)

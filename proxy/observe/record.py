@@ -11,6 +11,7 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from proxy.balancer.pick import Prediction
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import StageListener
 
@@ -113,9 +114,15 @@ class RequestRecord:
             "t_stream": round(seconds.get(Stage.STREAM, 0.0), 4),
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(outcome.duration_seconds, 4),
+            **(_prediction(first.prediction) if first.prediction is not None else {}),
             "tokens_in": prompt,
             "tokens_cached": cached,
             "tokens_out": completion,
             **({"lost_engines": self.lost_engines} if self.lost_engines else {}),
             "error": getattr(self.error, "message", None),
         }
+
+
+def _prediction(told: Prediction) -> dict[str, object]:
+    """What was thought would come of the prefill: `t_prefill` and `tokens_cached` say what came of it."""
+    return {"p_seconds": round(told.seconds, 4), "p_cached": told.cached_tokens}

@@ -12,6 +12,8 @@ from proxy.usage import Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from proxy.balancer.pick import Prediction
+
     StageListener = Callable[["Timeline", Stage, float, float], None]
     """Hears of each stage as it ends: a unit has been in it from one second of its clock to another."""
 
@@ -30,6 +32,8 @@ class Timeline:
     kv: str = "-"
     """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
     handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
+    prediction: Prediction | None = None
+    """What was thought of the last attempt's prefill when its prefiller was chosen; None: nothing."""
     attempts: int = 0
     resumes: int = 0
     """How often its answer was broken off and taken up again."""
@@ -60,6 +64,16 @@ class Timeline:
                 spent[stage] = spent.get(stage, 0.0) + (at - began)
             stage, began = entered, at
         return spent
+
+    @property
+    def foretold(self) -> tuple[Prediction, float] | None:
+        """What was thought of the prefill, and the seconds that it has really taken; None: it was not predicted, or
+        not done at the first attempt.
+        """
+        if self.prediction is None or self.attempts != 1 or self.usage.prompt_tokens is None:
+            return None
+        seconds = self.seconds.get(Stage.PREFILL)
+        return None if seconds is None else (self.prediction, seconds)
 
     def begin_attempt(self) -> None:
         """A new attempt starts from nothing, unless it goes on with an answer, or has begun with its media."""

@@ -120,6 +120,7 @@ def test_a_decoder_at_its_knee_has_no_room(decoders: Decoders) -> None:
     assert decoders.pool.has_room()
     decoders.teach()
     assert decoders.policy.pace.most == 8
+    assert decoders.policy.most_running(decoders.pool.backends()[0]) == 8
     leases = [decoders.begin() for _ in range(15)]
     assert decoders.pool.has_room()
     leases.append(decoders.begin())

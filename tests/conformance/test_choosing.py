@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +51,31 @@ async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
     assert policy._cost.samples > 0
 
 
+async def test_what_was_predicted_is_told_beside_what_came_true(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = await deploy(1, 1, balance=BY_SECONDS, prefiller={"prefill_ms_per_1k_tokens": 5.0})
+    for turns in range(3):
+        assert (await gateway.ask(turn(1, turns, stream=turns == 2))).is_done
+    lines = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
+    assert [line["p_cached"] > 0 for line in lines] == [False, True, True]
+    assert all(line["p_seconds"] > 0 < line["t_prefill"] for line in lines)
+    hits = gateway.metrics("pdproxy_prefill_hit_tokens_total")
+    assert hits[("predicted",)] == sum(line["p_cached"] for line in lines)
+    assert hits[("found",)] == sum(line["tokens_cached"] for line in lines) > 0
+    assert gateway.metrics("pdproxy_prefill_prediction_ratio_count") == {(): 3.0}
+
+
+async def test_without_predictions_nothing_is_told_of_them(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = await deploy(balance={"prefill_policy": "round_robin"})
+    assert (await gateway.ask(turn(1, 1))).is_done
+    (line,) = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
+    assert "p_seconds" not in line
+    assert not gateway.metrics("pdproxy_prefill_prediction_ratio_count")
+
+
 async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy) -> None:
     gateway = await deploy(
         1,
@@ -61,6 +87,9 @@ async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy)
     answers = await asyncio.gather(*(gateway.ask(turn(number, 1)) for number in range(8)))
     assert all(answer.is_done for answer in answers)
     assert gateway.metrics("pdproxy_queue_seconds_count")[()] >= 7
+    waits = gateway.metrics("pdproxy_queue_waits_total")
+    assert waits[("prefill",)] >= 1
+    assert sum(waits.values()) == gateway.metrics("pdproxy_queue_seconds_count")[()]
 
 
 async def test_an_answer_that_fails_leaves_nothing_in_the_index(deploy: Deploy) -> None:

@@ -91,7 +91,7 @@ def test_every_metric_has_a_good_name_and_a_help_text(gateway: Gateway) -> None:
         if family.type == "gauge":
             assert not name.endswith("_total")
         if family.type == "histogram":
-            assert name.endswith("_seconds")
+            assert name.endswith(("_seconds", "_ratio"))
         for sample in family.samples:
             assert all(re.fullmatch(r"[a-z_]+", label) for label in sample.labels)
             if family.type == "counter":

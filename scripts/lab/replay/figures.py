@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # The first tenth of a run fills queues and caches, and does not count.
 _WARM_UP: Final = 0.1
+# Predictions are judged from this request on.
+_LEARNED: Final = 200
 _SHORT_TOKENS: Final = 32 * 1024
 SUSTAINED: Final = 0.95
 """A fleet sustains a load at which so many answers are in time."""
@@ -63,6 +65,10 @@ class Figures:
     token_p99: float
     imbalance: float
     """The busiest prefiller's time at work over the mean's."""
+    off_p50: float
+    """By how much what prefills took was off what had been predicted, as a part of what they took, from the 200th
+    request on."""
+    off_p95: float
     recomputed: float
     """Tokens that preempted sequences computed again, as a part of all that decoders made."""
 
@@ -90,6 +96,7 @@ def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
             busy.append(engine.batch.busy_seconds)
         else:
             recomputed += engine.batch.recomputed_tokens
+    off = [error for course in replay.courses[_LEARNED:] if (error := _prediction_error(course)) is not None]
     made = sum(course.request.output_tokens for course in replay.courses if course.ended_at is not None)
     return Figures(
         requests=len(courses),
@@ -106,8 +113,16 @@ def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
         p99_slowdown=_percentile([wait / work[id(course)] for course, wait in waits], 0.99),
         token_p99=_percentile(list(paces.values()), 0.99),
         imbalance=max(busy) * len(busy) / sum(busy) if any(busy) else nan,
+        off_p50=_percentile(off, 0.5),
+        off_p95=_percentile(off, 0.95),
         recomputed=recomputed / made if made else nan,
     )
+
+
+def _prediction_error(course: Course) -> float | None:
+    if course.predicted_seconds is None or not course.prefill_seconds:
+        return None
+    return abs(course.predicted_seconds / course.prefill_seconds - 1)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

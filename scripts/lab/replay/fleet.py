@@ -122,6 +122,10 @@ class Course:
     request: Request
     prefiller: Backend | None = None
     cached_tokens: int = 0
+    predicted_seconds: float | None = None
+    """What the policy thought that the prefiller would take."""
+    prefill_seconds: float | None = None
+    """What it took."""
     first_token_at: float | None = None
     ended_at: float | None = None
 
@@ -257,8 +261,11 @@ class Replay:
                     worker.pools.prefiller_for(decoder.backend, pick) as prefiller,
                 ):
                     course.prefiller = prefiller.backend
-                    engine = self.engines[prefiller.backend]
+                    if prefiller.prediction is not None:
+                        course.predicted_seconds = prefiller.prediction.seconds
+                    engine, sent_at = self.engines[prefiller.backend], self._loop.time()
                     kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
+                    course.prefill_seconds = self._loop.time() - sent_at
                     course.cached_tokens = kv.cached_tokens
                     prefiller.tell(tokens, kv.cached_tokens if self._tells_cached else None)
                     prefiller.free_compute()

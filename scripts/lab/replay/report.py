@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HEADS: Final = (
     *("policy", "load", "in time", "≤ 10 s", "good", "hits", "mean", "p50", "p99", "p99 ≤32K", "p99 slow"),
-    *("token p99", "busiest", "again", "refused"),
+    *("token p99", "off p50 / p95", "busiest", "again", "refused"),
 )
 
 
@@ -49,6 +49,7 @@ def _row(policy: str, load: float, each: Figures) -> Sequence[str]:
         *(policy, f"{load:g}", *(f"{100 * share:.1f} %" for share in shares)),
         *(_number(value, "{:.2f} s") for value in seconds),
         *(_number(each.p99_slowdown, "{:.1f}×"), _number(1000 * each.token_p99, "{:.0f} ms")),
+        _number(100 * each.off_p50, "{:.0f} %") + " / " + _number(100 * each.off_p95, "{:.0f} %"),
         *(_number(each.imbalance, "{:.2f}×"), _number(100 * each.recomputed, "{:.2f} %")),
         f"{100 * (1 - each.served):.1f} %",
     )
