@@ -11,6 +11,8 @@ from proxy.listener import replies
 from proxy.listener.first_protocol import FirstProtocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.errors import GatewayError
     from proxy.fast_path.head import Head
     from proxy.fast_path.intake import Intake
@@ -28,7 +30,7 @@ class FastConnection(FirstProtocol):
 
     __slots__ = (
         *("_body", "_closes", "_drained", "_head", "_held_bytes", "_listener", "_missing_bytes", "_intake", "_pending"),
-        *("_request", "_since", "door", "is_paused", "transport"),
+        *("_request", "_since", "door", "is_paused", "on_full", "transport"),
     )
 
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
@@ -37,6 +39,8 @@ class FastConnection(FirstProtocol):
         self.transport: asyncio.Transport
         self.is_paused = False
         """The client reads slower than we write."""
+        self.on_full: Callable[[], None] | None = None
+        """Called when it begins to."""
         self._request: FastRequest | None = None
         """Whose answer is under way."""
         self._since: float | None = None
@@ -110,6 +114,8 @@ class FastConnection(FirstProtocol):
 
     def pause_writing(self) -> None:
         self.is_paused = True
+        if self.on_full is not None:
+            self.on_full()
 
     def resume_writing(self) -> None:
         self.is_paused = False
@@ -130,7 +136,7 @@ class FastConnection(FirstProtocol):
 
     def done(self, now: float) -> None:
         """The request under way has ended, and its answer was written."""
-        self._request = None
+        self._request = self.on_full = None
         if self._closes or self._listener.is_closing:
             self.transport.close()
         elif self._pending:

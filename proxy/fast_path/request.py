@@ -130,7 +130,7 @@ class FastRequest(FastAttempt):
         self._short = None
         self._stream.pass_over(short.sent_bytes)
         clock = TokenClock(self._record, self._parts.metrics)
-        clock.count, clock.gap_from = short.writes, short.written_at
+        clock.go_on(short.writes, short.written_at)
         self._relay = answer.go_on(attempt, self, self._woke, b"".join(short.seen), clock)
         return self._relay
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.flow.relay import Relay
     from proxy.observe.record import RequestRecord
 
-# With more the same-looking tokens of a long answer are what counts; see flow/fast_forward.py.
+# With more the same-looking tokens of a long answer are what counts; see upstream/fast_forward.py.
 _MOST_PARTS: Final = 2
 _MOST_BYTES: Final = 16 * 1024
 # What a delta of text says. Calls of tools, and whatever else there may be, are not read here.

@@ -17,6 +17,8 @@ class Client(Protocol):
     transport: asyncio.Transport
     is_paused: bool
     """The client reads slower than we write."""
+    on_full: Callable[[], None] | None
+    """Called when it begins to."""
 
     async def drained(self) -> None:
         """Wait until the client has read enough."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from proxy.errors import GatewayError
-    from proxy.flow.fast_forward import Output, Pausable
+    from proxy.upstream.fast_forward import Output
 
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,6 +31,13 @@ _HEADERS: Final = {
 
 # An empty socket buffer takes this many bytes at once (asyncio and uvloop set their high-water mark at 64 KiB).
 _NO_WAIT_BYTES: Final = 32 * 1024
+
+
+class Pausable(Protocol):
+    """The protocol of the client's connection."""
+
+    on_full: Callable[[], None] | None
+    """Called when the client begins to read slower than we write."""
 
 
 class ClientWriter(Protocol):

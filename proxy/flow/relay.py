@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
-from proxy.flow.fast_forward import FastForward
 from proxy.resume.overlap import Mismatch
+from proxy.upstream.fast_forward import Tokens
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
+    from proxy.wire.token import Shape
 
 
 END_MARK_SECONDS: Final = 1.0
@@ -39,27 +40,34 @@ _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, Val
 class TokenClock:
     """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike.
 
-    Who cannot afford a call for each token does by himself what `tick` does for all but the first.
+    Who cannot afford a call for each token does by himself what `tick` does for all but the first; see Tokens.
     """
 
+    __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "now", "phase")
+
     def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
-        self.count = 0
-        """How many parts of the answer went to the client."""
+        self.phase = -1
+        """Counts the parts of the answer that went to the client, from 0 to 15 and from 0 again."""
         self.gap_from = 0.0
         """When the gap began that is timed: one in eight is."""
         self.now = record.clock
+        self._has_begun = False
         self._record = record
         self._metrics = metrics
 
+    def go_on(self, count: int, gap_from: float) -> None:
+        """Somebody else has timed so many parts of the answer, and the gap behind the last one began then."""
+        self.phase, self.gap_from, self._has_begun = (count - 1) & 15, gap_from, count > 0
+
     def tick(self) -> None:
         """Part of the answer went to the client."""
-        self.count += 1
-        phase = self.count & 7
-        if phase == 1:
-            if self.count == 1:
+        self.phase = phase = (self.phase + 1) & 15
+        if not phase & 7:
+            if not self._has_begun:
+                self._has_begun = True
                 self._record.first_token()
             self.gap_from = self.now()
-        elif phase == 2:
+        elif phase & 7 == 1:
             self.sample()
 
     def sample(self) -> None:
@@ -95,7 +103,12 @@ class Relay:
         self._client = client
         self._clock = clock
         self._splitter = EventSplitter()
-        self._forward: FastForward | None = None
+        self._tokens: Tokens | None = None
+        """Those that may bypass this relay; None before there are any."""
+        self._shape: Shape | None = None
+        """Theirs."""
+        self._lets_pass = False
+        """They do."""
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
@@ -127,7 +140,8 @@ class Relay:
         if seen:
             clock, self._clock = self._clock, None
             self.received(seen)
-            self._clock, self._forward = clock, None
+            self._clock, self._shape, self._lets_pass = clock, None, False
+            self._forward_tokens()
         response.attach(self)
 
     def is_of(self, attempt: Attempt) -> bool:
@@ -171,6 +185,8 @@ class Relay:
     # Sink
 
     def received(self, data: bytes) -> bool:
+        if self._lets_pass:
+            self._look_back()
         if self._is_over:
             self._end(None)  # there is more after `[DONE]`: its end is not waited for
             return False
@@ -214,28 +230,45 @@ class Relay:
 
     def _forward_tokens(self) -> None:
         """Have the next events bypass this relay, if they are tokens that look like one before."""
-        shape = self._delivery.shape
-        if shape is None or self._is_over or not self._splitter.is_empty:
+        delivery, client = self._delivery, self._client
+        shape = delivery.shape
+        if shape is None or self._lets_pass or self._is_over or not self._splitter.is_empty:
             return
-        forward = self._forward
-        if forward is None:
+        clock, transcript = self._clock, delivery.transcript
+        tokens = self._tokens
+        if tokens is None or shape is not self._shape:
             line = None
-            if self._client is not None and (line := self._client.line) is None:
+            if client is not None and (line := client.line) is None:
                 return
-            delivery = self._delivery
-            forward = self._forward = FastForward(
-                delivery.transcript if delivery.is_observed else None,
+            is_observed = delivery.is_observed
+            markers = transcript.grammar.reasoning_end_ids if is_observed and shape.is_reasoning else ()
+            tokens = self._tokens = Tokens(
+                shape,
+                transcript.journal(shape.between, is_reasoning=shape.is_reasoning) if is_observed else None,
+                transcript.settle,
                 line,
-                None if self._client is None else self._client.protocol,
-                self.hold,
-                self._clock,
-                hides_ids=delivery.is_observed and not delivery.writer.wants_ids,
+                clock,
+                skips=frozenset(b"%d" % marker for marker in markers),
+                hides_ids=is_observed and not delivery.writer.wants_ids,
             )
-        elif forward.has_taken:
-            forward.has_taken = False
+            self._shape = shape
+        if clock is not None:
+            tokens.phase = clock.phase
+        if client is not None:
+            client.protocol.on_full = self.hold
+        self._lets_pass = True
+        self._attempt.response.pass_on(tokens)
+
+    def _look_back(self) -> None:
+        """Something else has come than tokens that bypass this relay."""
+        self._lets_pass = False
+        tokens = self._tokens
+        assert tokens is not None
+        if self._clock is not None:
+            self._clock.phase = tokens.phase
+        if tokens.has_passed:
+            tokens.has_passed = False
             self._delivery.shapes.was_right()
-        forward.expect(shape)
-        self._attempt.response.forward_to(forward.take)
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):
@@ -310,7 +343,10 @@ class Relay:
     def _let_go(self) -> None:
         """Of those who know this relay, and would be cycles of garbage with it."""
         self._wake = _nobody_waits
-        self._forward = None
+        if self._tokens is not None and self._client is not None:
+            self._client.protocol.on_full = None
+        self._tokens = self._shape = None
+        self._lets_pass = False
 
 
 def _nobody_waits() -> None:

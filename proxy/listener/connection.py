@@ -20,6 +20,8 @@ from proxy.listener import replies
 from proxy.listener.malformed import malformed, unreadable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.listener.http_listener import HttpListener
 
 LINGERING_SECONDS: Final = 2.0
@@ -33,13 +35,13 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_asks_for_head", "_front", "door", "is_paused")
+    __slots__ = ("_asks_for_head", "_front", "door", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
-        self.is_paused = False
-        """The client reads slower than we write."""
+        self.on_full: Callable[[], None] | None = None
+        """Called when the client begins to read slower than we write."""
         self.door: asyncio.Transport
         """The transport, also when the connection is lost."""
         self._asks_for_head = False
@@ -72,11 +74,8 @@ class Connection(web.RequestHandler):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.is_paused = True
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.is_paused = False
+        if self.on_full is not None:
+            self.on_full()
 
     def leave_idle(self) -> None:
         """A request is expected now, or has begun: aiohttp's timer for idle connections is none for that."""

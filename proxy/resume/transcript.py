@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars import UNRECOGNISED, grammar_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.dialects.grammars.base import Grammar
 
 _MAX_TOOL_CALLS: Final = 4096
@@ -33,43 +37,70 @@ class Transcript:
     """The answer of one choice so far: its text as the client knows it, and the token ids behind it."""
 
     __slots__ = (
-        *("prompt_ids", "ids", "settled", "chunk_start", "tools"),
-        *("began_in_reasoning", "reasoning_ids", "reasoning_field", "reasoned", "_reasoning", "_content"),
-        *("_offsets", "_offset_end", "_grammar"),
+        *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field"),
+        *("_ids", "_settled", "_chunk_start", "_reasoning_ids", "_reasoned", "_reasoning", "_content"),
+        *("_offsets", "_offset_end", "_grammar", "_journal", "_notes", "_is_reasoning"),
     )
 
     def __init__(self) -> None:
         self.prompt_ids: bytes | None = None
         """The prompt's token ids, a JSON array; None while no engine has told them."""
-        self.ids = array("I")
-        """Token ids of the answer."""
-        self.settled = 0
-        """How many of them have shown their text. Those behind them showed nothing: a marker, the beginning of a tool
-        call, bytes of a character that is not complete."""
-        self.chunk_start = 0
-        """Ids before the last chunk that showed something."""
         self.began_in_reasoning = False
-        self.reasoning_ids = 0
-        """How many ids are reasoning."""
-        self.reasoned = 0
-        """`reasoning_ids` before the last chunk of reasoning."""
         self.reasoning_field = "reasoning"
         """What the engine calls it."""
         self.tools: list[ToolCall] = []
+        self._ids = array("I")
+        self._settled = 0
+        self._chunk_start = 0
+        self._reasoning_ids = 0
+        self._reasoned = 0  # `reasoning_ids` before the last chunk of reasoning
         self._offsets: list[int] = []  # of the ids in the text, as far as a completion's log probabilities tell
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
+        self._journal: list[bytes] = []
+        self._notes: Callable[[bytes], list[tuple[bytes, bytes]]] | None = None
+        self._is_reasoning = False
+
+    # What was noted is read when somebody asks for what it changes.
+
+    @property
+    def ids(self) -> array[int]:
+        """Token ids of the answer."""
+        self.settle()
+        return self._ids
+
+    @property
+    def settled(self) -> int:
+        """How many of them have shown their text. Those behind them showed nothing: a marker, the beginning of a tool
+        call, bytes of a character that is not complete.
+        """
+        self.settle()
+        return self._settled
+
+    @property
+    def chunk_start(self) -> int:
+        """Ids before the last chunk that showed something."""
+        self.settle()
+        return self._chunk_start
+
+    @property
+    def reasoning_ids(self) -> int:
+        """How many ids are reasoning."""
+        self.settle()
+        return self._reasoning_ids
 
     @property
     def reasoning(self) -> str:
+        self.settle()
         return self._reasoning.decode()
 
     @property
     def content(self) -> str:
         """The content of a chat, or the text of a completion."""
+        self.settle()
         return self._content.decode()
 
     @property
@@ -90,13 +121,15 @@ class Transcript:
     @property
     def has_text(self) -> bool:
         """Is there anything that a client can see?"""
-        return bool(self._content or self._reasoning or self.tools)
+        return bool(self._journal or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
         """Add one chunk's choice, which stands for these token ids. True when it shows anything."""
-        before = len(self.ids)
+        if self._journal:
+            self.settle()
+        before = len(self._ids)
         if ids:
-            self.ids.extend(ids)
+            self._ids.extend(ids)
             if choice.get("logprobs") is not None and (offsets := choice["logprobs"].get("text_offset")):
                 self._offsets += offsets[-len(ids) :]
                 self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
@@ -108,13 +141,40 @@ class Transcript:
             self._content += text.encode()
         elif not self._take_delta(delta, before):
             return False
-        self.chunk_start = before
-        self.settled = len(self.ids)
+        self._chunk_start = before
+        self._settled = len(self._ids)
         return True
 
-    def written(self, *, is_reasoning: bool) -> bytearray:
-        """The text so far, UTF-8. Who appends a token's text adds the rest that `take` would: see FastForward."""
-        return self._reasoning if is_reasoning else self._content
+    def journal(self, between: bytes | None, *, is_reasoning: bool) -> list[bytes]:
+        """Where to note tokens that add to the same text. A note: the text as it is in a JSON string, the bytes
+        `between` it and the id, the id's digits and the bracket behind them. Without an id: text and quote.
+
+        Whoever does so calls `settle` now and then, as notes take many times the memory of what they say.
+        """
+        self.settle()
+        self._notes = None if between is None else _notes(between)
+        self._is_reasoning = is_reasoning
+        return self._journal
+
+    def settle(self) -> None:
+        """Read what was noted."""
+        if not self._journal:
+            return
+        journal = b"".join(self._journal)
+        self._journal.clear()
+        text = self._reasoning if self._is_reasoning else self._content
+        if self._notes is None:
+            text += journal.replace(b'"', b"")
+            return
+        texts, digits = zip(*self._notes(journal), strict=True)
+        text += b"".join(texts)
+        ids = self._ids
+        ids.extend(map(int, digits))
+        before = len(ids) - 1
+        if self._is_reasoning:
+            self._reasoned = before if len(texts) > 1 else self._reasoning_ids
+            self._reasoning_ids = len(ids)
+        self._chunk_start, self._settled = before, len(ids)
 
     def offset_behind(self, kept: int) -> int | None:
         """Where in the text the log probabilities say that the first `kept` ids end; None if they do not say."""
@@ -124,8 +184,9 @@ class Transcript:
 
     def reasoning_among(self, kept: int) -> int:
         """How many of the first `kept` ids are reasoning."""
+        self.settle()
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
-        return min(kept, self.reasoning_ids if is_past_reasoning else self._marker_behind(self.reasoned, kept))
+        return min(kept, self._reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
 
     def counted_usage(self) -> dict[str, Any] | None:
         """The answer's usage by its token ids; None where engines do not tell them."""
@@ -136,12 +197,12 @@ class Transcript:
 
     def cut(self, kept: int) -> None:
         """Forget the ids behind the first `kept` ones."""
-        self.reasoning_ids = self.reasoning_among(kept)
+        self._reasoning_ids = self.reasoning_among(kept)
         if kept < len(self._offsets):
             self._offset_end = self._offsets[kept]
             del self._offsets[kept:]
-        del self.ids[kept:]
-        self.settled = self.chunk_start = kept
+        del self._ids[kept:]
+        self._settled = self._chunk_start = kept
 
     def _take_delta(self, delta: dict[str, Any], before: int) -> bool:
         shows = False
@@ -150,8 +211,8 @@ class Transcript:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
             self._reasoning += reasoning.encode()
-            self.reasoned = self.reasoning_ids
-            self.reasoning_ids = self._marker_behind(before, len(self.ids))
+            self._reasoned = self._reasoning_ids
+            self._reasoning_ids = self._marker_behind(before, len(self._ids))
             shows = True
         if content := delta.get("content"):
             if self._reasoning and not self._content:
@@ -167,11 +228,11 @@ class Transcript:
 
     def _end_reasoning(self, before: int) -> None:
         """Its last ids may be white space that showed nothing. `before`: ids before the chunk with what follows."""
-        self.reasoning_ids = self._marker_behind(self.reasoned, max(self.reasoning_ids, before - 1))
+        self._reasoning_ids = self._marker_behind(self._reasoned, max(self._reasoning_ids, before - 1))
 
     def _marker_behind(self, start: int, otherwise: int) -> int:
         """Index of the marker that ends reasoning, from `start` on; `otherwise` where there is none."""
-        later = self.ids[start:].tolist()
+        later = self._ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise
 
@@ -186,3 +247,9 @@ class Transcript:
         call.id = part.get("id") or call.id
         call.name = function.get("name") or call.name
         call.written += (function.get("arguments") or "").encode()
+
+
+@lru_cache(maxsize=16)
+def _notes(between: bytes) -> Callable[[bytes], list[tuple[bytes, bytes]]]:
+    """Finds the text and the digits of each note. There is no quote in the text."""
+    return re.compile(b'([^"]*)' + re.escape(between) + rb"([0-9]+)\]").findall

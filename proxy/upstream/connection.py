@@ -6,19 +6,21 @@ the one that tasks await.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
+from proxy.upstream.fast_forward import FastForward
 from proxy.wire.document import length_of
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Mapping
 
     from proxy.backend import Backend
+    from proxy.upstream.fast_forward import Tokens
     from proxy.wire.document import Body
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
@@ -65,7 +67,7 @@ class Exchange(Sink, Protocol):
         """The status, from 200 on, and headers have arrived: lower-case names; the last one of equal names."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(FastForward):
     """One connection to one backend: idle, or busy with exactly one exchange."""
 
     def __init__(
@@ -83,6 +85,7 @@ class Connection(asyncio.Protocol):
 
         `address`: the one of the backend's name that it goes to; None: the backend has no name but this address.
         """
+        super().__init__()
         self.backend = backend
         self.address = address
         self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
@@ -96,15 +99,12 @@ class Connection(asyncio.Protocol):
         """The exchange's answer has arrived whole, and the connection can carry another."""
         self.is_paused = False
         """We hold the engine back."""
-        self.is_active = False
-        """Some of a streamed answer has arrived since silence was last checked."""
         self.transport: asyncio.Transport
         """Set when it is connected."""
         self.reader = AnswerReader()
         self._exchange: Exchange | None = None
         """Whom to tell; None before the first exchange, and when one has ended or was released."""
         self._head_bytes = 0
-        self._forward: Callable[[bytes], bytes] | None = None
         self._has_head = False
         """The exchange was told status and headers."""
         self._has_bytes = False
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
         self.complete = self._has_head = self._has_bytes = False
         self.is_active = self._is_stream = False
         self._head_bytes = 0
-        self._forward = None
+        self._tokens = None
         self._exchange = exchange
         self._quiet_since, self._limit_seconds = self._clock(), answer_seconds
         if not isinstance(body, bytes):
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """The exchange is told nothing more; dropped unless its answer has arrived whole."""
-        self._exchange = self._forward = None
+        self._exchange = self._tokens = None
         if self.is_reusable:
             self.pause(False)
         else:
@@ -174,14 +174,14 @@ class Connection(asyncio.Protocol):
             stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
 
-    def forward_to(self, take: Callable[[bytes], bytes]) -> None:
-        """Offer the next reads to `take` first, as they arrive, the framing of chunks included. It returns what it
-        leaves, beginning with a chunk; that, and all that follows, the exchange receives. What it takes is progress.
+    def pass_on(self, tokens: Tokens) -> None:
+        """Send the next reads to the client as they arrive, the framing of chunks included, as far as they are such
+        tokens: that is progress. What comes behind them, and all that follows, the exchange receives.
 
         For a chunked answer, of which all that has arrived are whole chunks; nothing happens for any other.
         """
         if self.reader.is_between_chunks:
-            self._forward = take
+            self._tokens = tokens
 
     def pause(self, paused: bool) -> None:
         if self.closed or paused == self.is_paused:
@@ -208,13 +208,7 @@ class Connection(asyncio.Protocol):
         for option in SOCKET_OPTIONS:  # without TCP_NODELAY: both event loops set it
             sock.setsockopt(*option)
 
-    def data_received(self, data: bytes) -> None:
-        if (forward := self._forward) is not None:
-            rest = forward(data)
-            if not rest:
-                self.is_active = True
-                return
-            data, self._forward = rest, None
+    def _read(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
@@ -259,7 +253,7 @@ class Connection(asyncio.Protocol):
         self.reader.close()
 
     def _end(self, error: UpstreamError | None) -> None:
-        self._forward = None
+        self._tokens = None
         exchange, self._exchange = self._exchange, None  # an exchange knows its connection: one cycle of garbage less
         if exchange is not None:
             exchange.ended(error)

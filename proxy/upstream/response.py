@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.upstream.connection import Connection, Sink
+    from proxy.upstream.fast_forward import Tokens
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
@@ -168,10 +169,10 @@ class Response(EngineResponse):
         """Read again after `pause`."""
         self._connection.pause(False)
 
-    def forward_to(self, take: Callable[[bytes], bytes]) -> None:
-        """See Connection.forward_to; nothing when the answer has ended."""
+    def pass_on(self, tokens: Tokens) -> None:
+        """See Connection.pass_on; nothing when the answer has ended."""
         if not self._ended:
-            self._connection.forward_to(take)
+            self._connection.pass_on(tokens)
 
     def abort(self, error: UpstreamError) -> None:
         """Drop the connection now, and tell this error to whoever takes the body; nothing when the answer has ended."""

@@ -40,7 +40,7 @@ STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed"
 BOUNDS: Final = {
     STREAM: (233, 291),
     WHOLE: (222, 231),
-    TOKEN: (3.8, 22.5),
+    TOKEN: (3.2, 19.5),
 }
 # Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
 LEFT_BLOCKS: Final = 1.0

@@ -1,6 +1,16 @@
-"""What stands for the client's connection where tokens bypass the delivery."""
+"""What stands for the connections of engine and client where tokens bypass the delivery."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.resume.transcript import Transcript
+from proxy.upstream.fast_forward import FastForward, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.wire.token import Shape
 
 
 class Client:
@@ -8,14 +18,50 @@ class Client:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.is_paused = False
         self.has_left = False
+        self.on_full: Callable[[], None] | None = None
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
 
     def is_closing(self) -> bool:
         return self.has_left
+
+
+class Engine(FastForward):
+    """A connection that keeps what it does not pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = b""
+
+    def _read(self, data: bytes) -> None:
+        self.left += data
+
+    def take(self, tokens: Tokens, data: bytes) -> bytes:
+        """What is left of a read."""
+        self.left = b""
+        self._tokens = tokens
+        self.data_received(data)
+        return self.left
+
+
+def tokens_like(
+    shape: Shape, client: Client | None, transcript: Transcript | None = None, *, hides_ids: bool = False
+) -> Tokens:
+    """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
+    known = Transcript() if transcript is None else transcript
+    journal = known.journal(shape.between, is_reasoning=shape.is_reasoning)
+    skips = known.grammar.reasoning_end_ids if shape.is_reasoning else ()
+    return Tokens(
+        shape,
+        None if transcript is None else journal,
+        known.settle,
+        client,
+        None,
+        skips=frozenset(b"%d" % marker for marker in skips),
+        hides_ids=hides_ids,
+    )
 
 
 def framed(data: bytes) -> bytes:

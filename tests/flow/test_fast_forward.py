@@ -13,13 +13,12 @@ from proxy.dialects.grammars import kimi
 from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.flow.fast_forward import FastForward
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from proxy.wire.sse import Event, EventSplitter
 from tests.asking import api_of, request
 from tests.canned import data
-from tests.flow.forwarding import Client, framed
+from tests.flow.forwarding import Client, Engine, framed, tokens_like
 from tests.parsing import parse
 
 if TYPE_CHECKING:
@@ -51,17 +50,19 @@ def delivered(
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
     delivery.transcript.prompt_ids = orjson.dumps([kimi.ASSISTANT_ID, kimi.MIDDLE_ID])
     segment, client, told = delivery.begin_stream(), Client(), 0
-    forward = FastForward(
-        delivery.transcript if is_observed else None,
-        None if whole else client,
-        client,
-        lambda: None,
-        hides_ids=is_observed and not delivery.writer.wants_ids,
-    )
+    engine = Engine()
+    tokens, like = None, None
     for raw in events:
         if forwards and (shape := delivery.shape) is not None:
-            forward.expect(shape)
-            if not forward.take(framed(raw)):
+            if tokens is None or shape is not like:
+                like = shape
+                tokens = tokens_like(
+                    shape,
+                    None if whole else client,
+                    delivery.transcript if is_observed else None,
+                    hides_ids=is_observed and not delivery.writer.wants_ids,
+                )
+            if not engine.take(tokens, framed(raw)):
                 told += 1
                 continue
         try:

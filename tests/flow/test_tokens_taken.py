@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.flow.fast_forward import FastForward
 from proxy.resume.transcript import Transcript
 from proxy.wire.token import Shape
-from tests.flow.forwarding import Client, framed
+from tests.flow.forwarding import Client, Engine, framed, tokens_like
 from tests.selection.covering import values
 from tests.wire.test_token import event
 
@@ -27,20 +26,19 @@ class Forwarded:
     def __init__(self, first: bytes, *, hides_ids: bool = False, keeps: bool = True) -> None:
         self.client = Client()
         self.transcript = Transcript()
-        self.times_full = 0
-        kept = self.transcript if keeps else None
-        self.forward = FastForward(kept, self.client, self.client, self._full, hides_ids=hides_ids)
+        self.engine = Engine()
         shape = Shape.of(first)
         assert shape is not None
-        self.forward.expect(shape)
+        self.tokens = tokens_like(shape, self.client, self.transcript if keeps else None, hides_ids=hides_ids)
 
-    def _full(self) -> None:
-        self.times_full += 1
+    def take(self, data: bytes) -> bytes:
+        """What is left of a read."""
+        return self.engine.take(self.tokens, data)
 
     def took(self, data: bytes) -> tuple[str, list[int], bytes] | None:
         """Text, ids and what the client gets; None for a chunk that was not taken, of which nothing may be left."""
         before = len(self.transcript.ids)
-        if left := self.forward.take(data):
+        if left := self.take(data):
             assert left == data
             assert (self.client.written, self.transcript.has_text, len(self.transcript.ids)) == ([], False, before)
             return None
@@ -135,7 +133,7 @@ def test_what_is_unlike_is_left_to_the_parser(data: bytes) -> None:
 def test_of_several_chunks_those_before_another_one_are_taken(rest: bytes) -> None:
     forwarded = Forwarded(event("first", [5]))
     chunks = [framed(event(f" word{number}", [10**number])) for number in range(9)]
-    assert forwarded.forward.take(b"".join(chunks) + rest) == rest
+    assert forwarded.take(b"".join(chunks) + rest) == rest
     assert forwarded.client.written == chunks
     assert forwarded.transcript.ids.tolist() == [10**number for number in range(9)]
 
@@ -152,18 +150,8 @@ def test_chunks_of_any_size_are_told_by_it(size: int) -> None:
 def test_a_client_that_has_left_is_written_nothing() -> None:
     forwarded = Forwarded(event("first", [5]))
     forwarded.client.has_left = True
-    assert forwarded.forward.take(framed(ONE)) == b""
+    assert forwarded.take(framed(ONE)) == b""
     assert forwarded.client.written == []
-
-
-def test_a_client_that_reads_too_slowly_is_told_of_at_once() -> None:
-    forwarded = Forwarded(event("first", [5]))
-    assert forwarded.forward.take(framed(ONE)) == b""
-    assert forwarded.times_full == 0
-    forwarded.client.is_paused = True
-    assert forwarded.forward.take(framed(ONE)) == b""
-    assert forwarded.times_full == 1
-    assert len(forwarded.client.written) == 2
 
 
 TEXT = st.text(max_size=8)
