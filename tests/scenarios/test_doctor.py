@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import orjson
 
+from proxy.__main__ import main
 from proxy.sim.engine import SimulatedEngine
+
+if TYPE_CHECKING:
+    import pytest
 
 
 async def doctor(*flags: str) -> tuple[int, str, str]:
@@ -26,21 +31,21 @@ async def test_a_decoder_that_fetches_nothing_is_found_by_the_program() -> None:
         SimulatedEngine(role="decode") as well,
         SimulatedEngine(role="decode", protocol="none") as deaf,
     ):
-        engines = ("--prefill", prefiller.url, "--decode", well.url, deaf.url, "--port", "0")
-        (code, told, error), (json_code, json, _) = await asyncio.gather(
-            doctor(*engines), doctor("--json", "--canaries", "2", *engines)
-        )
-    assert (code, json_code, error) == (2, 2, "")
+        code, told, error = await doctor("--prefill", prefiller.url, "--decode", well.url, deaf.url, "--port", "0")
+    assert (code, error) == (2, "")
     assert f"✗ decode 127.0.0.1:{deaf.port}" in told
     assert "→ Is --kv-transfer-config set" in told
     assert f"✓ 127.0.0.1:{prefiller.port} → 127.0.0.1:{well.port}" in told
-    bad = [found for found in orjson.loads(json)["findings"] if found["severity"] == "failure"]
-    assert [(found["check"], found["subject"]) for found in bad] == [
-        ("kv_not_fetched", f"decode 127.0.0.1:{deaf.port}")
-    ]
 
 
-async def test_a_mistake_on_the_command_line_is_one_sentence() -> None:
-    code, out, error = await doctor("--canaries", "some")
-    assert (code, out) == (2, "")
-    assert error == "pdproxy: error: --canaries: 'some' is not a whole number\n"
+async def test_it_says_as_json_that_nobody_is_there() -> None:
+    code, told, error = await doctor(
+        "--json", "--canaries", "0", "--prefill", "127.0.0.3:9", "--decode", "127.0.0.1:9", "127.0.0.2:9", "--port", "0"
+    )
+    found = [(finding["severity"], finding["check"]) for finding in orjson.loads(told)["findings"]]
+    assert (code, error, found.count(("failure", "connect"))) == (2, "", 3)
+
+
+def test_a_mistake_on_the_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--canaries", "some"]) == 2
+    assert capsys.readouterr() == ("", "pdproxy: error: --canaries: 'some' is not a whole number\n")

@@ -8,10 +8,13 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from proxy.__main__ import main
 from proxy.wire.openai import Api
 from tests.asking import request, until
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.deployment import Deployment
 
 
@@ -44,7 +47,8 @@ async def test_it_shows_what_a_gateway_does(gateway: Deployment) -> None:
         assert row.split()[:3] == [role, f"127.0.0.1:{engine.port}", "up"]
 
 
-async def test_no_gateway_is_one_sentence() -> None:
-    code, out, error = await top("--url", "http://127.0.0.1:9", "--once")
-    assert (code, out) == (1, "")
+def test_no_gateway_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", "http://127.0.0.1:9", "--once"]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
     assert error.startswith("pdproxy: 127.0.0.1 port 9 does not answer:")
