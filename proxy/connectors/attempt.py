@@ -48,9 +48,14 @@ class Attempt:
             self.timeline.usage.saw_prompt(usage)
 
     def kv_arrived(self) -> None:
-        """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more."""
+        """The decoder has the KV cache: it sent its first output, so the prefiller holds nothing for it any more.
+
+        Another reader that goes on with the stream may call this again.
+        """
         self.handoff.arrived()
-        self.timeline.enter(Stage.STREAM)
+        marks = self.timeline.marks
+        if not marks or marks[-1][0] is not Stage.STREAM:
+            self.timeline.enter(Stage.STREAM)
 
     def kv_lost(self) -> None:
         """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
