@@ -284,9 +284,9 @@ class Resume(Section):
     deadline_seconds: Seconds = 30.0
     """How long to look for instances that can continue an answer."""
     chats: Literal["auto", "native", "ascend_private", "completions"] = "auto"
-    """How chats are continued from token ids: native uses kv_transfer_params.prompt_token_ids of vLLM 0.27 and later,
-    ascend_private the key of a vllm-ascend 0.26 patch; completions sends the ids to /v1/completions, and the gateway
-    parses the text; auto chooses by the engines' version."""
+    """How chats are continued from token ids: native uses kv_transfer_params.prompt_token_ids of vLLM 0.27 on, or
+    input_ids of an SGLang whose chats tell token ids; ascend_private the key of a vllm-ascend 0.26 patch; completions
+    sends the ids to /v1/completions of vLLM, and the gateway parses the text; auto chooses by the engines' version."""
     repeat_up_to_tokens: Natural = 32
     """An answer that is not streamed and cannot be longer than this many tokens is repeated as a whole if its decoder
     is lost; longer ones are watched token by token and continued; 0: all are watched."""
