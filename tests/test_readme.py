@@ -16,6 +16,7 @@ from proxy.__main__ import main
 from proxy.advise.command import read_flags
 from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.pick import Prediction
 from proxy.errors import Failure
 from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
@@ -166,7 +167,9 @@ def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
 def test_every_field_of_the_access_line_is_explained() -> None:
     record = RequestRecord(Api.CHAT, "id")
     record.lost_engines = 1
-    record.timeline().marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
+    timeline = record.timeline()
+    timeline.marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
+    timeline.prediction = Prediction(1.0, 0)
     assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
 
 

@@ -150,7 +150,10 @@ class LeastSeconds(LeastLoad):
         prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
         if self._asked:
             self._asked.pop(id(request.subject), None)
-        return Prediction(wait + seconds, int(asked.ends[hit - 1]) if hit else 0)
+        # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
+        cached = asked.ends[hit - 1] if hit else 0.0
+        expected = self._cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+        return Prediction(wait + expected, int(cached))
 
     def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
         """What the backend says of the prompt."""

@@ -267,3 +267,14 @@ def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefil
     prefillers.pool.backends()
     assert prefillers.policy._of(gone).cached.hit([1, 2, 3]) == 0
     assert not prefillers.policy.remembered
+
+
+def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    for number in range(4):  # hits that do not come true make what is charged more, and not what is predicted
+        prefillers.serve(prompt(*range(1, 9), 100 + number), cached=0)
+    lease = prefillers.begin(prompt(*range(1, 9), 200))
+    assert lease.prediction is not None
+    assert lease.prediction.cached_tokens == 8 * PIECE
+    assert lease.prediction.seconds == pytest.approx(PIECE / 1000, rel=0.5)
+    lease.__exit__(None, None, None)
