@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import yaml
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from lab.test_observability.faults import Fault, Site
     from lab.test_observability.prometheus import Prometheus
 
-_PATIENCE_SECONDS: Final = 100.0
+_PATIENCE_SECONDS: Final = 200.0
 _LOOK_SECONDS: Final = 0.5
 
 
@@ -101,14 +103,18 @@ async def outcome(
 
 async def _course(prometheus: Prometheus, alert: str, began: float, ended: float) -> Course:
     """Its first course in that time."""
-    found = await prometheus.over(f'ALERTS{{alertname="{alert}"}}', began, ended, 0.5)
+    found = await prometheus.over(f'ALERTS{{alertname="{alert}"}}', began, ended, _LOOK_SECONDS)
     at = {
         state: sorted({t for series in found if series["alertstate"] == state for t, _ in series.points})
         for state in ("pending", "firing")
     }
     firing = at["firing"]
-    over = next((t + 0.5 for t, then in zip(firing, [*firing[1:], float("inf")], strict=True) if then - t > 1.0), None)
-    return Course(next(iter(at["pending"]), None), next(iter(firing), None), over)
+    return Course(next(iter(at["pending"]), None), next(iter(firing), None), first_end(firing))
+
+
+def first_end(times: Sequence[float]) -> float | None:
+    """When something was over for the first time that was noted at these times, twice a second; None: it never was."""
+    return next((at + _LOOK_SECONDS for at, then in pairwise([*times, inf]) if then - at > 1.0), None)
 
 
 def _since(at: float | None, since: float) -> str:

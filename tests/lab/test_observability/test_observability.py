@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lab.dashboards.all import DASHBOARDS
-from lab.test_observability.alerts import alert_rules
+from lab.test_observability.alerts import alert_rules, first_end
 from lab.test_observability.faults_by_itself import BY_ITSELF
 from lab.test_observability.faults_under_load import UNDER_LOAD
 from lab.test_observability.panels import Shown, problems, substituted
@@ -35,6 +35,12 @@ def test_a_time_is_shortened_by_so_much() -> None:
 def test_every_alert_has_a_fault_and_only_one() -> None:
     driven = [alert for fault in (*UNDER_LOAD, *BY_ITSELF) for alert in fault.alerts]
     assert sorted(driven) == sorted(alert_rules())
+
+
+def test_the_end_of_an_alert_is_where_it_pauses() -> None:
+    assert first_end([]) is None
+    assert first_end([5.0, 5.5, 6.0]) == 6.5
+    assert first_end([5.0, 5.5, 9.0, 9.5]) == 6.0
 
 
 def test_a_query_is_asked_with_nothing_chosen() -> None:
