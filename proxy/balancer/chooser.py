@@ -138,7 +138,7 @@ class Chooser:
         return chosen
 
     def _slowed(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> list[int]:
-        load = request.load(self._role)
+        load = self.policy.cost_of(candidates[0].backend, request)
         cost = self._per_compute * load.compute + self._per_kv * load.kv
         percents = [candidate.share_percent for candidate in candidates]
         return slow_start.slowed(weights, percents, max(1, cost))

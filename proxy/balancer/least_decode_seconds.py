@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
 from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
-from proxy.balancer.policies import LeastLoad
+from proxy.balancer.policies import LeastTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ class _Bounds:
         self.is_open = not self.has_kv and min(self.streams, default=_ANY) == _ANY
 
 
-class LeastDecodeSeconds(LeastLoad):
+class LeastDecodeSeconds(LeastTokens):
     """For decoders."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:

@@ -8,29 +8,25 @@ who come after it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from proxy.backend import Load, Role
+from proxy.backend import Load
 from proxy.balancer.pick import Prediction
-from proxy.balancer.policies import LeastLoad
-from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
-from proxy.balancer.prefiller import Prefiller, hear
+from proxy.balancer.policies import LeastTokens
+from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.prefiller import Prefiller
+from proxy.balancer.prefillers import Asked, Prefillers, ask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-    from proxy.balancer.prefiller import Sample
 
 # Differences that predictions cannot tell.
 _TIE_SHARE: Final = 0.05
 _TIE_SECONDS: Final = 0.02
-# Shorter prompts are not looked up: to compute them anew takes hardly longer.
-_LEAST_TOKENS: Final = 256
 # Of a first turn's prompt, the pieces that another one of the same kind shares with it.
 _KIND_PIECES: Final = 8
 # The share of busy backends over that of idle ones, at most; and how fast the share is followed.
@@ -38,32 +34,12 @@ _MOST_CROWDING: Final = 6.0
 _BUSY_STEP: Final = 0.02
 # Weights are 10 for a token of compute: see policies.WEIGHTS.
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
-# Those who wait are as many at most, unless they are not going to be chosen for.
-_MOST_ASKED: Final = 2048
-# More answers than one in such a time teach nothing new.
-_LESSON_SECONDS: Final = 0.02
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request that is chosen for, or waits to be, and what it takes each backend."""
-
-    request: PickRequest
-    keys: Sequence[int]
-    ends: Sequence[float]
-    """Tokens up to the end of each piece."""
-    tokens: int
-    """Of the prompt."""
-    there: dict[Prefiller, tuple[int, int, float]] = field(default_factory=dict)
-    """The version of what is known of a backend, the pieces that are cached there, and seconds."""
-
-
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
-_Choice = tuple["PickRequest", Prefiller, _Asked, int, float]
+_Choice = tuple["PickRequest", Prefiller, Asked, int, float]
 
 
-class LeastSeconds(LeastLoad):
-    """For prefillers; other roles get the least load in tokens."""
+class LeastSeconds(LeastTokens):
+    """For prefillers."""
 
     crowding = 1.0
     """How much a prompt's own work counts for those behind it; 0: it does not."""
@@ -74,15 +50,10 @@ class LeastSeconds(LeastLoad):
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
-        self._cost = PrefillCost()
-        self._prefillers: dict[Backend, Prefiller] = {}
-        self._by_slot: dict[int, Prefiller] = {}
-        self._seen: Sequence[Candidate] = ()  # the candidates of the last time, and what is known of them
-        self._seen_prefillers: list[Prefiller] = []
-        self._seen_slots: list[int] = []
+        self._prefillers = Prefillers(self.context)
         self._busy = 0.0
-        self._next_lesson = 0.0
-        self._asked: OrderedDict[int, _Asked] = OrderedDict()  # who waits, by the subject's id
+        self._has_room_everywhere = False
+        self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
         self._chosen: _Choice | None = None
 
@@ -92,22 +63,21 @@ class LeastSeconds(LeastLoad):
         """The soonest done; of those that cannot be told apart the one to which prompts that begin alike go, or which
         is least loaded.
         """
-        if candidates[0].backend.role is Role.DECODE:
-            return super().choose(candidates, request)
-        prefillers = self._known(candidates)
+        prefillers = self._prefillers.known(candidates)
         decided, self._decided = self._decided, None
         if decided is not None and decided[0] is (request.subject or request):
             both = zip(candidates, prefillers, strict=True)
             if free := [candidate for candidate, prefiller in both if prefiller in decided[1]]:
                 candidates = free
-                prefillers = [self._prefillers[candidate.backend] for candidate in free]
-        asked = self._asked.get(id(request.subject)) or self._ask(request)
+                prefillers = [self._prefillers.of(candidate.backend) for candidate in free]
+        asked = self._asked.get(id(request.subject or request)) or ask(request)
         now = self.context.clock()
         waits = [
             prefiller.left(candidate.weight * _SECONDS_PER_WEIGHT, now) if candidate.weight else 0.0
             for candidate, prefiller in zip(candidates, prefillers, strict=True)
         ]
-        scores, near = self._scores(prefillers, waits, asked)
+        work = self._prefillers.work(prefillers, asked)
+        scores, near = self._scores(waits, work)
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             place = equal[0]
@@ -119,119 +89,103 @@ class LeastSeconds(LeastLoad):
         else:
             kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
             place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
-        self._chosen = request, prefillers[place], asked, *self._own(prefillers[place], asked)
+        hit = asked.there[prefillers[place]][1] if asked.keys else 0
+        self._chosen = request, prefillers[place], asked, hit, work[place]
         return candidates[place]
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """The predicted seconds, in what they are in tokens."""
-        load = request.load(backend.role)
-        if backend.role is Role.DECODE or request.subject is None:
-            return load
-        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), load.kv)
-
-    def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
-        """What is known of a backend that was chosen, by whomever, and of the request."""
+        if request.subject is None:
+            return request.prefill
         chosen = self._chosen
         if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            prefiller, asked = self._of(backend), self._ask(request)
-            chosen = self._chosen = request, prefiller, asked, *self._own(prefiller, asked)
-        return chosen
+            chosen = self._choice(backend, request)
+        return Load(round(chosen[4] / SECONDS_PER_LOAD), request.prefill.kv)
+
+    def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
+        """What is known of a backend that was chosen by somebody else, and of the request."""
+        prefiller, asked = self._prefillers.of(backend), ask(request)
+        self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
+        return self._chosen
 
     # What becomes of it
 
     def dispatched(self, backend: Backend, request: PickRequest) -> Prediction | None:
         """What is under way counts as cached, or a burst with one prompt would scatter."""
-        if backend.role is Role.DECODE:
-            return None
-        _, prefiller, asked, hit, seconds = self._choice(backend, request)
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
+            chosen = self._choice(backend, request)
+        _, prefiller, asked, hit, seconds = chosen
         self._chosen = None
         now = self.context.clock()
         wait = prefiller.left(prefiller.charge * SECONDS_PER_LOAD, now) if prefiller.charge else 0.0
         prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
-        if self._asked:
-            self._asked.pop(id(request.subject), None)
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
         cached = asked.ends[hit - 1] if hit else 0.0
-        expected = self._cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+        expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
         return Prediction(wait + expected, int(cached))
 
     def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
         """What the backend says of the prompt."""
-        if cached_tokens is not None and backend in self._prefillers:
-            self._prefillers[backend].tell(id(request), prompt_tokens, cached_tokens)
+        if cached_tokens is not None:
+            self._prefillers.by_key[backend.key].tell(id(request), prompt_tokens, cached_tokens)
 
     def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
         """An answer teaches how long prompts take and what is cached."""
-        prefiller = self._prefillers.get(backend)
-        if prefiller is None:
-            return
+        prefiller = self._prefillers.by_key[backend.key]
         sample = prefiller.end(id(request), served, self.context.clock())
         if sample is not None:
-            self._learn(prefiller, sample)
-
-    def _learn(self, prefiller: Prefiller, sample: Sample) -> None:
-        now = self.context.clock()
-        if now >= self._next_lesson:
-            self._next_lesson = now + _LESSON_SECONDS
-            self._cost.learn(prefiller.backend, *sample)
-            prefiller.slowness = self._cost.slowness(prefiller.backend)
+            self._prefillers.learn(prefiller, sample)
 
     def emptied(self, backend: Backend) -> None:
         """What it had in its cache is gone."""
-        if backend in self._prefillers:
-            self._prefillers[backend].emptied()
+        self._prefillers.of(backend).emptied()
 
     @property
     def remembered(self) -> int:
         """Of all prefillers."""
-        return sum(len(prefiller.cached) for prefiller in self._prefillers.values())
+        return self._prefillers.remembered
 
     # The queue in front of all
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether a prompt that went to one of them now would begin almost at once."""
-        if candidates[0].backend.role is Role.DECODE:
-            return super().has_room(candidates)
-        prefillers = self._known(candidates)
-        loads = candidates[0].scoreboard.compute(self._seen_slots)
-        if 0 in loads:
+        prefillers = self._prefillers.known(candidates)
+        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
+        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
+        if not any(loads):
+            self._has_room_everywhere = True
             return True
-        now = self.context.clock()
-        return any(map(self._is_free, candidates, prefillers, self._waits(prefillers, loads, now), loads))
+        waits = self._waits(prefillers, loads, self.context.clock())
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        self._has_room_everywhere = False not in free
+        return True in free
 
     def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether it would begin almost at once on any of them."""
-        if candidates[0].backend.role is Role.DECODE:
-            return True
-        prefillers = self._known(candidates)
-        loads = candidates[0].scoreboard.compute(self._seen_slots)
-        if not any(loads):
-            self._busy -= _BUSY_STEP * self._busy
-            return True
-        now = self.context.clock()
-        return all(map(self._is_free, candidates, prefillers, self._waits(prefillers, loads, now), loads))
+        """What `has_room` has found, which was asked just before."""
+        return self._has_room_everywhere
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """What a prompt takes where it takes least; a decoder's work is not known."""
-        if candidates[0].backend.role is Role.DECODE:
-            return 0.0
-        asked = self._wait(request)
-        return min(self._own(prefiller, asked)[1] for prefiller in self._known(candidates))
+        """What a prompt takes where it takes least. It waits from now on."""
+        asked = self._asked[id(request.subject or request)] = ask(request)
+        return min(self._prefillers.work(self._prefillers.known(candidates), asked))
+
+    def waits_no_more(self, request: PickRequest) -> None:
+        """What was worked out for it is not needed any more."""
+        self._asked.pop(id(request.subject or request), None)
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """The first that is soonest done where there is room. Those before it wait for what they will be done sooner
         with, each behind those that wait for the same.
         """
-        if candidates[0].backend.role is Role.DECODE:
-            return 0
-        prefillers = self._known(candidates)
-        loads = candidates[0].scoreboard.compute(self._seen_slots)
+        prefillers = self._prefillers.known(candidates)
+        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
         waits = self._waits(prefillers, loads, self.context.clock())
-        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         for place, request in enumerate(waiting):
-            asked = self._wait(request)
-            scores, near = self._scores(prefillers, waits, asked)
+            asked = self._asked.get(id(request.subject or request)) or ask(request)
+            work = self._prefillers.work(prefillers, asked)
+            scores, near = self._scores(waits, work)
             best = [
                 prefiller
                 for prefiller, score, is_free in zip(prefillers, scores, free, strict=True)
@@ -241,7 +195,7 @@ class LeastSeconds(LeastLoad):
                 self._decided = request.subject or request, best
                 return place
             soonest = scores.index(min(scores))
-            waits[soonest] += self._own(prefillers[soonest], asked)[1]
+            waits[soonest] += work[soonest]
         return None
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
@@ -254,74 +208,15 @@ class LeastSeconds(LeastLoad):
         if limit == 1:
             return False
         # What other workers have sent there is not told in tokens.
-        others = max(0, load - prefiller.charge) * SECONDS_PER_LOAD / max(1e-9, self._cost.shape[1])
+        others = max(0, load - prefiller.charge) * SECONDS_PER_LOAD / max(1e-9, self._prefillers.cost.shape[1])
         return prefiller.computing + others < self.batch_tokens
 
-    # What is known
+    # How
 
-    def _known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
-        """Of each of them."""
-        if candidates is not self._seen:
-            self._seen = candidates
-            self._seen_prefillers = [self._of(candidate.backend) for candidate in candidates]
-            self._seen_slots = [candidate.backend.slot for candidate in candidates]
-        journal = self.context.journal
-        if journal is not None and journal.has_news:
-            for prefiller, sample in hear(journal, self._by_slot):
-                self._learn(prefiller, sample)
-        return self._seen_prefillers
-
-    def _of(self, backend: Backend) -> Prefiller:
-        known = self._prefillers.get(backend)
-        if known is None:
-            known = Prefiller(backend, journal=self.context.journal)
-            self._prefillers[backend] = self._by_slot[backend.slot] = known
-        return known
-
-    def _wait(self, request: PickRequest) -> _Asked:
-        """What is known of a request, worked out once while it waits."""
-        subject = request.subject or request
-        asked = self._asked.get(id(subject))
-        if asked is None or (asked.request.subject or asked.request) is not subject:
-            asked = self._asked[id(subject)] = self._ask(request)
-            if len(self._asked) > _MOST_ASKED:
-                self._asked.popitem(last=False)
-        return asked
-
-    def _ask(self, request: PickRequest) -> _Asked:
-        tokens = request.prompt_tokens
-        if tokens < _LEAST_TOKENS or not (prefix := request.prefix_keys).keys:
-            return _Asked(request, (), (), tokens)
-        per_byte = tokens / prefix.sizes[-1]
-        return _Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)
-
-    def _own(self, prefiller: Prefiller, asked: _Asked) -> tuple[int, float]:
-        """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
-        known = asked.there.get(prefiller)
-        if known is None or known[0] != prefiller.version:
-            if asked.request.subject is None:  # what is only passed on
-                hit, seconds = 0, asked.request.prefill.compute * SECONDS_PER_LOAD
-            else:
-                prefixes = prefiller.cached
-                hit = prefixes.hit(asked.keys)
-                cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
-                seconds = self._cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
-            known = asked.there[prefiller] = prefiller.version, hit, seconds
-        return known[1], known[2]
-
-    def _scores(
-        self, prefillers: Sequence[Prefiller], waits: Sequence[float], asked: _Asked
-    ) -> tuple[list[float], float]:
-        """The wait at each of them and what the prompt adds; and up to where they cannot be told from the least."""
+    def _scores(self, waits: Sequence[float], work: Sequence[float]) -> tuple[list[float], float]:
+        """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least."""
         counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
-        if asked.keys or asked.request.subject is None:
-            scores = [
-                wait + counts * self._own(prefiller, asked)[1]
-                for prefiller, wait in zip(prefillers, waits, strict=True)
-            ]
-        else:
-            counts *= self._cost.seconds(asked.tokens, 0.0)
-            scores = [wait + counts * prefiller.slowness for prefiller, wait in zip(prefillers, waits, strict=True)]
+        scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
         least = min(scores)
         return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
 

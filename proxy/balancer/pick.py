@@ -165,10 +165,10 @@ class PolicyContext:
     """Seconds."""
     facts: Callable[[Backend], EngineFacts | None] = _unknown
     """What the engine says of itself; None: nothing yet."""
-    journal: Seat | None = None
-    """Where a policy tells those of the other workers what they should know; None: there are no others."""
     role: Role = Role.PREFILL
     """Whom it chooses."""
+    journal: Seat | None = None
+    """Where a policy tells those of the other workers what they should know; None: there are no others."""
     elsewhere: Callable[[Backend], int] | None = None
     """Requests that a backend works on for other workers; None: there are none."""
 
@@ -251,12 +251,19 @@ class Policy(ABC):
         return any(candidate.has_room for candidate in candidates)
 
     def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether a request that nobody is in front of goes now, wherever it is sent; False: `first_to_go` is asked."""
+        """Whether a request that nobody is in front of goes now, wherever it is sent; False: `first_to_go` is asked.
+        `has_room` was asked just before.
+        """
         return False
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn."""
+        """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn. It waits
+        from now on.
+        """
         return 0.0
+
+    def waits_no_more(self, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
+        """It has left the queue: for a lease, or for good."""
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait, in their order, the place of the first that should go now; None: all had better wait for

@@ -28,9 +28,8 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
     generator that workers inherit makes all of them choose alike.
     """
     is_decode = context is not None and context.role is Role.DECODE
-    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(
-        (DECODE_POLICIES if is_decode else POLICIES)[name]
-    )
+    table = DECODE_POLICIES if is_decode else POLICIES
+    kind: Callable[[PolicyContext | None], Policy] = pkgutil.resolve_name(table[name])
     return kind(context)
 
 
@@ -55,7 +54,7 @@ class _Turns(Policy):
         return candidates[(place + self.context.worker) % len(candidates)]
 
 
-class LeastLoad(_Turns):
+class LeastTokens(_Turns):
     """The least loaded; equal ones take turns, so that an idle pool does not send everything to its first member."""
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:

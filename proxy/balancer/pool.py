@@ -247,12 +247,17 @@ class Pool:
         """Whether the policy has a say in who had better wait."""
         return self._chooser.holds_queue
 
+    def waits_no_more(self, request: PickRequest) -> None:
+        """It has left the queue: for a lease, or for good."""
+        self._chooser.policy.waits_no_more(request)
+
     def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether a request that nobody is in front of goes now, by the policy, where there is room."""
+        """Whether a request that nobody is in front of goes now, by the policy, where there is room: `has_room` was
+        asked just before.
+        """
         chooser = self._chooser
         if not chooser.holds_queue:
             return True
-        self._members.refresh()
         return bool(self._members.awaiting_trial) or chooser.lets_go(request)
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:

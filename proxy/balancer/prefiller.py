@@ -104,7 +104,11 @@ class Prefiller:
         cached = ends[hit - 1] if hit else 0.0
         prefixes = self.cached
         odometer = prefixes.odometer
-        known = prefixes.use(keys, ends, tokens - cached)
+        known: Sequence[float | None] = ()
+        if keys:
+            known = prefixes.use(keys, ends, tokens - cached)
+        else:
+            prefixes.odometer += tokens
         if self.journal is not None:
             self._write(_Kind.SENT, keys, (now, seconds, tokens - cached, *ends))
         charge = round(seconds / SECONDS_PER_LOAD)

@@ -52,6 +52,9 @@ class LineUp(Protocol):
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes: of one key's units those with less work go first, see _AGEING."""
 
+    def waits_no_more(self, request: PickRequest) -> None:
+        """One whose `work_seconds` were asked for has left the queue: to be served, or for good."""
+
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """The first that should go now, to where there is room; None: all had better wait."""
 
@@ -68,6 +71,9 @@ class InTurn:
     def work_seconds(self, request: PickRequest) -> float:
         """All the same."""
         return 0.0
+
+    def waits_no_more(self, request: PickRequest) -> None:
+        """Nothing was worked out."""
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """The first."""
@@ -215,8 +221,6 @@ class Admission:
         entry.arrived = self._clock()
         entry.turn = loop.create_future()
         entry.rank = _AGEING * entry.arrived
-        if entry.request is not None:
-            entry.rank += self._line_up.work_seconds(entry.request)
         self._join(entry)
         try:
             while True:
@@ -239,6 +243,8 @@ class Admission:
             gives_way = self._dispensable(entry.key)
             if gives_way is None:
                 raise _queue_full()
+        if entry.request is not None:
+            entry.rank += self._line_up.work_seconds(entry.request)
         if not self._lines:
             self._on_wait(True)
         line = self._lines.get(entry.key)
@@ -258,6 +264,8 @@ class Admission:
 
     def _part(self, entry: Entry) -> None:
         """Take it out of the queue, whatever the reason."""
+        if entry.request is not None:
+            self._line_up.waits_no_more(entry.request)
         line = self._lines[entry.key]
         line.remove(entry)
         if not entry.is_patient:

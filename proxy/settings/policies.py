@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Final
 
 POLICIES: Final = {
-    "least_load": "proxy.balancer.policies:LeastLoad",
-    "least_seconds": "proxy.balancer.least_seconds:LeastSeconds",
+    "least_load": "proxy.balancer.least_seconds:LeastSeconds",
+    "least_tokens": "proxy.balancer.policies:LeastTokens",
     "round_robin": "proxy.balancer.policies:RoundRobin",
     "power_of_two": "proxy.balancer.policies:PowerOfTwo",
     "random": "proxy.balancer.policies:Random",
 }
-DECODE_POLICIES: Final = POLICIES | {"least_seconds": "proxy.balancer.least_decode_seconds:LeastDecodeSeconds"}
+DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.least_decode_seconds:LeastDecodeSeconds"}
 """The same for decoders: what they do is not what prefillers do."""
 
 

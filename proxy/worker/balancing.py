@@ -63,9 +63,9 @@ def build_balancing(basis: Basis) -> Balancing:
     def pool(role: Role) -> Pool:
         context = PolicyContext(
             worker=basis.index,
+            role=role,
             facts=lambda backend: health.of(backend).facts,
             journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
-            role=role,
             elsewhere=shared.scoreboard.elsewhere(row),
         )
         made = Pool(
@@ -156,7 +156,7 @@ def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Call
 
 def _policy_name(settings: Settings, role: Role) -> str:
     if role is Role.ENCODE:
-        return "least_load"
+        return "least_tokens"
     return settings.balance.prefill_policy if role is Role.PREFILL else settings.balance.decode_policy
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from proxy.backend import Load, Role
 from proxy.balancer.health import Health, Transition
+from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
@@ -36,10 +37,10 @@ class Balancer:
         self.prefillers = self.pool(Role.PREFILL)
         self.decoders = self.pool(Role.DECODE)
 
-    def pool(self, role: Role, policy: str = "least_load", max_running: int | None = None) -> Pool:
+    def pool(self, role: Role, policy: str = "least_tokens", max_running: int | None = None) -> Pool:
         return Pool(
             role,
-            policy=make_policy(policy),
+            policy=make_policy(policy, PolicyContext(role=role)),
             scoreboard=self.scoreboard,
             row=self.row,
             roster=self.roster,

@@ -11,7 +11,7 @@ import pytest
 from proxy.backend import Load
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies import LeastLoad
+from proxy.balancer.policies import LeastTokens
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decid
         assert lease.move((), failed(two)) == three
 
 
-class Listening(LeastLoad):
+class Listening(LeastTokens):
     """Notes what it is told of prompts."""
 
     def __init__(self) -> None:

@@ -93,9 +93,9 @@ def decoders(balancer: Balancer) -> Decoders:
     return Decoders(balancer)
 
 
-def test_it_is_what_decoders_get_by_the_name_of_least_seconds() -> None:
-    assert isinstance(make_policy("least_seconds", PolicyContext(role=Role.DECODE)), LeastDecodeSeconds)
-    assert not isinstance(make_policy("least_seconds", PolicyContext(role=Role.PREFILL)), LeastDecodeSeconds)
+def test_it_is_what_decoders_get_by_the_name_of_least_load() -> None:
+    assert isinstance(make_policy("least_load", PolicyContext(role=Role.DECODE)), LeastDecodeSeconds)
+    assert not isinstance(make_policy("least_load", PolicyContext(role=Role.PREFILL)), LeastDecodeSeconds)
 
 
 def test_an_answer_goes_where_the_fewest_are_written_however_long_their_prompts_are(decoders: Decoders) -> None:

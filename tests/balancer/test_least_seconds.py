@@ -123,7 +123,7 @@ def test_unknown_prompts_are_charged_as_least_load_charges_them(prefillers: Pref
 def test_what_failed_is_not_thought_to_be_cached(prefillers: Prefillers) -> None:
     with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
         raise RuntimeError
-    cached = prefillers.policy._of(lease.backend).cached
+    cached = prefillers.policy._prefillers.of(lease.backend).cached
     assert cached.hit([1, 2, 3]) == 0
 
 
@@ -194,7 +194,7 @@ def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(pr
 
 
 def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
-    pool = balancer.pool(Role.DECODE, "least_seconds")
+    pool = balancer.pool(Role.DECODE, "least_load")
     first = pool.lease(prompt(1, 2, 3, 4)).__enter__()
     assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
     assert pool.lease(prompt(1, 2)).__enter__().backend != first.backend
@@ -229,13 +229,15 @@ def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None
     candidates = other.pool._chooser.candidates
     for number in range(40):
         one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
-        other.policy._known(candidates)  # it listens
+        other.policy._prefillers.known(candidates)  # it listens
     failed = one.begin(prompt(7, 8, 9))
     failed.__exit__(RuntimeError, RuntimeError(), None)
     for place in range(20):
         one.serve(prompt(*range(1, 6)), cached=0 if place else None)
     assert other.policy.work_seconds(candidates, prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
-    for mine, its in zip(one.policy._known(candidates), other.policy._known(candidates), strict=True):
+    for mine, its in zip(
+        one.policy._prefillers.known(candidates), other.policy._prefillers.known(candidates), strict=True
+    ):
         assert its.cached.hit([7, 8, 9]) == mine.cached.hit([7, 8, 9]) == 0
         assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
         assert its.cached.trust == mine.cached.trust
@@ -251,9 +253,11 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
     other.policy.batch_tokens = 0
     other.pool.backends()
     candidates = other.pool._chooser.candidates
-    other.policy._known(candidates)
+    other.policy._prefillers.known(candidates)
     waits = other.policy._waits(
-        other.policy._known(candidates), other.scoreboard.compute(other.policy._seen_slots), other.clock()
+        other.policy._prefillers.known(candidates),
+        other.scoreboard.compute(other.policy._prefillers.slots),
+        other.clock(),
     )
     assert all(0.2 < wait < 1.2 for wait in waits)
     for lease in leases:
@@ -265,7 +269,7 @@ def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefil
     assert prefillers.policy.remembered
     balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
     prefillers.pool.backends()
-    assert prefillers.policy._of(gone).cached.hit([1, 2, 3]) == 0
+    assert prefillers.policy._prefillers.of(gone).cached.hit([1, 2, 3]) == 0
     assert not prefillers.policy.remembered
 
 

@@ -138,7 +138,7 @@ def prefillers(board: Scoreboard, pinned_kv: PinnedKv) -> tuple[Pool, Roster]:
     roster = Roster([("p", 0), ("p", 1)], [], board)
     pool = Pool(
         Role.PREFILL,
-        policy=make_policy("least_load"),
+        policy=make_policy("least_tokens"),
         scoreboard=board,
         row=board.row(0),
         roster=roster,

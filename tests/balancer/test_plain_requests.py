@@ -145,7 +145,7 @@ def test_it_gets_the_backend_that_it_would_get_if_it_avoided_one_of_another_role
 
 @given(st.lists(st.tuples(steps, places), max_size=6))
 def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps, int]]) -> None:
-    short, general = (Side("least_load", 1, 0, None) for _ in range(2))
+    short, general = (Side("least_tokens", 1, 0, None) for _ in range(2))
     for some, place in happened:
         for side in (short, general):
             for step, at, amount in some:
@@ -161,7 +161,7 @@ def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps
 
 
 def test_it_gets_what_time_alone_has_changed() -> None:
-    side = Side("least_load", 1, 0, None)
+    side = Side("least_tokens", 1, 0, None)
     plain = PickRequest.of(Load(compute=1))
     side.pinned_kv.pin(side.backend(0), 100, 15.0)
     assert [taken(side.pool, plain) for _ in range(3)] == [("d:1", 0), ("d:2", 0), ("d:1", 0)]
@@ -175,7 +175,7 @@ def test_it_gets_what_time_alone_has_changed() -> None:
 
 
 def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
-    side = Side("least_load", 1, 0, None)
+    side = Side("least_tokens", 1, 0, None)
     for place in range(BACKENDS):
         side.probe(place, 1)
     side.pool.eligible()
@@ -187,7 +187,7 @@ def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
 
 
 def test_its_success_is_not_that_of_the_next_backend_in_the_slot() -> None:
-    side = Side("least_load", 1, 0, None)
+    side = Side("least_tokens", 1, 0, None)
     old = side.backend(0)
     side.replace(0, 0)
     new = next(backend for backend in side.pool.backends() if backend.host == "e")

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-from proxy.balancer.policies import WEIGHTS, LeastLoad, PowerOfTwo, Random, RoundRobin, make_policy
+from proxy.balancer.policies import WEIGHTS, LeastTokens, PowerOfTwo, Random, RoundRobin, make_policy
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.settings import POLICIES
 
@@ -46,23 +46,23 @@ def test_idle_backends_all_get_work(name: str) -> None:
     assert {choose(policy, EIGHT, IDLE) for _ in range(500)} == set(EIGHT)
 
 
-def test_least_load_takes_the_lowest_weight() -> None:
-    assert choose(LeastLoad(), EIGHT, [5, 4, 3, 2, 1, 2, 3, 4]) == EIGHT[4]
+def test_least_tokens_takes_the_lowest_weight() -> None:
+    assert choose(LeastTokens(), EIGHT, [5, 4, 3, 2, 1, 2, 3, 4]) == EIGHT[4]
 
 
-def test_least_load_takes_equal_backends_in_turn() -> None:
-    policy = LeastLoad()
+def test_least_tokens_takes_equal_backends_in_turn() -> None:
+    policy = LeastTokens()
     assert [choose(policy, EIGHT, IDLE) for _ in range(16)] == EIGHT * 2
 
 
-def test_least_load_takes_turns_only_among_the_least_loaded() -> None:
-    policy = LeastLoad()
+def test_least_tokens_takes_turns_only_among_the_least_loaded() -> None:
+    policy = LeastTokens()
     weights = [7, 0, 7, 0, 7, 7, 7, 0]
     assert [choose(policy, EIGHT, weights).port for _ in range(5)] == [1, 3, 7, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [LeastLoad(), RoundRobin()])
-def test_turns_go_on_when_candidates_leave_and_come_back(policy: LeastLoad | RoundRobin) -> None:
+@pytest.mark.parametrize("policy", [LeastTokens(), RoundRobin()])
+def test_turns_go_on_when_candidates_leave_and_come_back(policy: LeastTokens | RoundRobin) -> None:
     assert [choose(policy, EIGHT, IDLE).port for _ in range(3)] == [0, 1, 2]
     fewer = EIGHT[:3] + EIGHT[5:]
     assert choose(policy, fewer, [0] * 6).port == 5

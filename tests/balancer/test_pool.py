@@ -105,7 +105,7 @@ def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
     assert told == [(one, HealthState.EJECTED, "connect"), (one, HealthState.PROBATION, None)]
 
 
-@pytest.mark.parametrize("policy", ["least_load", "round_robin"])
+@pytest.mark.parametrize("policy", ["least_tokens", "round_robin"])
 def test_short_requests_one_after_the_other_reach_all_of_eight_equal_backends(policy: str) -> None:
     scoreboard = Scoreboard(slots=8)
     roster = Roster([], [("d", port) for port in range(8)], scoreboard)
@@ -191,7 +191,7 @@ class Pressed:
         self.roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pool = Pool(
             Role.DECODE,
-            policy=make_policy("least_load"),
+            policy=make_policy("least_tokens"),
             scoreboard=scoreboard,
             row=scoreboard.row(0),
             roster=self.roster,
@@ -400,7 +400,7 @@ def shares(balancer: Balancer, policy: str) -> dict[str, int]:
     ("policy", "at_once", "later"),
     [
         # Of what both have the one that came back has 10 % to 100 %, and 55 to 100.
-        ("least_load", (36, 37), (141, 143)),
+        ("least_tokens", (36, 37), (141, 143)),
         ("power_of_two", (30, 45), (135, 150)),
         # It is left out 9 times of 10, and otherwise chosen every second time; then 45 times of 100.
         ("round_robin", (20, 60), (90, 155)),
@@ -481,7 +481,7 @@ def test_the_limit_is_what_the_engine_said_unless_it_is_configured(balancer: Bal
         assert balancer.decoders.has_room()
         down(balancer, two)
         assert not balancer.decoders.has_room()
-        balancer.decoders.use(make_policy("least_load"))
+        balancer.decoders.use(make_policy("least_tokens"))
         balancer.decoders.configure(PoolLimits(max_running=5))
         assert balancer.decoders.limit(one) == 5
         assert balancer.decoders.has_room()

@@ -89,7 +89,7 @@ async def test_policies_that_do_not_look_at_prompts_pay_nothing_for_their_keys(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Prompt, "_computed", None)
-    gateway = await deploy()
+    gateway = await deploy(balance={"prefill_policy": "least_tokens"})
     assert (await gateway.ask(turn(LONG))).is_done
 
 

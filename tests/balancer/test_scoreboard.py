@@ -169,7 +169,7 @@ def test_a_pool_chooses_around_the_load_of_another_gateway() -> None:
     roster = Roster([], [("d", 1), ("d", 2)], board)
     pool = Pool(
         Role.DECODE,
-        policy=make_policy("least_load"),
+        policy=make_policy("least_tokens"),
         scoreboard=board,
         row=board.row(0),
         roster=roster,

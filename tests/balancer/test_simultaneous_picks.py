@@ -35,7 +35,7 @@ class Workers:
 
     count: int
     backends: int
-    policy: str = "least_load"
+    policy: str = "least_tokens"
     scoreboard: Scoreboard = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Workers:
         return [backend.slot for backend in chosen]
 
 
-@pytest.mark.parametrize("policy", ["least_load", "round_robin"])
+@pytest.mark.parametrize("policy", ["least_tokens", "round_robin"])
 @pytest.mark.parametrize(("workers", "backends"), [(2, 2), (4, 8), (8, 8), (3, 20)])
 def test_workers_that_pick_at_once_take_different_ones_of_equal_backends(
     policy: str, workers: int, backends: int

@@ -14,9 +14,11 @@ from tests.asking import until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from proxy.balancer.prefiller import Prefiller
     from tests.conftest import Deploy
+    from tests.deployment import Deployment
 
-BY_SECONDS = {"prefill_policy": "least_seconds"}
+BY_SECONDS = {"prefill_policy": "least_load"}
 WITH_PREFILLERS = [name for name in CONNECTORS if CONNECTOR_TRAITS[name].needs_prefillers]
 
 
@@ -41,14 +43,21 @@ async def test_the_turns_of_a_conversation_are_prefilled_by_one_engine(deploy: D
     assert sum(map(len, by_engine)) == 3, "no conversation was on two engines"
 
 
+def known(gateway: Deployment) -> list[Prefiller]:
+    """What the policy knows of each prefiller."""
+    pool = gateway.worker.pools.prefill
+    policy: Any = pool.policy
+    return [policy._prefillers.of(backend) for backend in pool.backends()]
+
+
 async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, balance=BY_SECONDS)
     for turns in range(6):
         assert (await gateway.ask(turn(1, turns))).is_done
     policy: Any = gateway.worker.pools.prefill.policy
-    (prefiller,) = policy._prefillers.values()
+    (prefiller,) = known(gateway)
     assert prefiller.cached.trust > 0.85
-    assert policy._cost.samples > 0
+    assert policy._prefillers.cost.samples > 0
 
 
 async def test_what_was_predicted_is_told_beside_what_came_true(
@@ -96,9 +105,8 @@ async def test_an_answer_that_fails_leaves_nothing_in_the_index(deploy: Deploy) 
     gateway = await deploy(1, 1, balance=BY_SECONDS, retry={"max_attempts": 1})
     gateway.prefillers[0].faults.add("refuse_status", status=500)
     assert (await gateway.ask(turn(1, 2))).status == 500
-    policy: Any = gateway.worker.pools.prefill.policy
-    assert [len(prefiller.cached) for prefiller in policy._prefillers.values()] == [0]
-    assert not any(prefiller.is_busy for prefiller in policy._prefillers.values())
+    assert [len(prefiller.cached) for prefiller in known(gateway)] == [0]
+    assert not any(prefiller.is_busy for prefiller in known(gateway))
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing(deploy: Deploy) -> None:

@@ -89,7 +89,7 @@ class Gateway:
         self.pools = {
             role: Pool(
                 role,
-                policy=make_policy("least_load"),
+                policy=make_policy("least_tokens"),
                 scoreboard=self.scoreboard,
                 row=row,
                 roster=self.roster,

@@ -92,7 +92,7 @@ async def deploy() -> AsyncIterator[Deploy]:
             roster = Roster(addresses[0], addresses[1], scoreboard)
 
             def pool(role: Role) -> Pool:
-                policy = make_policy("least_load")
+                policy = make_policy("least_tokens")
                 on_end = ends_of(ends)
                 return Pool(
                     role,

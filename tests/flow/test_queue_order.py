@@ -27,11 +27,15 @@ class Counter:
         self.clock = Clock()
         self.open: set[int] = set()
         self.served: list[str] = []
+        self.left: list[PickRequest] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.admission = Admission(Limits(), lambda: bool(self.open), Metrics(), self.clock, line_up=self)
 
     def work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill.compute)
+
+    def waits_no_more(self, request: PickRequest) -> None:
+        self.left.append(request)
 
     def lets_go(self, request: Callable[[], PickRequest]) -> bool:
         return self.first_to_go([request()]) is not None

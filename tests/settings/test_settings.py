@@ -546,7 +546,7 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ),
         (
             "--policy best",
-            "--policy must be 'least_load', 'least_seconds', 'round_robin', 'power_of_two' or 'random', not 'best'",
+            "--policy must be 'least_load', 'least_tokens', 'round_robin', 'power_of_two' or 'random', not 'best'",
         ),
         ("--max-retries 1.5", "--max-retries must be a valid integer, not '1.5'"),
         ("--config /nowhere.yaml", "/nowhere.yaml cannot be read: no such file or directory"),

@@ -96,7 +96,7 @@ def _share_of_each(role: str) -> Panel:
     return Panel(
         title=f"Share of each instance: {role}",
         description=f"Of the requests that instances of role {role} were sent (pdproxy_instance_requests_total). "
-        "Under `least_load` those with longer prompts or answers get fewer; under `least_seconds` those "
+        "Under `least_tokens` those with longer prompts or answers get fewer; under `least_load` those "
         "with the cache get more.",
         unit="percentunit",
         width=12,
@@ -125,7 +125,7 @@ _CHOICE: Final = Row(
         Panel(
             title="Uneven: estimated load",
             description="The same of the tokens being worked on and held as KV cache (pdproxy_instance_load_tokens), "
-            "which is what `least_load` levels.",
+            "which is what `least_tokens` levels.",
             unit="none",
             decimals=2,
             queries=[Query(_spread("pdproxy_instance_load_tokens"), "{{role}}")],
@@ -134,7 +134,7 @@ _CHOICE: Final = Row(
         Panel(
             title="Found in the prefix cache",
             description="Share of prompt tokens that engines found in their cache (pdproxy_tokens_total): what a "
-            "choice by `least_seconds` is to raise.",
+            "choice by `least_load` is to raise.",
             unit="percentunit",
             highest=1,
             queries=[

@@ -94,7 +94,7 @@ _TRAFFIC: Final = Row(
         Panel(
             title="Load: computing",
             description="Estimated tokens that each instance is working on (pdproxy_instance_load_tokens): what "
-            "`least_load` levels among prefillers.",
+            "`least_tokens` levels among prefillers.",
             unit="short",
             width=12,
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="compute"'), _LEGEND)],
@@ -103,7 +103,7 @@ _TRAFFIC: Final = Row(
         Panel(
             title="Load: KV cache",
             description="Estimated tokens that each instance holds as KV cache (pdproxy_instance_load_tokens): what "
-            "`least_load` levels among decoders.",
+            "`least_tokens` levels among decoders.",
             unit="short",
             width=12,
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), _LEGEND)],

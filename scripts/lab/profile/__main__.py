@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
     options = parser.parse_args()
     if options.choosing:
-        print(choosing.table(("least_load", "least_seconds")))
+        print(choosing.table(("least_tokens", "least_load")))
         return
     seconds = options.seconds
     if not environment.provide(("py-spy",)):

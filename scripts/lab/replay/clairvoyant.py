@@ -2,7 +2,7 @@
 
 Not a bound that nothing can pass, for it does not plan, but what one could hope for who chooses for each request in its
 turn: the least sum of a prefiller's wait and what the prompt adds, which counts more the busier all are, with the queue
-held in front of them, as `least_seconds` does that has to guess.
+held in front of them, as `least_load` does that has to guess.
 """
 
 from __future__ import annotations

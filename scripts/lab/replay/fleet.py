@@ -169,10 +169,11 @@ class Replay:
         max_running_decode: int | None = None,
         tells_cached: bool = True,
         workers: int = 1,
+        gateways: int = 1,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of the gateway, any
-        of which gets a request. `on_end` is called at the end of each request.
+        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of each gateway.
+        Any of them gets a request; gateways know nothing of each other. `on_end` is called at the end of each request.
         """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
@@ -180,59 +181,65 @@ class Replay:
         self._tells_cached = tells_cached
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._scoreboard = Scoreboard(workers=workers, slots=fleet.prefillers + fleet.decoders)
-        journal = Journal(workers)
-        rng = random.Random(seed)
-        names = [("10.0.0.1", 7000 + number) for number in range(fleet.prefillers + fleet.decoders)]
-        roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], self._scoreboard)
-        health = Health(HealthChecks(), self._loop.time, rng)
+        self._scoreboards: list[Scoreboard] = []
+        rng = self._rng = random.Random(seed)
 
         decoder = EngineFacts(kv_tokens=fleet.decode_machine.decode.kv_tokens)
 
         def facts(backend: Backend) -> EngineFacts | None:
             return decoder if backend.role is Role.DECODE else None
 
-        def pool(worker: int, role: Role, make: MakePolicy, max_running: int | None) -> Pool:
-            row = self._scoreboard.row(worker)
-            context = PolicyContext(
-                worker,
-                rng=rng,
-                clock=self._loop.time,
-                facts=facts,
-                journal=journal.seat(worker) if workers > 1 else None,
-                role=role,
-                elsewhere=self._scoreboard.elsewhere(row),
-            )
-            return Pool(
-                role,
-                policy=make(context, self.engines),
-                scoreboard=self._scoreboard,
-                row=row,
-                roster=roster,
-                health=health,
-                limits=PoolLimits(max_running=max_running),
-                clock=self._loop.time,
-                rng=rng,
-            )
+        def gateway() -> list[Worker]:
+            scoreboard = Scoreboard(workers=workers, slots=fleet.prefillers + fleet.decoders)
+            self._scoreboards.append(scoreboard)
+            journal = Journal(workers)
+            names = [("10.0.0.1", 7000 + number) for number in range(fleet.prefillers + fleet.decoders)]
+            roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], scoreboard)
+            health = Health(HealthChecks(), self._loop.time, rng)
 
-        self.workers = [
-            Worker(
-                Pools(
-                    prefill=pool(worker, Role.PREFILL, prefill_policy, max_running_prefill),
-                    decode=pool(worker, Role.DECODE, decode_policy, max_running_decode),
-                ),
-                self._loop.time,
-            )
-            for worker in range(workers)
-        ]
-        self._rng = rng
+            def pool(worker: int, role: Role, make: MakePolicy, max_running: int | None) -> Pool:
+                row = scoreboard.row(worker)
+                context = PolicyContext(
+                    worker,
+                    rng=rng,
+                    clock=self._loop.time,
+                    facts=facts,
+                    journal=journal.seat(worker) if workers > 1 else None,
+                    role=role,
+                    elsewhere=scoreboard.elsewhere(row),
+                )
+                return Pool(
+                    role,
+                    policy=make(context, self.engines),
+                    scoreboard=scoreboard,
+                    row=row,
+                    roster=roster,
+                    health=health,
+                    limits=PoolLimits(max_running=max_running),
+                    clock=self._loop.time,
+                    rng=rng,
+                )
+
+            return [
+                Worker(
+                    Pools(
+                        prefill=pool(worker, Role.PREFILL, prefill_policy, max_running_prefill),
+                        decode=pool(worker, Role.DECODE, decode_policy, max_running_decode),
+                    ),
+                    self._loop.time,
+                )
+                for worker in range(workers)
+            ]
+
+        self.workers = [worker for _ in range(gateways) for worker in gateway()]
         self.pools = self.workers[0].pools
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
 
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with now."""
-        return self._scoreboard.load(backend.slot)
+        loads = [scoreboard.load(backend.slot) for scoreboard in self._scoreboards]
+        return Load(sum(load.compute for load in loads), sum(load.kv for load in loads))
 
     async def run(self, requests: Sequence[Request]) -> None:
         """All requests, each at its time, to their ends."""

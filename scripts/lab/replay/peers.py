@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Load
 from proxy.balancer.pick import Policy
-from proxy.balancer.policies import LeastLoad, RoundRobin
+from proxy.balancer.policies import LeastTokens, RoundRobin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ class _Knowing(Policy):
         return self._sent.tokens(candidate.backend, request) / max(1, request.prompt_tokens)
 
 
-class LeastRequests(LeastLoad):
+class LeastRequests(LeastTokens):
     """The fewest requests; equal ones take turns."""
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
@@ -153,7 +153,7 @@ class Dynamo(_Knowing):
         return Load(request.prompt_tokens - self._sent.tokens(backend, request), request.prompt_tokens)
 
 
-class LeastKv(LeastLoad):
+class LeastKv(LeastTokens):
     """Dynamo's decoders: the fewest blocks in use; equal ones take turns."""
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:

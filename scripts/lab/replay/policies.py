@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import Policy, PolicyContext
 
-OURS: Final = "least_seconds"
+OURS: Final = "least_load"
 TODAY: Final = "today"
 """Tokens are counted, for both roles: what the gateway did by default before it counted seconds."""
 CLAIRVOYANT: Final = "clairvoyant"
@@ -34,7 +34,7 @@ def policies(fleet: Fleet, decode_policy: str) -> dict[str, tuple[MakePolicy, Ma
         return Clairvoyant(engines, fleet.prefill_machine.cost, context)
 
     decoding = _blind(partial(ClairvoyantDecode, fleet.decode_machine))
-    today = {TODAY: (_of_table("least_load"), _of_table("least_load"))}
+    today = {TODAY: (_of_table("least_tokens"), _of_table("least_tokens"))}
     return own | today | others | {CLAIRVOYANT: (knowing, decoding)}
 
 

@@ -40,11 +40,11 @@ def replayed(fleet: Fleet) -> Callable[..., Replay]:
         requests: Sequence[Request], policy: MakePolicy | None = None, max_running_prefill: int | None = None
     ) -> Replay:
         made: list[Replay] = []
-        least_load, _ = policies(fleet, "least_load")["least_load"]
+        least_tokens, _ = policies(fleet, "least_tokens")["least_tokens"]
 
         async def course() -> None:
             made.append(
-                Replay(fleet, policy or least_load, least_load, seed=1, max_running_prefill=max_running_prefill)
+                Replay(fleet, policy or least_tokens, least_tokens, seed=1, max_running_prefill=max_running_prefill)
             )
             await made[0].run(requests)
 

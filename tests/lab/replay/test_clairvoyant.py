@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def seen(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[Sequence[Request]], Replay]:
-    return lambda requests: replayed(requests, policies(fleet, "least_load")[CLAIRVOYANT][0])
+    return lambda requests: replayed(requests, policies(fleet, "least_tokens")[CLAIRVOYANT][0])
 
 
 def test_it_knows_what_is_cached_and_what_is_about_to_be(seen: Callable[..., Replay]) -> None:

@@ -91,7 +91,7 @@ def test_the_program_reads_a_trace_and_writes_table_json_and_chart(tmp_path: Pat
         "--fleet",
         "2P2D",
         "--policies",
-        "least_load",
+        "least_tokens",
         "dynamo",
     ]
     ran = subprocess.run(

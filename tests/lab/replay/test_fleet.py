@@ -80,7 +80,7 @@ def test_a_run_is_the_same_every_time_whatever_the_hashes() -> None:
         "fleet = Fleet(3, 2, MACHINE, MACHINE)\n"
         "for name in [*peer_names(), CLAIRVOYANT]:\n"
         "    async def course():\n"
-        "        replay = Replay(fleet, *policies(fleet, 'least_load')[name], seed=1)\n"
+        "        replay = Replay(fleet, *policies(fleet, 'least_tokens')[name], seed=1)\n"
         "        await replay.run(drawn(150))\n"
         "        print(name, [course.ended_at for course in replay.courses])\n"
         "    virtual_time.run(course(), virtual_time.VirtualLoop())\n"

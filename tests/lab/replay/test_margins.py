@@ -32,8 +32,8 @@ def run(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[str, float],
 
 
 def test_a_line_names_the_best_peer_and_what_is_below(run: Callable[[str, float], Run]) -> None:
-    runs = [run("least_seconds", 0.95), run("today", 0.9), run("dynamo", 1.0), run("llm-d", 0.93)]
-    head, line, _, told = margins(runs, "least_seconds").splitlines()
+    runs = [run("least_load", 0.95), run("today", 0.9), run("dynamo", 1.0), run("llm-d", 0.93)]
+    head, line, _, told = margins(runs, "least_load").splitlines()
     words = line.split()
     assert head.split()[:3] == ["trace", "fleet", "load"]
     assert words[:8] == ["trace", "2P2D", "0.9", "94.4", "88.9", "100.0", "dynamo", "-"]
@@ -42,7 +42,7 @@ def test_a_line_names_the_best_peer_and_what_is_below(run: Callable[[str, float]
 
 
 def test_seeds_make_no_difference_that_counts(run: Callable[[str, float], Run]) -> None:
-    runs = [run("least_seconds", 0.95), run("today", 0.95), run("dynamo", 0.95)]
-    _, line, _, told = margins(runs, "least_seconds").splitlines()
+    runs = [run("least_load", 0.95), run("today", 0.95), run("dynamo", 0.95)]
+    _, line, _, told = margins(runs, "least_load").splitlines()
     assert line.split()[-1] == "-"
     assert told.startswith("0 of 1 lines")

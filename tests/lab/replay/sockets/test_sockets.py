@@ -42,7 +42,7 @@ def test_prompts_are_alike_as_far_as_their_blocks_are() -> None:
 
 def test_the_gateway_serves_a_trace_and_courses_tell_of_it() -> None:
     options = Namespace(
-        policies=["least_seconds"],
+        policies=["least_load"],
         decode_policy="least_load",
         max_running_prefill=None,
         max_running_decode=None,

@@ -1,0 +1,116 @@
+"""What one worker knows of all prefillers, and what a prompt probably takes each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
+from proxy.balancer.prefiller import Prefiller, hear
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.prefiller import Sample
+
+# Shorter prompts are not looked up: to compute them anew takes hardly longer.
+_LEAST_TOKENS: Final = 256
+# More answers than one in such a time teach nothing new.
+_LESSON_SECONDS: Final = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request that is chosen for, or waits to be, and what it takes each backend."""
+
+    request: PickRequest
+    keys: Sequence[int]
+    ends: Sequence[float]
+    """Tokens up to the end of each piece."""
+    tokens: int
+    """Of the prompt."""
+    there: dict[Prefiller, tuple[int, int, float]] = field(default_factory=dict)
+    """The version of what is known of a backend, the pieces that are cached there, and seconds."""
+
+
+def ask(request: PickRequest) -> Asked:
+    """What is to be known of a request."""
+    subject = request.subject
+    tokens = 0 if subject is None else subject.prompt_tokens
+    if subject is None or tokens < _LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
+        return Asked(request, (), (), tokens)
+    per_byte = tokens / prefix.sizes[-1]
+    return Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)
+
+
+class Prefillers:
+    """It learns from what ends here, and hears of what other workers send and learn."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.cost = PrefillCost()
+        self.slots: list[int] = []
+        """Of the candidates that were asked about last."""
+        self._clock = context.clock
+        self._journal = context.journal
+        self.by_key: dict[str, Prefiller] = {}
+        """By `Backend.key`."""
+        self._by_slot: dict[int, Prefiller] = {}
+        self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
+        self._known: list[Prefiller] = []
+        self._next_lesson = 0.0
+
+    @property
+    def remembered(self) -> int:
+        """Keys of prefixes."""
+        return sum(len(prefiller.cached) for prefiller in self.by_key.values())
+
+    def known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
+        """Of each of them."""
+        if candidates is not self._candidates:
+            self._candidates = candidates
+            self._known = [self.of(candidate.backend) for candidate in candidates]
+            self.slots = [candidate.backend.slot for candidate in candidates]
+        journal = self._journal
+        if journal is not None and journal.has_news:
+            for prefiller, sample in hear(journal, self._by_slot):
+                self.learn(prefiller, sample)
+        return self._known
+
+    def of(self, backend: Backend) -> Prefiller:
+        """Of one of them."""
+        known = self.by_key.get(backend.key)
+        if known is None:
+            known = Prefiller(backend, journal=self._journal)
+            self.by_key[backend.key] = self._by_slot[backend.slot] = known
+        return known
+
+    def learn(self, prefiller: Prefiller, sample: Sample) -> None:
+        """How long a prompt has taken it."""
+        now = self._clock()
+        if now >= self._next_lesson:
+            self._next_lesson = now + _LESSON_SECONDS
+            self.cost.learn(prefiller.backend.key, *sample)
+            prefiller.slowness = self.cost.slowness(prefiller.backend.key)
+
+    def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:
+        """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
+        known = asked.there.get(prefiller)
+        if known is None or known[0] != prefiller.version:
+            if asked.request.subject is None:  # what is only passed on
+                hit, seconds = 0, asked.request.prefill.compute * SECONDS_PER_LOAD
+            else:
+                prefixes = prefiller.cached
+                hit = prefixes.hit(asked.keys)
+                cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
+                seconds = self.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+            known = asked.there[prefiller] = prefiller.version, hit, seconds
+        return known[1], known[2]
+
+    def work(self, prefillers: Sequence[Prefiller], asked: Asked) -> list[float]:
+        """The seconds that a prompt takes each of these."""
+        if asked.keys or asked.request.subject is None:
+            return [self.own(prefiller, asked)[1] for prefiller in prefillers]
+        seconds = self.cost.seconds(asked.tokens, 0.0)
+        return [seconds * prefiller.slowness for prefiller in prefillers]

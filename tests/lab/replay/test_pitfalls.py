@@ -1,0 +1,172 @@
+"""What could make a choice by seconds and caches worse than one that counts tokens, and does not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lab.replay import virtual_time
+from lab.replay.figures import Figures, Slo, figures
+from lab.replay.fleet import Fleet, Replay
+from lab.replay.policies import policies
+from lab.replay.trace import Request
+from tests.lab.replay.conftest import MACHINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+FLEET = Fleet(4, 4, MACHINE, MACHINE)
+TOLERANCE = 0.03
+BLOCK = 512
+
+
+def conversations(seed: int, count: int, requests_per_second: float) -> list[Request]:
+    """Turns of conversations, each of which goes on from the last one's prompt."""
+    rng = random.Random(seed)
+    open_ones: list[list[int]] = []
+    names = iter(range(1, 10**9))
+    return [request(at, _turn(rng, open_ones, names), rng) for at in _times(rng, count, requests_per_second)]
+
+
+def _turn(rng: random.Random, open_ones: list[list[int]], names: Iterator[int]) -> list[int]:
+    if not open_ones or rng.random() < 0.4:
+        open_ones.append([next(names) for _ in range(rng.randint(1, 6))])
+    said = rng.choice(open_ones)
+    said += [next(names) for _ in range(rng.randint(1, 3))]
+    if len(said) > 16:
+        open_ones.remove(said)
+    return said
+
+
+def unique(seed: int, count: int, requests_per_second: float) -> list[Request]:
+    """Prompts that have nothing in common."""
+    rng = random.Random(seed)
+    names = iter(range(1, 10**9))
+    return [
+        request(at, [next(names) for _ in range(min(40, int(rng.paretovariate(1.2))) + 1)], rng)
+        for at in _times(rng, count, requests_per_second)
+    ]
+
+
+def hot(seed: int, count: int, requests_per_second: float) -> list[Request]:
+    """Nine of ten begin with the same 6,000 tokens."""
+    rng = random.Random(seed)
+    names = iter(range(100, 10**9))
+    return [
+        request(at, [*(range(12) if rng.random() < 0.9 else ()), next(names), next(names)], rng)
+        for at in _times(rng, count, requests_per_second)
+    ]
+
+
+def request(at: float, blocks: Sequence[int], rng: random.Random) -> Request:
+    return Request(at, BLOCK * len(blocks) + rng.randrange(1, BLOCK), 8, (*blocks, rng.randrange(10**9, 10**12)))
+
+
+def _times(rng: random.Random, count: int, per_second: float) -> list[float]:
+    at = 0.0
+    return [at := at + rng.expovariate(per_second) for _ in range(count)]
+
+
+def run(requests: Sequence[Request], policy: str, fleet: Fleet = FLEET, **options: Any) -> tuple[Figures, Replay]:
+    made: list[Replay] = []
+
+    async def course() -> None:
+        prefill, decode = policies(fleet, "least_tokens")[policy]
+        made.append(Replay(fleet, prefill, decode, seed=1, **options))
+        await made[0].run(requests)
+
+    virtual_time.run(course(), virtual_time.VirtualLoop())
+    return figures(made[0], fleet, Slo()), made[0]
+
+
+def never_worse(requests: Sequence[Request], fleet: Fleet = FLEET, **options: Any) -> tuple[Figures, Figures]:
+    """Those of the choice by seconds, and of that by tokens."""
+    ours, today = (run(requests, policy, fleet, **options)[0] for policy in ("least_load", "least_tokens"))
+    assert ours.good >= today.good - TOLERANCE, f"{ours.good:.3f} instead of {today.good:.3f}"
+    return ours, today
+
+
+def test_with_caches_more_answers_are_in_time() -> None:
+    """What all the others are measured by: the load is one at which a choice matters."""
+    ours, today = never_worse(conversations(1, 400, 1.1))
+    assert ours.good > today.good + 0.1
+    assert ours.mean < today.mean / 1.5
+
+
+def test_prefillers_that_do_not_tell_what_was_cached() -> None:
+    ours, today = never_worse(conversations(2, 400, 0.95), tells_cached=False)
+    assert ours.good > today.good
+
+
+def test_prefillers_that_cache_nothing() -> None:
+    def forget(replay: Replay) -> None:
+        for engine in replay.engines.values():
+            engine.batch.blocks.forget()
+
+    assert_never_worse_with(forget, conversations(3, 400, 0.75))
+
+
+def assert_never_worse_with(after_each: Callable[[Replay], None], requests: Sequence[Request]) -> None:
+    """`after_each` is called after every request."""
+    good = []
+    for policy in ("least_load", "least_tokens"):
+        replays: list[Replay] = []
+
+        async def course(policy: str = policy, replays: list[Replay] = replays) -> None:
+            prefill, decode = policies(FLEET, "least_tokens")[policy]
+            replays.append(Replay(FLEET, prefill, decode, seed=1, on_end=lambda: after_each(replays[0])))
+            await replays[0].run(requests)
+
+        virtual_time.run(course(), virtual_time.VirtualLoop())
+        good.append(figures(replays[0], FLEET, Slo()).good)
+    assert good[0] >= good[1] - TOLERANCE
+
+
+@pytest.mark.parametrize("kv_tokens", [40_960, 409_600])
+def test_caches_that_are_smaller_than_they_are_thought_to_be(kv_tokens: int) -> None:
+    """A million tokens are thought to fit in at first."""
+    small = replace(MACHINE, prefill=replace(MACHINE.prefill, kv_tokens=kv_tokens))
+    never_worse(conversations(4, 400, 0.9), Fleet(4, 4, small, MACHINE))
+
+
+def test_a_prefiller_that_has_lost_its_cache_without_a_word() -> None:
+    ended = 0
+
+    def restart(replay: Replay) -> None:
+        nonlocal ended
+        ended += 1
+        if ended % 100 == 0:
+            next(iter(replay.engines.values())).batch.blocks.forget()
+
+    assert_never_worse_with(restart, conversations(5, 400, 0.9))
+
+
+@pytest.mark.parametrize("load", [conversations, unique])
+def test_a_prefiller_that_is_half_as_fast(load: Callable[..., list[Request]]) -> None:
+    never_worse(load(6, 400, 0.9), replace(FLEET, slow=0.5))
+
+
+@pytest.mark.parametrize("load", [conversations, unique])
+def test_gateways_that_know_nothing_of_each_other(load: Callable[..., list[Request]]) -> None:
+    never_worse(load(7, 400, 0.7), gateways=3)
+
+
+@pytest.mark.parametrize("per_second", [0.9, 1.4])
+def test_prompts_that_have_nothing_in_common_and_flush_all_caches(per_second: float) -> None:
+    never_worse(unique(8, 400, per_second))
+
+
+def test_a_prefix_that_nearly_all_have_is_soon_everywhere() -> None:
+    requests = hot(9, 400, 3.0)
+    never_worse(requests)
+    assert run(requests, "least_load")[0].imbalance <= 1.15
+
+
+def test_several_workers_are_as_good_as_one() -> None:
+    requests = conversations(10, 400, 0.9)
+    one, four = (run(requests, "least_load", workers=workers)[0] for workers in (1, 4))
+    assert four.mean <= 1.1 * one.mean
+    assert four.good >= one.good - TOLERANCE
