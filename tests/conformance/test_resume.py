@@ -517,7 +517,7 @@ OPTIONS = [
         profiles=("v0.18", "v0.33"),
     ),
     *rows(
-        *("whole-prompts", completion(prompt=["What is it?", "Go on"], max_tokens=90)),
+        *("whole-prompts", completion(prompt=["Go on", "What is it?"], max_tokens=90)),
         ("late", after(70), "completion_tokens"),
         profiles=("v0.18", "v0.33"),
     ),
