@@ -162,6 +162,19 @@ def parse_max_num_seqs(answer: Any) -> int | None:
     return None if per_rank is None else per_rank * _vllm_ranks(_member(config, "parallel_config"))
 
 
+def parse_kv_tokens(answer: Any) -> int | None:
+    """How many tokens fit into its KV memory by the same answer, over all data-parallel ranks behind its address; None:
+    it does not tell. SGLang: max_total_num_tokens is one rank's (Scheduler.max_total_num_tokens).
+    """
+    ranks = len(_list(answer, "internal_states")) or 1
+    if (tokens := _count(_member(answer, "max_total_num_tokens"))) is not None:
+        return ranks * tokens
+    config = _member(answer, "vllm_config")
+    cache = _member(config, "cache_config")
+    blocks, size = _count(_member(cache, "num_gpu_blocks")), _count(_member(cache, "block_size"))
+    return blocks * size * _vllm_ranks(_member(config, "parallel_config")) if blocks and size else None
+
+
 def _vllm_ranks(parallel: Any) -> int:
     """Ranks that one API server of vLLM feeds: all of them, unless somebody else balances between them, outside each
     rank or outside each node (ParallelConfig.local_engines_only).

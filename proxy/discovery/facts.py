@@ -19,13 +19,13 @@ from proxy.balancer.engine_facts import (
     Setup,
     parse_engine_version,
     parse_kind,
+    parse_kv_tokens,
     parse_max_model_len,
     parse_max_num_seqs,
     parse_models,
     parse_setup,
     parse_sglang_version,
 )
-from proxy.wire.exposition import parse_kv_tokens
 
 if TYPE_CHECKING:
     from proxy.upstream.engine_json import Answer
@@ -37,7 +37,6 @@ MODELS_PATH: Final = "/v1/models"
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
-METRICS_PATH: Final = "/metrics"
 
 CHAT_IDS_PATH: Final = "/v1/chat/completions"
 CHAT_IDS_QUESTION: Final = orjson.dumps(
@@ -69,19 +68,19 @@ def facts_of(version: Answer | None, models: Answer | None) -> EngineFacts:
     return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
 
 
-def with_kv(facts: EngineFacts, metrics: Answer | None) -> EngineFacts:
-    """The same, and how many tokens fit into its KV memory, as far as its metrics tell."""
-    told = parse_kv_tokens(metrics.body) if metrics is not None and metrics.status == 200 else None
-    return replace(facts, kv_tokens=told)
-
-
 def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:
     """The same, and how the engine was started and how many requests it works on at a time, as far as it tells."""
     told = info and info.json_or_none
     identity = replace(facts.identity, setup=parse_setup(told))
     # SGLang has no `/version`.
     version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(told)
-    return replace(facts, version=version, max_num_seqs=parse_max_num_seqs(told), identity=identity)
+    return replace(
+        facts,
+        version=version,
+        max_num_seqs=parse_max_num_seqs(told),
+        kv_tokens=parse_kv_tokens(told),
+        identity=identity,
+    )
 
 
 def is_to_be_asked_for_chat_ids(facts: EngineFacts) -> bool:

@@ -14,13 +14,11 @@ import random
 from typing import TYPE_CHECKING, Final
 
 from proxy import logs
-from proxy.backend import Role
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.backend_health import HealthState
 from proxy.discovery.facts import (
     CHAT_IDS_PATH,
     CHAT_IDS_QUESTION,
-    METRICS_PATH,
     MODELS_PATH,
     SERVER_INFO_PATH,
     SERVER_INFO_TIMEOUT_SECONDS,
@@ -28,7 +26,6 @@ from proxy.discovery.facts import (
     facts_of,
     is_to_be_asked_for_chat_ids,
     with_chat_ids,
-    with_kv,
     with_setup,
 )
 from proxy.errors import Failure
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from proxy.backend import Backend
+    from proxy.backend import Backend, Role
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.health import Health, Transition
     from proxy.balancer.pool import Pool
@@ -198,15 +195,13 @@ class Prober(BackgroundOwner):
         )
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
-        """Add to what it said how it was started, how many requests it works on at a time and, of a decoder, what fits
-        into its KV memory, as far as it tells.
+        """Add to what it said how it was started, how many requests it works on at a time and what fits into its KV
+        memory, as far as it tells.
         """
         info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
         told = with_setup(facts, info)
         if is_to_be_asked_for_chat_ids(told):
             told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
-        if backend.role is Role.DECODE:
-            told = with_kv(told, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
         if self._health.of(backend).facts is facts:  # not if it went down meanwhile
             self._health.note_facts(backend, told)
 

@@ -1,5 +1,4 @@
-"""What an engine's `/metrics` tells of its KV cache: how large it is, and where that of its prompts came from. Read
-without parsing the rest of it.
+"""What an engine's `/metrics` tells of where its prompts' KV cache came from. Read without parsing the rest of it.
 
 A real engine writes 100 KB and more there, of which three lines for each of its data-parallel ranks count here.
 """
@@ -42,23 +41,6 @@ def parse_expired_leases(exposition: bytes) -> float | None:
     and SGLang has no leases: both legs of a request fail together.
     """
     return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
-
-
-def parse_kv_tokens(exposition: bytes) -> int | None:
-    """How many tokens fit into its KV memory, over all its data-parallel ranks; None: it does not tell.
-
-    vLLM: labels of `vllm:cache_config_info` (v1/metrics/loggers.py), of which `kv_cache_size_tokens` is newer and right
-    for hybrid models, too. SGLang: the gauge `sglang:max_total_num_tokens` (metrics/collector.py).
-    """
-    if b"vllm:" not in exposition:
-        tokens = _sum(exposition, b"sglang:max_total_num_tokens")
-        return None if tokens is None else int(tokens) or None
-    total = 0
-    for labels in re.findall(rb"^vllm:cache_config_info\{([^\n]*)\}", exposition, re.MULTILINE):
-        told = {name: int(value) for name, value in re.findall(rb'(\w+)="(\d{1,12})"', labels)}
-        blocks = told.get(b"num_gpu_blocks", 0) * told.get(b"block_size", 0)
-        total += told.get(b"kv_cache_size_tokens", 0) or blocks
-    return total or None
 
 
 def _of_vllm(exposition: bytes) -> PromptTokens | None:

@@ -9,6 +9,7 @@ import pytest
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,
     parse_engine_version,
+    parse_kv_tokens,
     parse_max_model_len,
     parse_max_num_seqs,
     parse_setup,
@@ -124,3 +125,26 @@ def vllm(max_num_seqs: object, scheduler: dict[str, object] | None = None, **par
 )
 def test_how_many_requests_it_works_on_is_read_from_what_engines_answer(answer: object, limit: int | None) -> None:
     assert parse_max_num_seqs(answer) == limit
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        ({"vllm_config": {"cache_config": {"num_gpu_blocks": 10, "block_size": 16}}}, 160),
+        (
+            {
+                "vllm_config": {
+                    "cache_config": {"num_gpu_blocks": 10, "block_size": 16},
+                    "parallel_config": {"data_parallel_size": 2},
+                }
+            },
+            320,
+        ),
+        ({"vllm_config": {"cache_config": {"num_gpu_blocks": None, "block_size": 16}}}, None),
+        ({"max_total_num_tokens": 500, "internal_states": [{}, {}]}, 1000),
+        ({"vllm_config": "text"}, None),
+        (None, None),
+    ],
+)
+def test_what_fits_into_kv_memory_is_counted_over_all_ranks(answer: object, tokens: int | None) -> None:
+    assert parse_kv_tokens(answer) == tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.wire.exposition import PromptTokens, parse_kv_tokens, parse_prompt_tokens
+from proxy.wire.exposition import PromptTokens, parse_prompt_tokens
 
 VLLM = b"""# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
 # TYPE vllm:prompt_tokens_by_source_total counter
@@ -59,24 +59,3 @@ def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: Prom
 )
 def test_an_engine_that_does_not_count_them_tells_nothing(exposition: bytes) -> None:
     assert parse_prompt_tokens(exposition) is None
-
-
-@pytest.mark.parametrize(
-    ("exposition", "tokens"),
-    [
-        (b'vllm:cache_config_info{block_size="128",engine="0",num_gpu_blocks="2400"} 1.0\n', 307_200),
-        (b'vllm:cache_config_info{block_size="16",num_gpu_blocks="10",kv_cache_size_tokens="96"} 1.0\n', 96),
-        (
-            b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="10"} 1.0\n%b'
-            % b'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="12"} 1.0\n',
-            352,
-        ),
-        (b'sglang:max_total_num_tokens{model_name="tiny"} 5000.0\n', 5000),
-        (b'vllm:cache_config_info{block_size="None",num_gpu_blocks="None"} 1.0\n', None),
-        (b"vllm:num_requests_running{} 1\n", None),
-        (b"sglang:token_usage 0.5\n", None),
-        (b"", None),
-    ],
-)
-def test_how_many_tokens_fit_into_kv_memory_is_summed_over_ranks(exposition: bytes, tokens: int | None) -> None:
-    assert parse_kv_tokens(exposition) == tokens
