@@ -143,7 +143,7 @@ class Balance(Section):
     """How an instance is chosen among the eligible ones."""
 
     # Not in a docstring, which could not tell what is in the table.
-    prefill_policy: PolicyName = Field(default="least_tokens", description=f"Policy for prefillers: {policy_names()}.")
+    prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
     decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
     prefill_dp_ranks: Positive = 1
     """Data-parallel ranks behind the address of each vLLM prefiller, among which the gateway spreads its requests by

@@ -50,7 +50,7 @@ _BLANKS: Final = re.compile(r"null +")
 _UNTOLD_METRICS: Final = re.compile(
     r"(process|python)_.*|.*_(bucket|sum|created|share)|.*(lag|timestamp|fds|memory|oldest|cpu)_.*"
 )
-_UNTOLD_FIELDS: Final = re.compile(r"t_.*|dur|ttft")
+_UNTOLD_FIELDS: Final = re.compile(r"t_.*|dur|ttft|p_seconds")
 
 
 @dataclass

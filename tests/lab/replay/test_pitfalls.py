@@ -166,7 +166,8 @@ def test_a_prefix_that_nearly_all_have_is_soon_everywhere() -> None:
 
 
 def test_several_workers_are_as_good_as_one() -> None:
-    requests = conversations(10, 400, 0.9)
-    one, four = (run(requests, "least_load", workers=workers)[0] for workers in (1, 4))
-    assert four.mean <= 1.1 * one.mean
-    assert four.good >= one.good - TOLERANCE
+    # A single run of so few requests says little: either may be a tenth behind.
+    traces = [conversations(seed, 400, 0.9) for seed in (10, 11, 12, 13)]
+    one, four = ([run(requests, "least_load", workers=workers)[0] for requests in traces] for workers in (1, 4))
+    assert sum(figures.mean for figures in four) <= 1.05 * sum(figures.mean for figures in one)
+    assert sum(figures.good for figures in four) >= sum(figures.good for figures in one) - len(traces) * TOLERANCE
