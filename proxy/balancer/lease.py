@@ -27,7 +27,7 @@ class Lease:
     """
 
     __slots__ = (
-        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "trial", "_listener"),
+        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "_trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
         *("answer_tokens", "prediction", "_has_begun"),
     )
@@ -48,8 +48,7 @@ class Lease:
         # every request does so half a dozen times.
         self._cells = pool.row.cells
         self._first = 0
-        self.trial = 0
-        """The number of the trial that it is; 0: it is none, or no longer."""
+        self._trial = 0
         self._listener: Policy | None = None  # who was told that this began, and not yet how it ended
         # What the backend is charged with once entered, and so what is still to be given back.
         self._requests = self._running = self._compute = self._kv = 0
@@ -83,21 +82,14 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, pool = self.backend, self._pool
-        cells, first = self._cells, self._first  # as `_uncharge`, once and for all
-        cells[first + REQUESTS] -= self._requests
-        if self._running:
-            cells[first + RUNNING] -= self._running
-            cells[first + COMPUTE] -= self._compute
-        if self._kv:
-            cells[first + KV] -= self._kv
-        self._requests = self._running = self._compute = self._kv = 0
+        self._uncharge()
         if pool.on_release is not None:
             pool.on_release()
         if not self._has_outcome:
             return
         if error is None:
             if not self._has_served:
-                pool.outcomes.served(backend, self.trial, self._request.proves_generation)
+                pool.outcomes.served(backend, self._trial, self._request.proves_generation)
             pool.outcomes.count_served(backend)
         elif isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
@@ -105,7 +97,7 @@ class Lease:
             pool.outcomes.count_served(backend)
         else:
             # The client left, or another part failed: that says nothing about this backend.
-            pool.outcomes.abandon(backend, self.trial)
+            pool.outcomes.abandon(backend, self._trial)
         if self._listener is not None:
             self._tell_end(served=error is None)
 
@@ -118,9 +110,9 @@ class Lease:
         if self._listener is not None and not self._has_begun:
             self._has_begun = True
             self._listener.began(self.backend, self._request)
-        if self.trial and self._request.proves_generation:
-            self._pool.outcomes.served(self.backend, self.trial)
-            self.trial = 0
+        if self._trial and self._request.proves_generation:
+            self._pool.outcomes.served(self.backend, self._trial)
+            self._trial = 0
 
     def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
@@ -133,8 +125,8 @@ class Lease:
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            pool.outcomes.served(self.backend, self.trial, self._request.proves_generation)
-            self.trial = 0
+            pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
+            self._trial = 0
         if self._running:
             cells, first = self._cells, self._first
             cells[first + RUNNING] -= self._running
@@ -191,7 +183,7 @@ class Lease:
             self._listener = pool.listener
         self.backend = backend
         self._is_entered = True
-        self.trial = trial
+        self._trial = trial
         cells = self._cells
         first = self._first = CELLS_PER_SLOT * backend.slot
         self._requests = 1
@@ -223,7 +215,7 @@ class Lease:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.
         if error is not self._reported:
             self._reported = error
-            trial, self.trial = self.trial, 0
+            trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
                 error.blame = self._pool.outcomes.accuse(backend, error, self._request.proves_generation)
             else:

@@ -134,7 +134,7 @@ class KvHandoff:
 
     def arrived(self) -> None:
         """The decoder has sent its first output. May be called again."""
-        if self.state is KvState.ARRIVED or self.state is KvState.LOST:
+        if self.is_settled:
             return
         self.state = KvState.ARRIVED
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
@@ -150,8 +150,7 @@ class KvHandoff:
             if self.kv is not None:
                 self._context.releaser.fetched(self.kv, decoder, verdict, self.failed)
                 self.kv = self._kept = None
-        if self.decoder.trial:
-            self.decoder.confirm()
+        self.decoder.confirm()
         if self.on_arrived is not None:
             self.on_arrived()
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from proxy.balancer.least_decode_seconds import LeastDecodeSeconds
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 from tests.asking import until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
     from proxy.balancer.prefiller import Prefiller
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -48,6 +51,30 @@ def known(gateway: Deployment) -> list[Prefiller]:
     pool = gateway.worker.pools.prefill
     policy: Any = pool.policy
     return [policy._prefillers.of(backend) for backend in pool.backends()]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_the_policy_of_decoders_hears_when_answers_begin_and_how_long_they_were(
+    deploy: Deploy, connector: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+
+    def began(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
+        heard.append("began")
+        tell_began(policy, backend, request)
+
+    def answered(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest, tokens: int) -> None:
+        heard.append(tokens)
+        tell_answered(policy, backend, request, tokens)
+
+    tell_began, tell_answered = LeastDecodeSeconds.began, LeastDecodeSeconds.answered
+    monkeypatch.setattr(LeastDecodeSeconds, "began", began)
+    monkeypatch.setattr(LeastDecodeSeconds, "answered", answered)
+    gateway = await deploy(1, 1, connector=connector)
+    for _ in range(2):
+        assert (await gateway.ask(turn(1, 1, stream=stream))).is_done
+    assert heard == ["began", 4] * 2
 
 
 async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
