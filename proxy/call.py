@@ -204,9 +204,6 @@ def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
         content = message.get("content")
         if "reasoning_content" in message or "reasoning" in message:
             has_reasoning = True
-        if type(content) is str and length is text_bytes and content.isascii():
-            total += -(-len(content) // cost.bytes_per_token)  # what follows comes to the same, with more calls
-            continue
         has_media = has_media or (isinstance(content, list) and any("text" not in part for part in _objects(content)))
         total += _content_tokens(content, cost, length)
     if "tools" in document.values:

@@ -157,13 +157,7 @@ def parse_prefilled(response: Response, body: bytes) -> Document:
     """
     if response.status != 200:
         raise refusal(response, body)
-    if len(body) > LONG_BYTES:
-        answer = parse_answer(response, body)
-    else:
-        try:
-            answer = Document(body)
-        except InvalidDocument:
-            answer = parse_answer(response, body)  # raises
+    answer = parse_answer(response, body)
     told = answer.values.get("error")
     if told or answer.values.get("object") == "error":
         code = told.get("code") if isinstance(told, dict) else answer.values.get("code")

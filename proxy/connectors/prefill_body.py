@@ -39,4 +39,4 @@ def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[
     is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
     if is_forced and not FORCED_TOOL_PREFILL.is_in(pool.engine_version(prefiller)):
         changes["tool_choice"] = "auto"  # with which the prompt is the same
-    return call.document.with_changes({**call.changes, **changes})
+    return call.body(changes)

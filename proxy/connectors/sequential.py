@@ -15,7 +15,7 @@ import orjson
 from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.connectors.attempt import Attempt
-from proxy.connectors.base import first_byte_seconds, parse_prefilled, prefill_seconds, refusal
+from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.handoff import KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
@@ -24,7 +24,6 @@ from proxy.connectors.one_engine import RARE
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
-from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -93,7 +92,7 @@ class Sequential(Disaggregated):
             rank = self._ranks.claim() if self._context.settings.balance.decode_dp_ranks > 1 else None
             try:
                 with (yield from self._decode(call, params, handoff, rank, timeline)) as response:
-                    if response.status != 200 and not response.is_success:
+                    if not response.is_success:
                         raise refusal(response, (yield response))
                     if call.stream:
                         timeline.enter(Stage.FIRST_TOKEN)
@@ -129,7 +128,7 @@ class Sequential(Disaggregated):
         asks_again = True
         while True:
             prefiller = handoff.prefiller.backend
-            attempt_id = new_id()  # see new_attempt_id
+            attempt_id = new_attempt_id()
             timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
             headers = {**call.headers, "x-request-id": attempt_id}
             rank, ranks = None, settings.balance.prefill_dp_ranks
@@ -170,7 +169,7 @@ class Sequential(Disaggregated):
         """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
         params = kv_params if not call.kv_params else _decode_params(kv_params, call.kv_params)
         changes = {} if params is None else {"kv_transfer_params": orjson.Fragment(params)}
-        body = call.document.with_changes({**call.changes, **changes})
+        body = call.body(changes)
         # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
         timeline.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
         while True:

@@ -57,9 +57,7 @@ class OpenAi(Dialect):
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
         values = document.values
-        stream = values.get("stream")
-        if stream is not True:
-            stream = boolean(values, "stream")
+        stream = boolean(values, "stream")
         options = values.get("stream_options")
         if options is not None and not isinstance(options, dict):
             raise BadRequest("stream_options must be an object", param="stream_options")
@@ -70,8 +68,7 @@ class OpenAi(Dialect):
         if values.get("n") is not None and values["n"] < 1:
             raise BadRequest("n must be a positive integer", param="n")
         include_usage = options is not None and boolean(options, "include_usage")
-        if "vllm_xargs" in values or not RESERVED_FIELDS.isdisjoint(values):
-            changes.update(without_reserved(values, RESERVED_FIELDS))
+        changes.update(without_reserved(values, RESERVED_FIELDS))
         if stream and not include_usage:
             # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
             # What else stands in their options (continuous_usage_stats) means nothing without it.
