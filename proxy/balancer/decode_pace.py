@@ -26,6 +26,8 @@ SIZES: Final = tuple(range(_EVERY + 1)) + tuple(
 )
 """The most streams of each bucket; the last one has all that are more."""
 
+# What took less tells more of this process and its reads, which bring several tokens at once, than of a decoder.
+_LEAST_SECONDS: Final = 0.1
 _STEP: Final = 0.15
 _SLOWNESS_STEP: Final = 0.03
 _MOST_SLOWNESS: Final = math.log(4)
@@ -75,9 +77,11 @@ class DecodePace:
         return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
 
     def learn(self, backend: Hashable, spent: Sequence[tuple[int, float]], tokens: int, now: float) -> None:
-        """An answer of so many tokens has spent so many seconds in each of these buckets."""
+        """An answer of so many tokens has spent so many seconds in each of these buckets. Of one that was written in
+        less than a tenth of a second nothing is learned.
+        """
         seconds = sum(each for _, each in spent)
-        if tokens < 1 or seconds <= 0:
+        if tokens < 1 or seconds < _LEAST_SECONDS:
             return
         rates, slowness = self.rates, self._slowness.get(backend, 0.0)
         for place, _ in spent:
