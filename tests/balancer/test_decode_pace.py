@@ -113,9 +113,10 @@ def test_a_slow_decoder_is_known_for_it_and_does_not_change_what_is_thought_of_a
     assert pace.slowness("slow") == 1.0
 
 
-def test_an_answer_without_tokens_or_time_teaches_nothing() -> None:
+def test_an_answer_without_tokens_or_in_next_to_no_time_teaches_nothing() -> None:
     pace = DecodePace()
     pace.learn("d", [(1, 0.0)], 5, 0.0)
+    pace.learn("d", [(1, 0.05), (2, 0.04)], 20, 0.0)
     pace.learn("d", [], 5, 0.0)
     pace.learn("d", [(1, 1.0)], 0, 0.0)
     assert not pace.samples

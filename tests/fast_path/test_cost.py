@@ -40,7 +40,7 @@ STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed"
 BOUNDS: Final = {
     STREAM: (275, 345),
     WHOLE: (262, 285),
-    TOKEN: (3.8, 20),
+    TOKEN: (3.0, 16),
 }
 # Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
 LEFT_BLOCKS: Final = 1.0
@@ -140,7 +140,9 @@ async def test_a_plain_request_takes_no_more_calls_than_it_did(deploy: Deploy, w
 
 
 async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
-    gateway = await deploy(decoder={"decode_step_ms": 2.0})
+    # Policies that learn do so with some requests and not with others, which would hide what a token takes.
+    by_tokens = {"prefill_policy": "least_tokens", "decode_policy": "least_tokens"}
+    gateway = await deploy(decoder={"decode_step_ms": 2.0}, balance=by_tokens)
     async with connected(gateway, 4) as lines:
         few = await per_request(lines, stream=True, max_tokens=5)
         many = await per_request(lines, stream=True, max_tokens=45)
