@@ -5,12 +5,16 @@ Every mistake is one sentence that names the file, if possible the line, and nev
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from proxy.settings.mistakes import SettingsError
+
+# The only words of PyYAML's scanner and parser that quote more than a character of the file.
+_QUOTED: Final = re.compile(r"(?<=tag handle) .*")
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -26,7 +30,7 @@ def read_yaml(path: str | Path) -> Any:
     except UnicodeDecodeError:
         raise SettingsError(f"{path} is not UTF-8 text") from None
     except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
-        raise SettingsError(f"{path}{_line(error)}: {error.problem}") from None
+        raise SettingsError(f"{path}{_line(error)}: {_QUOTED.sub('', error.problem)}") from None
     except yaml.MarkedYAMLError as error:
         # Not in its own words, which quote the file.
         raise SettingsError(f"{path}{_line(error)}: this is not valid YAML") from None

@@ -124,6 +124,8 @@ def test_only_a_digest_of_a_key_is_kept_and_not_shown_either(file: Path) -> None
         (f"keys:\n- {{name: a, key: !{SECRET} x}}", f", line 2{ODD}"),
         (f"keys:\n- {{name: a, key: *{SECRET}}}", f", line 2{ODD}"),
         (f"keys: [{{name: a, key: {SECRET}", ", line 1: expected ',' or '}', but got '<stream end>'"),
+        (f"keys: !{SECRET}!a x", ", line 1: found undefined tag handle"),
+        (f"%TAG !{SECRET}! x\n%TAG !{SECRET}! x\n---\nkeys:", ", line 2: duplicate tag handle"),
         ("\0", " is not valid YAML"),
     ],
 )
