@@ -71,6 +71,8 @@ class Health:
         self._trials = 0
         self.due = math.inf
         """Clock time of the next change that time alone makes."""
+        self.leaving: frozenset[Backend] = frozenset()
+        """The backends that say that they are leaving, as `on_probe` has heard."""
 
     def configure(self, checks: HealthChecks) -> None:
         """Take changed settings. An ejection lasts as long as was said when it began."""
@@ -85,8 +87,12 @@ class Health:
             condition.awaits_first_probe = True
             self.version += 1
 
-    def on_probe(self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False) -> Transition | None:
-        """Take in the answer of one probe. `is_refused`: it failed since there was no connection."""
+    def on_probe(
+        self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False, is_unavailable: bool = False
+    ) -> Transition | None:
+        """Take in the answer of one probe. `is_refused`: it failed since there was no connection; `is_unavailable`:
+        since the answer was 503. What is down and still answers that is leaving.
+        """
         condition = self._condition(backend)
         old, was_unreachable = condition.state, condition.is_unreachable
         if is_refused:
@@ -94,6 +100,9 @@ class Health:
         condition.probed(ok, self._clock(), self._checks)
         if condition.is_unreachable is not was_unreachable:
             self.version += 1
+        is_leaving = is_unavailable and condition.verdict is HealthState.DOWN
+        if is_leaving is not (backend in self.leaving):
+            self.leaving ^= {backend}
         return self._changed(backend, condition, old, reason)
 
     def on_outcome(
@@ -202,6 +211,7 @@ class Health:
 
     def forget(self, backend: Backend) -> None:
         """Drop what is known about a backend that has left; should it come back, it is unknown."""
+        self.leaving -= {backend}
         if self._conditions.pop(backend, None) is not None:
             self.version += 1
 

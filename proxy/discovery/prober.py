@@ -153,27 +153,31 @@ class Prober(BackgroundOwner):
                 self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
-        path, problem, is_refused = self._checks.path, "", False
+        path, problem, is_refused, is_unavailable = self._checks.path, "", False, False
         try:
             status = await engine_json.get_status(
                 self._session, backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
             )
             if status != 200:
                 problem = f"{path} answered with status {status}"
+                is_unavailable = status == 503
         except engine_json.NoAnswer as error:
             problem, is_refused = str(error), error.failure is Failure.CONNECT
         try:
-            await self._hear(backend, problem, "passed its health check", is_refused=is_refused)
+            success = "passed its health check"
+            await self._hear(backend, problem, success, is_refused=is_refused, is_unavailable=is_unavailable)
         finally:
             self._due[backend] = self._next_due()
 
-    async def _hear(self, backend: Backend, problem: str, success: str, *, is_refused: bool = False) -> None:
-        """Tell Health how a backend has answered, and ask one that came up what it is. `is_refused`: there was no
-        connection.
-        """
+    async def _hear(
+        self, backend: Backend, problem: str, success: str, *, is_refused: bool = False, is_unavailable: bool = False
+    ) -> None:
+        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is."""
         if backend not in self._pools[backend.role].backends():
             return  # it left meanwhile, and Health is not to hear of it again
-        transition = self._health.on_probe(backend, not problem, problem or success, is_refused=is_refused)
+        transition = self._health.on_probe(
+            backend, not problem, problem or success, is_refused=is_refused, is_unavailable=is_unavailable
+        )
         if transition is not None:
             self._on_transition(transition)
         health = self._health.of(backend)

@@ -1,4 +1,5 @@
-"""Evacuation: requests that a removed instance still works on when its drain time is over go on elsewhere.
+"""Evacuation: requests that a removed instance still works on when its drain time is over go on elsewhere, and so do
+those of an instance that says by its health checks that it is leaving.
 
 An answer is taken from its instance as if the instance had failed, but without blame, and is then repeated or resumed
 as usual. Each worker evacuates its own requests. It takes no more at a time than the retry budget has room for, so that
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.backend import Backend, Role
+    from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.flow.budget import RetryBudget
+    from proxy.settings import Leaving
     from proxy.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -32,28 +35,37 @@ class Evacuation:
         self,
         roster: Roster,
         pools: Mapping[Role, Pool],
+        health: Health,
         upstream: Upstream,
         budget: RetryBudget,
+        settings: Leaving,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` is the system's monotonic one except in tests."""
         self._roster = roster
         self._pools = pools
+        self._health = health
         self._upstream = upstream
         self._budget = budget
         self._clock = clock
         self._told: set[Backend] = set()  # of which the log has said that it is being evacuated, or that it cannot be
+        self.configure(settings)
+
+    def configure(self, settings: Leaving) -> None:
+        """Take changed settings from now on."""
+        self._heeds_503 = settings.evacuate_on_503
 
     def look(self) -> None:
         """Take away what is due. Nearly free while nothing is."""
-        leaving = self._roster.leaving()
-        if not leaving:
+        removed, leaving = self._roster.leaving(), self._health.leaving if self._heeds_503 else ()
+        if not removed and not leaving:
             self._told.clear()
             return
         now = self._clock()
-        for member in leaving:
-            if member.leaves_at is not None and member.leaves_at <= now:
-                self._evacuate(member.backend)
+        due = {member.backend for member in removed if member.leaves_at is not None and member.leaves_at <= now}
+        self._told &= due.union(leaving)
+        for backend in due.union(leaving):
+            self._evacuate(backend)
 
     def _evacuate(self, backend: Backend) -> None:
         exchanges = self._upstream.in_exchange(backend)

@@ -362,11 +362,15 @@ class Joining(Section):
 
 
 class Leaving(Section):
-    """Instances that are removed, by an administrator or from the configuration."""
+    """Instances that are removed, by an administrator or from the configuration, or say that they are leaving."""
 
     evacuate_after_seconds: Delay | None = None
     """Requests that are still in flight at a removed instance after this long are continued by others, as if it had
     failed; null: they may end there, however long that takes. evacuate_after of /instances/remove takes precedence."""
+    evacuate_on_503: bool = True
+    """An instance that is down because its health checks are answered with 503 (health.fall of them in a row) says that
+    it is leaving, as SGLang does after SIGTERM: what it still works on is continued by others at once; false: it may
+    end there. Not for engines whose health checks say 503 when they are merely busy."""
 
 
 class Fanout(Section):

@@ -30,7 +30,7 @@ def read_yaml(path: str | Path) -> Any:
     except UnicodeDecodeError:
         raise SettingsError(f"{path} is not UTF-8 text") from None
     except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
-        raise SettingsError(f"{path}{_line(error)}: {_QUOTED.sub('', error.problem)}") from None
+        raise SettingsError(f"{path}{_line(error)}: {_QUOTED.sub('', error.problem or '')}") from None
     except yaml.MarkedYAMLError as error:
         # Not in its own words, which quote the file.
         raise SettingsError(f"{path}{_line(error)}: this is not valid YAML") from None

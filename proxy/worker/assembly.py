@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.shared import Shared
     from proxy.upstream import Upstream
+    from proxy.worker.balancing import Balancing
+    from proxy.worker.clients import Clients
     from proxy.worker.engines import Engines
 
 
@@ -131,7 +133,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             releaser=engines.releaser,
             gateway=clients.gateway,
             observers=clients.observers,
-            evacuation=Evacuation(shared.roster, engines.pools, upstream, clients.gateway.budget),
+            evacuation=_evacuation(basis, balancing, engines, clients),
             front=clients.front,
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
@@ -141,6 +143,19 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
                 yield worker
             finally:
                 metrics.settle()
+
+
+def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
+    evacuation = Evacuation(
+        basis.shared.roster,
+        engines.pools,
+        balancing.health,
+        engines.lines.upstream,
+        clients.gateway.budget,
+        basis.settings.leaving,
+    )
+    basis.live.add(lambda new: evacuation.configure(new.leaving))
+    return evacuation
 
 
 def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:

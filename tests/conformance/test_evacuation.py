@@ -1,4 +1,6 @@
-"""What a removed instance still works on goes on elsewhere, without a wrong character, when its time is over."""
+"""What a removed instance still works on goes on elsewhere, without a wrong character, when its time is over, and so
+does what an instance works on that says that it is leaving, at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from proxy.balancer.backend_health import HealthState
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -187,6 +190,62 @@ async def test_an_answer_that_cannot_be_resumed_ends_with_an_error(deploy: Deplo
     await remove(gateway, leaving, evacuate_after=0)
     await has_left(gateway, leaving)
     assert sorted([(await task).is_whole for task in asked]) == [False, True]
+
+
+PROBED: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 3, "rise": 1}
+
+
+@pytest.mark.parametrize("is_heeded", [True, False], ids=["evacuated", "left alone"])
+@pytest.mark.fault(93)
+async def test_an_engine_says_that_it_is_leaving(deploy: Deploy, is_heeded: bool) -> None:
+    gateway = await deploy(2, [slow(), slow()], health=PROBED, leaving={"evacuate_on_503": is_heeded})
+    leaving, other = gateway.decoders
+    body = request(Api.CHAT, stream=True, **LONG)
+    asked = await answers_to(gateway, *[body] * 6)
+    await leaving.wait_until(lambda state: state.live == 3)
+    leaving.faults.add("refuse_status", path="/health")
+    await until(lambda: is_down(gateway, leaving), "the third health check")
+    if is_heeded:
+        await leaving.wait_until(lambda state: state.live == 0)
+        assert not any(task.done() for task in asked)
+    text = await answer_alone(body)
+    assert [(await task).text for task in asked] == [text] * 6
+    assert other.state.finished == (6 if is_heeded else 3)
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+    leaving.faults.clear()  # it stays, after all
+    await until(lambda: not is_down(gateway, leaving), "its return")
+    assert not gateway.worker.health.leaving
+
+
+@pytest.mark.parametrize(
+    ("failure", "fields", "times"),
+    [
+        ("refuse_status", {"status": 503}, 2),
+        ("refuse_status", {"status": 500}, None),
+        ("hang_before_headers", {}, None),
+    ],
+    ids=["503 twice", "500", "no answer"],
+)
+@pytest.mark.fault(93)
+async def test_a_sick_or_busy_engine_does_not_say_that_it_leaves(
+    deploy: Deploy, failure: str, fields: dict[str, Any], times: int | None
+) -> None:
+    gateway = await deploy(1, [slow(), slow()], health={**PROBED, "timeout_seconds": 0.05})
+    sick = gateway.decoders[0]
+    body = request(Api.CHAT, stream=True, **LONG)
+    asked = await answers_to(gateway, *[body] * 4)
+    await sick.wait_until(lambda state: state.live == 2)
+    sick.faults.add(failure, path="/health", times=times, **fields)
+    (fault,) = sick.faults.describe()
+    await until(lambda: sick.faults.describe()[0]["fired"] >= 2 if times else is_down(gateway, sick), f"{fault}")
+    assert [(await task).text for task in asked] == [await answer_alone(body)] * 4
+    assert not gateway.metrics("pdproxy_resumes_total")
+    assert sick.state.finished == 2
+
+
+def is_down(gateway: Deployment, engine: SimulatedEngine) -> bool:
+    (backend,) = [one for one in gateway.worker.pools.decode.backends() if one.port == engine.port]
+    return gateway.worker.health.of(backend).state is HealthState.DOWN
 
 
 @pytest.mark.parametrize("value", ["soon", -1, True, [], 1e300])
