@@ -69,8 +69,8 @@ class AttemptLoop:
         """Since the last failure, backends that had failed were tried once more for lack of others."""
         self._soonest = math.inf
         self._last: UpstreamError | None = None
-        self._unreached: NoBackendAvailable | UpstreamError | None = None
-        """Why it is in the queue once more."""
+        self._gone: Role | None = None
+        """Whose instances it is in the queue for once more."""
 
     async def run(self) -> None:
         """Open attempts until one has brought the whole answer.
@@ -84,8 +84,8 @@ class AttemptLoop:
                 async with self._admit():
                     if self._begun is None:
                         self._timeline.leave()
-                    if self._unreached is not None and self._is_still_gone(self._unreached):
-                        raise self._unreached  # it was let in because the queue no longer waits for that role
+                    if self._gone is not None and self._is_still_gone(self._gone):
+                        raise NoBackendAvailable(self._gone)  # it was let in because the queue waits no longer for them
                     # No await before the first lease: the room that was seen is still there.
                     with guard.blame, self._permit:
                         while not await self._attempt():
@@ -93,9 +93,12 @@ class AttemptLoop:
                 guard.served()
                 return
             except (NoBackendAvailable, UpstreamError) as error:
-                if not self._may_queue_again(error) or record.clock() >= waits_until:
+                if not self._is_absence(error):
                     raise
-                self._unreached = error
+                gone = _role_of(error)
+                if not self._parts.pools.of(gone).is_restarting() or record.clock() >= waits_until:
+                    raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
+                self._gone = gone
             self._avoid.clear()
             self._failures.clear()
             self._last = self._prefer = None
@@ -108,15 +111,15 @@ class AttemptLoop:
         wanted = self._call.pick_request
         return admission.admit(key, patient=not self._is_first, on_wait=self._enter_queue, request=wanted)
 
-    def _may_queue_again(self, error: NoBackendAvailable | UpstreamError) -> bool:
-        """Whether nothing has come of the request but refused connections, of instances that are only restarting."""
+    def _is_absence(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether nothing has come of the request but refused connections, of instances that are all gone."""
         if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
-        return self._parts.pools.of(_role_of(error)).is_restarting() and not self._has_reached_engines
+        return self._parts.pools.of(_role_of(error)).is_gone() and not self._has_reached_engines
 
-    def _is_still_gone(self, error: NoBackendAvailable | UpstreamError) -> bool:
+    def _is_still_gone(self, role: Role) -> bool:
         """Whether another attempt would end as the last one did, after a prefill for nothing."""
-        pool = self._parts.pools.of(_role_of(error))
+        pool = self._parts.pools.of(role)
         return pool.is_gone() and not pool.is_restarting()
 
     def _enter_queue(self) -> None:
