@@ -68,9 +68,7 @@ def kill_decoders(cluster: Cluster, kills: int, make: Callable[[Random, int], di
         body = (make or random_body)(random, number)
         alone = streamed(cluster.single, body)
         if number % 4 > 1:
-            body["stop"] = late_piece(alone.choices[0].text, 0.8)
-            alone = streamed(cluster.single, body)
-            assert alone.choices[0].finish_reason == "stop"
+            body["stop"], alone = stopped(cluster.single, body, alone.choices[0].text)
         resumed = resume_counts(cluster)["resumes"]
         with Kill(cluster, random.randint(1, LAST_KILL)) as kill:
             answer = streamed(cluster.gateway, body, kill.on_chunk)
@@ -261,6 +259,20 @@ def random_chat(random: Random, number: int) -> dict[str, Any]:
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": MANY_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def stopped(engine: Program, body: dict[str, Any], text: str) -> tuple[str, Answer]:
+    """A stop string that ends an answer late in this text, and the answer.
+
+    SGLang looks for one in as many of the last tokens as it has when it is tokenised, and one more (`tail_str` in
+    schedule_batch.py). A model that writes at random may spell it in more, and then the answer goes on.
+    """
+    for percent in range(80, 95, 2):
+        stop = late_piece(text, percent / 100)
+        answer = streamed(engine, {**body, "stop": stop})
+        if answer.choices[0].finish_reason == "stop":
+            return stop, answer
+    raise AssertionError(f"no stop string ends the answer: {body}")
 
 
 def streamed(program: Program, body: dict[str, Any], on_chunk: Callable[[], None] = lambda: None) -> Answer:
