@@ -44,8 +44,7 @@ def _run(words: list[str]) -> int:
             return 0
         case ["check-config", *flags]:
             settings = _warned(load(flags, os.environ, command="check-config")).settings
-            engines = f"{len(settings.prefill)} prefillers and {len(settings.decode)} decoders"
-            print(f"ok: {engines}, connector {settings.connector}")
+            print(f"ok: {settings.fleet}, connector {settings.connector}")
             for told in settings.doors:
                 print(f"note: {told}")
             return 0

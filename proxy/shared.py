@@ -13,6 +13,7 @@ from proxy.balancer.journal import Journal
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.source_states import SourceStates
 from proxy.balancer.suspect_memory import SuspectMemory
 from proxy.configuration import Configuration
 
@@ -92,6 +93,7 @@ class Shared:
     key_usage: KeyUsage
     bulletin: Bulletin = field(default_factory=Bulletin)
     misfits: Misfits = field(default_factory=Misfits)
+    sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     journal: Journal = field(default_factory=Journal)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
+    from proxy.balancer.source_states import SourceStates
     from proxy.sim.state import Seen
     from proxy.worker import Worker
     from tests.asking import Answer
@@ -89,6 +90,7 @@ class Deployment:
     worker: Worker
     scoreboard: Scoreboard
     roster: Roster
+    sources: SourceStates
     url: str
     session: aiohttp.ClientSession
     stop_accepting: Callable[[], Awaitable[None]]
@@ -356,6 +358,7 @@ async def deployed(
                 worker,
                 shared.scoreboard,
                 shared.roster,
+                shared.sources,
                 url,
                 session,
                 stop_accepting,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import MisfitKind, Misfits
+from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.source_states import SourceStates
 from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics
 
@@ -42,6 +44,7 @@ _OPEN_LABELS = {
     "version": "this gateway's version",
     "python": "Python's version",
     "aiohttp": "aiohttp's version",
+    "source": "a [source of discovery](OPERATING.md#discovery), as an instance's `origins` name it",
     "role": "`prefill`, `decode`, `encode`",
 }
 _OPEN_LABELS_OF_METRIC = {
@@ -71,6 +74,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     metrics = Metrics()
     metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
+    metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})
     families = [family for family in metrics.collect() if family.name.startswith("pdproxy_")]
     return families, _labels(metrics, families)

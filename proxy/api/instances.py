@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster
     from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.source_states import SourceStates
     from proxy.discovery.joining import Joiner
     from proxy.settings import Settings
     from proxy.upstream.names import Names
@@ -54,6 +55,7 @@ class InstancesApi:
         health: Health,
         misfits: Misfits,
         joiner: Joiner,
+        sources: SourceStates,
         drop_drained: Callable[[], None],
         names: Names,
         administrators: Administrators,
@@ -65,6 +67,7 @@ class InstancesApi:
         self._health = health
         self._misfits = misfits
         self._joiner = joiner
+        self._sources = sources
         self._drop_drained = drop_drained
         self._names = names
         self._administrators = administrators
@@ -87,13 +90,20 @@ class InstancesApi:
     # Looking
 
     async def _show(self, request: web.Request) -> web.Response:
-        """All instances. Loads are those of all workers; health is as the worker sees it that was asked."""
+        """All instances, whose loads are those of all workers and whose health is as the worker sees it that was asked,
+        and the sources of discovery.
+        """
         shown: list[dict[str, Any]] = []
         for role, pool in self._pools.items():
             pool.backends()  # brings what is known up to date
             shown += map(self._describe, self._roster.members(role))
             shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
-        return _json({"instances": shown})
+        wanted = self._roster.wanted()
+        sources = [
+            {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
+            for origin, state in self._sources.all().items()
+        ]
+        return _json({"instances": shown, "sources": sources})
 
     def _describe(self, member: Member) -> dict[str, Any]:
         board, backend, now = self._scoreboard, member.backend, time.monotonic()

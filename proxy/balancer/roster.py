@@ -126,6 +126,11 @@ class Roster:
                 self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining
 
+    def wanted(self) -> Mapping[str, Collection[Backend]]:
+        """What each origin wants, by origin; those that want nothing are left out."""
+        self._read()
+        return self._wanted
+
     def leaving(self) -> tuple[Member, ...]:
         """The members of all roles that have a time to be evacuated."""
         self._read()
@@ -227,9 +232,9 @@ class Roster:
             }
         return self._members
 
-    def _write(self, members: Iterable[Member], wanted: Mapping[str, Iterable[Backend]]) -> None:
+    def _write(self, members: Iterable[Member], wanted: Mapping[str, Collection[Backend]]) -> None:
         rows = [_row(member) for member in sorted(members, key=_slot)]
-        by_origin = {origin: [(b.role, b.host, b.port) for b in backends] for origin, backends in wanted.items()}
+        by_origin = {origin: [(b.role, b.host, b.port) for b in those] for origin, those in wanted.items() if those}
         self._shared.write([rows, by_origin])
 
 

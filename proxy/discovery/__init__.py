@@ -1,11 +1,14 @@
 """Which instances there are: sources of discovery are watched, those that join are waited for, and all are probed.
 
-A further source is one file here and one line in SOURCES.
+A further kind of source is one file here and one line in SOURCES.
 """
 
 from typing import Final
 
-from proxy.discovery.source import MakeSource
+from proxy.discovery.files import WatchedFiles
+from proxy.discovery.source import MakeSources
 
-SOURCES: Final[dict[str, MakeSource]] = {}
-"""By the name that their instances have as their origin, which neither `config` nor `admin` may be."""
+SOURCES: Final[dict[str, MakeSources]] = {
+    "file": lambda settings: map(WatchedFiles, settings.discovery.files),
+}
+"""By kind. `kind:name` is a source's origin: what its instances show as such."""

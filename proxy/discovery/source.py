@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from proxy.backend import Backend
@@ -16,16 +16,20 @@ addresses have to be inside `admin.networks` unless the configuration names them
 
 
 class Source(Protocol):
-    """One that equals another watches the same, and is not begun anew by a reload; a frozen dataclass of its options
-    does.
+    """One file, one DNS name, …: what fails as a whole. One that equals another watches the same, and is not begun anew
+    by a reload; a frozen dataclass of its options does.
     """
+
+    @property
+    def name(self) -> str:
+        """What tells it from others of its kind, in the words of the settings."""
 
     def watch(self) -> AsyncGenerator[Wanted, None]:
         """Yield what there is to be, at once and whenever it may be another, always all of it; what was yielded last
-        holds. Raise what is wrong if that cannot be told: it is asked anew some seconds later. Having nothing more to
-        tell is no failure.
+        holds. Raise what is wrong if that cannot be told: it is asked anew, soon and then every few seconds. Having
+        nothing more to tell is no failure.
         """
 
 
-MakeSource: TypeAlias = "Callable[[Settings], Source | None]"
-"""A source as the settings want it; None: they want none. It neither waits nor fails."""
+MakeSources: TypeAlias = "Callable[[Settings], Iterable[Source]]"
+"""The sources of one kind as the settings want them, each name once. It neither waits nor fails."""

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.background import Background, BackgroundOwner
+from proxy.balancer.roster import ADMIN, CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from proxy.backend import Role
     from proxy.balancer.roster import Roster
-    from proxy.discovery.source import MakeSource, Source, Wanted
+    from proxy.balancer.source_states import SourceStates
+    from proxy.discovery.source import MakeSources, Source, Wanted
     from proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS: Final = 5.0
+_FIRST_RETRY_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +45,23 @@ class Watcher(BackgroundOwner):
 
     def __init__(
         self,
-        sources: Mapping[str, MakeSource],
+        kinds: Mapping[str, MakeSources],
         roster: Roster,
+        states: SourceStates,
         roles: Collection[Role],
         settings: Settings,
         retry_seconds: float = _RETRY_SECONDS,
     ) -> None:
-        """`sources` by the name that their instances have as their origin. `roles`: those that this gateway has."""
-        self._sources = sources
+        """`kinds` of sources, by name. `roles`: those that this gateway has."""
+        self._kinds = kinds
         self._roster = roster
+        self._states = states
         self._roles = roles
         self._settings = settings
         self._retry_seconds = retry_seconds
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, _Watch] = {}  # by origin
+        self._silent: set[str] = set()
+        """Origins that are watched and have told nothing yet."""
         self._background = Background(logger, "discovery")
 
     def _begin(self) -> None:
@@ -61,37 +69,45 @@ class Watcher(BackgroundOwner):
 
     def configure(self, settings: Settings) -> None:
         """Watch the sources that these settings want. One that they want otherwise than before is begun anew; what one
-        has named that they do not want any more drains.
+        has named that they do not want any more drains, as soon as those that are new have told theirs.
         """
         self._settings = settings
-        for origin, make in self._sources.items():
-            source, watch = make(settings), self._watches.get(origin)
-            if watch is not None and watch.source == source:
-                continue
-            if watch is not None:
-                self._watches.pop(origin).task.cancel()
-            if source is None:
-                self._take(origin, ())
-            else:
-                self._watches[origin] = _Watch(source, self._background.start(self._keep_watching(origin, source)))
+        sources = {f"{kind}:{source.name}": source for kind, make in self._kinds.items() for source in make(settings)}
+        self._states.keep(sources)
+        for origin, watch in list(self._watches.items()):
+            if sources.get(origin) != watch.source:
+                watch.task.cancel()
+                del self._watches[origin]
+        self._silent &= sources.keys()
+        for origin in sources.keys() - self._watches.keys():
+            self._silent.add(origin)
+            task = self._background.start(self._keep_watching(origin, sources[origin]))
+            self._watches[origin] = _Watch(sources[origin], task)
+        self._drop_unwatched()
 
     async def _keep_watching(self, origin: str, source: Source) -> None:
-        is_failing = False
+        failures = 0  # in a row
         while True:
             try:
                 async with aclosing(source.watch()) as found:
                     async for wanted in found:
                         self._take(origin, wanted)
-                        if is_failing:
-                            is_failing = False
+                        self._states.told(origin)
+                        self._silent.discard(origin)
+                        self._drop_unwatched()
+                        if failures:
+                            failures = 0
                             logger.info("discovery by %s is well again", origin)
                 return
             except Exception as error:  # whatever goes wrong in a source, this gateway goes on
-                if not is_failing:
-                    is_failing = True
-                    why = str(error) or type(error).__name__
+                why = str(error) or type(error).__name__
+                self._states.failed(origin, why)
+                failures += 1
+                if failures == 1:
                     logger.warning("discovery by %s fails, and its instances stay as they are: %s", origin, why)
-            await asyncio.sleep(self._retry_seconds)
+            # Gateways that have lost the same server do not come back to it at one time.
+            pause_seconds = min(_FIRST_RETRY_SECONDS * 2 ** min(failures, 10), self._retry_seconds)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_seconds)
 
     def _take(self, origin: str, wanted: Wanted) -> None:
         """Raises ValueError when that cannot be."""
@@ -105,3 +121,11 @@ class Watcher(BackgroundOwner):
             if backends:
                 told = ", ".join(f"{backend.role} {backend.name}" for backend in backends)
                 logger.info("discovery by %s has %s %s", origin, verb, told)
+
+    def _drop_unwatched(self) -> None:
+        """Let what nobody watches any more drain. Not before every source has told what it has: what has only moved
+        from one to another stays.
+        """
+        if not self._silent:
+            for origin in self._roster.wanted().keys() - self._watches.keys() - {CONFIG, ADMIN}:
+                self._take(origin, ())

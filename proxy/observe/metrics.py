@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from bisect import bisect_left
+from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -30,6 +31,7 @@ from proxy.balancer.breaker import Cause
 from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
 from proxy.observe.instances import Instances
+from proxy.observe.sources import collect_sources
 from proxy.terms import Action, Stage
 
 if TYPE_CHECKING:
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.source_states import SourceStates
 
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -138,6 +142,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: Instances | None = None
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
+        self._sources: Callable[[], Iterable[Metric]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
@@ -377,6 +382,10 @@ class Metrics:
         """From now on every scrape tells about the instances that these have at that moment."""
         self._instances = Instances(tuple(pools), scoreboard, health, misfits)
 
+    def watch_sources(self, states: SourceStates, roster: Roster) -> None:
+        """From now on every scrape tells about the sources of discovery that there are at that moment."""
+        self._sources = partial(collect_sources, states, roster)
+
     def settle_first(self, settle: Callable[[], None]) -> None:
         """From now on this is called before every scrape and at every `settle`: it counts what waits to be counted."""
         self._settles.append(settle)
@@ -415,6 +424,8 @@ class Metrics:
             for reason in EJECTIONS:
                 self.instance_ejected_total.labels(*name, reason)
         told: list[Metric] = [] if self._instances is None else list(self._instances.collect())
+        if self._sources is not None:
+            told += self._sources()
         if self._worker_replacements is not None:
             replaced = CounterMetricFamily(
                 "pdproxy_worker_replacements",

@@ -30,6 +30,7 @@ from proxy.settings.model import (
 from proxy.settings.policies import DECODE_POLICIES, POLICIES
 from proxy.settings.show import to_yaml
 from proxy.settings.sources import OPTIONS, SECRETS
+from proxy.settings.yaml_file import read_yaml
 
 __all__ = [
     "CONNECTOR_TRAITS",
@@ -65,5 +66,6 @@ __all__ = [
     "load_client_keys",
     "parse_endpoints",
     "reachable",
+    "read_yaml",
     "to_yaml",
 ]

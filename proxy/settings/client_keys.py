@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from proxy.settings.kinds import Positive
 from proxy.settings.mistakes import SettingsError, did_you_mean, explain
-from proxy.settings.model import Section
+from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml
 
 

@@ -9,13 +9,16 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from proxy.settings.connectors import known_connector
 from proxy.settings.endpoints import Endpoint, parse_endpoints
 from proxy.settings.policies import known_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # As browsers write it (RFC 6454 6.2): no path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
@@ -100,11 +103,16 @@ def _aliases(value: object) -> list[object]:
     return found
 
 
-def _names(value: object) -> list[object]:
-    found = _list(value)
-    if not all(isinstance(item, str) and item for item in found):
-        raise ValueError("must be a list of names, such as qwen*")
-    return found
+def texts(noun: str) -> Callable[[object], list[object]]:
+    """Takes a list of texts that are not empty; `noun` is what they are called."""
+
+    def checked(value: object) -> list[object]:
+        found = _list(value)
+        if not all(isinstance(item, str) and item for item in found):
+            raise ValueError(f"must be a list of {noun}")
+        return found
+
+    return checked
 
 
 _number = BeforeValidator(_not_boolean)
@@ -124,7 +132,7 @@ ConnectorName = Annotated[str, AfterValidator(known_connector)]
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*"))]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]

@@ -19,6 +19,7 @@ from proxy.settings.model import Settings
 from proxy.settings.sources import (
     CONFIG,
     OPTIONS,
+    PATH_LISTS,
     PATHS,
     SECRETS,
     Sourced,
@@ -66,7 +67,8 @@ def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: b
     variables = from_environment(environ)
     path = line.config or environ.get(CONFIG, "").strip()
     values = {**(from_yaml(path) if path else {}), **variables, **line.values}
-    values |= {option: _absolute(values[option]) for option in PATHS if option in values}
+    values |= {option: _split(values[option]) for option in PATH_LISTS if option in values}
+    values |= {option: _absolute(values[option]) for option in (*PATHS, *PATH_LISTS) if option in values}
     settings = _validated(values)
     keys = dict(_keys(settings, values, environ))
     if keys:
@@ -80,14 +82,22 @@ def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: b
     return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else ())
 
 
+def _split(found: Sourced) -> Sourced:
+    """A comma separated text as the list that it is."""
+    return replace(found, value=found.value.split(",")) if isinstance(found.value, str) else found
+
+
 def _absolute(found: Sourced) -> Sourced:
     """A relative path in a file begins where that file is, so that it is good from everywhere; any other one begins in
     the working directory.
     """
-    if not isinstance(found.value, str) or not found.value.strip():
-        return found
     directory = Path(found.origin).absolute().parent if found.in_file else Path.cwd()
-    return replace(found, value=str(directory / found.value.strip()))
+
+    def absolute(path: object) -> object:
+        return str(directory / path.strip()) if isinstance(path, str) and path.strip() else path
+
+    value = found.value
+    return replace(found, value=[absolute(path) for path in value] if isinstance(value, list) else absolute(value))
 
 
 def _validated(values: Mapping[str, Sourced]) -> Settings:
@@ -141,8 +151,9 @@ def _read_key(option: str, path: Path) -> str:
 
 
 def _require_backends(settings: Settings) -> None:
-    missing = {"decode": "decoder"} if not settings.decode else {}
-    if not settings.prefill and settings.connector_traits.needs_prefillers:
+    may_be_found = settings.discovery.may_name
+    missing = {"decode": "decoder"} if not settings.decode and not may_be_found("decode") else {}
+    if not settings.prefill and settings.connector_traits.needs_prefillers and not may_be_found("prefill"):
         missing = {"prefill": "prefiller", **missing}
     if missing:
         nouns = " and ".join(f"no {noun}" for noun in missing.values())

@@ -7,9 +7,10 @@ appears in `--help` and `configs/full.yaml`.
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
+from proxy.settings.discovery import Discovery
 from proxy.settings.endpoints import Host, is_loopback
 from proxy.settings.kinds import (
     AbsolutePath,
@@ -34,21 +35,10 @@ from proxy.settings.kinds import (
     Workers,
 )
 from proxy.settings.policies import policy_names
+from proxy.settings.section import Section
 
 # Each backend has a column in the scoreboard.
 MAX_BACKENDS: Final = 1024
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, no unknown options, a documented field each."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,
-    )
 
 
 class Listen(Section):
@@ -456,6 +446,7 @@ class Settings(Section):
     resume: Resume = Resume()
     health: HealthChecks = HealthChecks()
     doctor: Doctor = Doctor()
+    discovery: Discovery = Discovery()
     joining: Joining = Joining()
     leaving: Leaving = Leaving()
     fanout: Fanout = Fanout()
@@ -476,6 +467,11 @@ class Settings(Section):
                 nouns[endpoint.place] = noun
                 if noun != "a prefiller" and endpoint.bootstrap_port is not None:
                     raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
+        if self.connector == "auto" and any(
+            self.discovery.may_name(role) and not listed
+            for role, listed in (("prefill", self.prefill), ("decode", self.decode))
+        ):
+            raise ValueError("connector auto asks the configured instances: name the connector if all are discovered")
         traits = self.connector_traits
         if self.prefill and not traits.takes_prefillers:
             raise ValueError(f"connector {self.connector} has no prefillers: give every engine as a decoder")
@@ -493,6 +489,12 @@ class Settings(Section):
         if self.connector_traits.needs_callback_port:
             self.callback_host  # noqa: B018 raises
         return self
+
+    @property
+    def fleet(self) -> str:
+        """How many instances are configured, and how many sources may name others, for people."""
+        told = f"{len(self.prefill)} prefillers, {len(self.decode)} decoders"
+        return f"{told}, {len(sources)} sources of discovery" if (sources := self.discovery.sources) else told
 
     @property
     def connector_traits(self) -> ConnectorTraits:

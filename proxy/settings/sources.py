@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings.mistakes import SettingsError, did_you_mean, told
-from proxy.settings.model import Section, Settings
+from proxy.settings.model import Settings
+from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
 SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
 SECRETS: Final = ("auth.engine_api_key", "auth.admin_key")
 PATHS: Final = (*(f"{option}_file" for option in SECRETS), "auth.client_keys_file")
+PATH_LISTS: Final = ("discovery.files",)
 
 
 def variable(option: str) -> str:

@@ -46,6 +46,7 @@ def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: Confi
         health=balancing.health,
         misfits=shared.misfits,
         joiner=engines.joiner,
+        sources=shared.sources,
         drop_drained=engines.prober.drop_drained,
         names=engines.lines.names,
         administrators=administrators,

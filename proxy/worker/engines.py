@@ -87,8 +87,9 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             everybody[Role.ENCODE] = pools.encode
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
+        basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
         if basis.index == 0:  # a worker that takes its place is the 0th, too
-            watcher = Watcher(SOURCES, basis.shared.roster, everybody, basis.settings)
+            watcher = Watcher(SOURCES, basis.shared.roster, basis.shared.sources, everybody, basis.settings)
             await stack.enter_async_context(watcher)
             basis.live.add(watcher.configure)
             canaries = CanaryWatch(connector, link.context, balancing.health)

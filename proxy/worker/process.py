@@ -185,6 +185,6 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
     admin = "with the admin key" if settings.auth.admin_key else here
     return (
         f"pdproxy {__version__} on {', '.join(ports)}, connector {settings.connector}, "
-        f"{len(settings.prefill)} prefillers, {len(settings.decode)} decoders, {settings.workers} workers, "
+        f"{settings.fleet}, {settings.workers} workers, "
         f"administration {admin}"
     )

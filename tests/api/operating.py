@@ -10,6 +10,7 @@ from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.backend import Role
+from proxy.balancer.source_states import SourceStates
 from proxy.configuration import Change
 from proxy.listener.drain import Drain
 from proxy.settings import Admin, Settings
@@ -61,6 +62,7 @@ async def client_of(
         gateway.health,
         gateway.misfits,
         gateway.joiner,
+        SourceStates(),
         gateway.prober.drop_drained,
         names,
         administrators,

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Listed:
     """What a test wants there to be."""
 
+    name = "test"
+
     def __init__(self, *backends: Backend) -> None:
         self._backends = backends
         self._problem: Exception | None = None

@@ -36,7 +36,7 @@ async def shown(gateway: Deployment, engine: SimulatedEngine) -> list[Any]:
 
 async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Listed()
-    monkeypatch.setitem(SOURCES, "listed", lambda _: listed)
+    monkeypatch.setitem(SOURCES, "listed", lambda _: [listed])
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(SimulatedEngine(role="decode", decode_step_ms=10.0)) for _ in range(2)]
         gateway = await deploy(1, 1, health=HEALTH)
@@ -46,7 +46,7 @@ async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monke
         await until(lambda: len(pool.eligible()) == 3, "both to be there")
         async with asyncio.timeout(10):
             for engine in found:
-                while await shown(gateway, engine) != [["listed"], "enabled", "up"]:
+                while await shown(gateway, engine) != [["listed:test"], "enabled", "up"]:
                     pass
 
         gateway.worker.joiner.remove(Role.DECODE, configured.host, configured.port)

@@ -11,6 +11,7 @@ import pytest
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.source_states import SourceStates
 from proxy.discovery.watcher import Watcher
 from proxy.settings import Settings
 from tests.asking import until
@@ -31,6 +32,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.roster = Roster([], [("d", 1)], Scoreboard(slots=4))
+        self.states = SourceStates()
 
     def members(self) -> list[str]:
         return [
@@ -39,12 +41,17 @@ class Gateway:
         ]
 
     @asynccontextmanager
-    async def watching(self, **sources: Listed | None) -> AsyncIterator[Watcher]:
-        makes = {origin: lambda _, source=source: source for origin, source in sources.items()}
+    async def watching(self, **sources: Listed) -> AsyncIterator[Watcher]:
+        kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
         roles = (Role.PREFILL, Role.DECODE)
-        async with Watcher(makes, self.roster, roles, SETTINGS, retry_seconds=0.001) as watcher:
+        async with Watcher(kinds, self.roster, self.states, roles, SETTINGS, retry_seconds=0.001) as watcher:
             yield watcher
-        assert all(source is None or source.watches == 0 for source in sources.values())
+        assert all(source.watches == 0 for source in sources.values())
+
+    def state(self, origin: str) -> tuple[bool, int, str | None]:
+        """Whether a source has told anything, how often it has failed, and what is wrong now."""
+        state = self.states.all()[origin]
+        return state.told_at is not None, state.failures, state.problem
 
     async def has(self, *members: str) -> None:
         await until(lambda: self.members() == list(members), f"the members to be {members}")
@@ -63,16 +70,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
-        await gateway.has("1 config", "2 listed")
+        await gateway.has("1 config", "2 listed:test")
         listed.say(decoder(1), decoder(3))
-        await gateway.has("1 config+listed", "2 draining", "3 listed")
+        await gateway.has("1 config+listed:test", "2 draining", "3 listed:test")
         listed.say()
         await gateway.has("1 config", "2 draining", "3 draining")
     assert lines(caplog) == [
-        ("INFO", "discovery by listed has added decode d:2"),
-        ("INFO", "discovery by listed has added decode d:3"),
-        ("INFO", "discovery by listed has removed decode d:2"),
-        ("INFO", "discovery by listed has removed decode d:3"),
+        ("INFO", "discovery by listed:test has added decode d:2"),
+        ("INFO", "discovery by listed:test has added decode d:3"),
+        ("INFO", "discovery by listed:test has removed decode d:2"),
+        ("INFO", "discovery by listed:test has removed decode d:3"),
     ]
 
 
@@ -81,16 +88,19 @@ async def test_what_was_named_last_holds_while_a_source_fails(
 ) -> None:
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
-        await gateway.has("1 config", "2 listed")
+        await gateway.has("1 config", "2 listed:test")
         caplog.clear()
         listed.fail(OSError("no such name"))
         await until(lambda: caplog.records, "the failure to be told")
-        assert gateway.members() == ["1 config", "2 listed"]
+        assert gateway.members() == ["1 config", "2 listed:test"]
+        was_told, failures, problem = gateway.state("listed:test")
+        assert (was_told, failures > 0, problem) == (True, True, "no such name")
         listed.say(decoder(2))
         await until(lambda: len(caplog.records) > 1, "it to be told that it is well again")
+        assert gateway.state("listed:test")[::2] == (True, None)
     assert lines(caplog) == [
-        ("WARNING", "discovery by listed fails, and its instances stay as they are: no such name"),
-        ("INFO", "discovery by listed is well again"),
+        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: no such name"),
+        ("INFO", "discovery by listed:test is well again"),
     ]
 
 
@@ -107,7 +117,9 @@ async def test_a_source_that_fails_again_and_again_is_one_line(
 
     async with gateway.watching(listed=Broken()):
         await until(lambda: tries > 3, "some tries")
-    assert lines(caplog) == [("WARNING", "discovery by listed fails, and its instances stay as they are: RuntimeError")]
+    assert lines(caplog) == [
+        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: RuntimeError")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,32 +137,53 @@ async def test_a_list_that_cannot_be_changes_nothing(
         await until(lambda: caplog.records, "the mistake to be told")
         assert gateway.members() == ["1 config"]
         listed.say(decoder(2))
-        await gateway.has("1 config", "2 listed")
-    assert lines(caplog)[0] == ("WARNING", f"discovery by listed fails, and its instances stay as they are: {why}")
+        await gateway.has("1 config", "2 listed:test")
+    assert lines(caplog)[0] == ("WARNING", f"discovery by listed:test fails, and its instances stay as they are: {why}")
 
 
 async def test_one_source_that_fails_does_not_hold_up_another(gateway: Gateway) -> None:
     failing, other = Listed(), Listed(decoder(2))
     failing.fail(OSError("no such name"))
     async with gateway.watching(failing=failing, other=other):
-        await gateway.has("1 config", "2 other")
+        await gateway.has("1 config", "2 other:test")
 
 
 async def test_the_next_worker_goes_on_from_what_was_named_last(gateway: Gateway) -> None:
     async with gateway.watching(listed=Listed(decoder(2), decoder(3))):
-        await gateway.has("1 config", "2 listed", "3 listed")
+        await gateway.has("1 config", "2 listed:test", "3 listed:test")
     async with gateway.watching(listed=Listed(decoder(3))):
-        await gateway.has("1 config", "2 draining", "3 listed")
+        await gateway.has("1 config", "2 draining", "3 listed:test")
 
 
 async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: Gateway) -> None:
     listed, wanted = Listed(decoder(2)), True
-    sources = {"listed": lambda _: listed if wanted else None}
-    async with Watcher(sources, gateway.roster, tuple(Role), SETTINGS) as watcher:
-        await gateway.has("1 config", "2 listed")
+    kinds = {"listed": lambda _: [listed] if wanted else []}
+    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS) as watcher:
+        await gateway.has("1 config", "2 listed:test")
         watcher.configure(SETTINGS)
-        assert gateway.members() == ["1 config", "2 listed"]
+        assert gateway.members() == ["1 config", "2 listed:test"]
         wanted = False
         watcher.configure(SETTINGS)
         assert gateway.members() == ["1 config", "2 draining"]
         await until(lambda: listed.watches == 0, "it to be left")
+        assert gateway.states.all() == {}
+
+
+async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    sources = [Listed(decoder(2), decoder(3))]
+    kinds = {"listed": lambda _: sources}
+    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS, retry_seconds=0.001) as watcher:
+        await gateway.has("1 config", "2 listed:test", "3 listed:test")
+        new = Listed(decoder(2))
+        new.name = "new"
+        new.fail(OSError("not yet"))
+        sources[:] = [new]
+        watcher.configure(SETTINGS)
+        await until(lambda: gateway.state("listed:new")[1], "the new one to fail")
+        assert gateway.members() == ["1 config", "2 listed:test", "3 listed:test"]
+        caplog.clear()
+        new.say(decoder(2))
+        await gateway.has("1 config", "2 listed:new", "3 draining")
+    assert [line for _, line in lines(caplog) if "removed" in line] == [
+        "discovery by listed:test has removed decode d:3"
+    ]

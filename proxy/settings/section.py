@@ -1,0 +1,16 @@
+"""What all sections of the settings share."""
+
+# No `from __future__ import annotations` here: pydantic reads the annotations at run time.
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Frozen, no unknown options, a documented field each."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
