@@ -1,4 +1,4 @@
-"""What operators and their tools ask: what does it measure. And to have the configuration read again.
+"""What operators and their tools ask: what does it measure, and what is configured. And to have that read again.
 
 Everybody may look. Changing anything is for administrators, and is one line in the log, with its author.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from aiohttp import web
@@ -29,14 +29,20 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 class AdminApi:
     """The routes for operators of the gateway itself.
 
-    `reload` reads the configuration again and applies it, for the author who is named to it. It raises SettingsError.
+    `configuration` tells what is in force, for anybody to see. `reload` reads it again and applies it, for the author
+    who is named to it. It raises SettingsError.
     """
 
     def __init__(
-        self, metrics: Metrics, reload: Callable[[str], Awaitable[Change]], administrators: Administrators
+        self,
+        metrics: Metrics,
+        configuration: Callable[[], dict[str, Any]],
+        reload: Callable[[str], Awaitable[Change]],
+        administrators: Administrators,
     ) -> None:
         self._metrics = metrics
         self._one_scrape = asyncio.Lock()
+        self._configuration = configuration
         self._reload_configuration = reload
         self._administrators = administrators
 
@@ -44,6 +50,7 @@ class AdminApi:
         """For the application."""
         return [
             web.get("/metrics", self._show_metrics),
+            web.get("/admin/config", self._administrators.only(self._show_configuration)),
             web.post("/admin/reload", self._administrators.only_few(self._reload)),
         ]
 
@@ -53,6 +60,9 @@ class AdminApi:
             snapshot = self._metrics.snapshot(request.headers.get("Accept", ""))
             body, content_type = await asyncio.to_thread(snapshot)
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _show_configuration(self, request: web.Request) -> web.Response:
+        return _json(self._configuration())
 
     async def _reload(self, request: web.Request) -> web.Response:
         """The change, or in one sentence why there is none."""

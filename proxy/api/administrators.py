@@ -3,7 +3,7 @@
 A connection from this host's loopback address says little on a listener that others reach, too: a TLS terminator or a
 sidecar on this host connects from there for anybody. So without a key only a listener on a loopback address lets
 administrators in, and only those who come straight from a program: nothing in their headers may say that the request
-was made for somebody else, as a reverse proxy or a browser does.
+was made for somebody else, as a reverse proxy or a browser does. The status page is excepted, as long as it only looks.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class Administrators:
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
         if not isinstance(peer, tuple) or not is_loopback(peer[0]):
             return "the connection does not come from this host"
+        is_looked_at = _is_own_pages_look(request)
         for name in request.headers:
-            if _ON_BEHALF.fullmatch(name):
+            if _ON_BEHALF.fullmatch(name) and not (is_looked_at and name.lower().startswith("sec-fetch-")):
                 return f"the header {name} tells that the request is made for somebody else"
         host = request.headers.get(hdrs.HOST)
         if host is not None and not is_loopback(_without_port(host)):
@@ -104,6 +105,15 @@ class Administrators:
 def author(request: web.Request) -> str:
     """Who makes a change, for the log. Of the key there is nothing to tell: there is only one."""
     return f"an administrator at {request.remote}"
+
+
+def _is_own_pages_look(request: web.Request) -> bool:
+    """Whether a page of this very listener, which can only be the status page, asks to be told something.
+
+    Browsers let no script set this header, and name a page of another port, or of a name that leads here, otherwise
+    (Fetch Metadata, 2.1); the Host is looked at besides.
+    """
+    return request.method == hdrs.METH_GET and request.headers.getall("Sec-Fetch-Site", ()) == ["same-origin"]
 
 
 def _without_port(host: str) -> str:

@@ -1,4 +1,5 @@
-"""Where no route is: the way to the one that was probably meant; and `GET /`, which says what there is.
+"""Where no route is: the way to the one that was probably meant; and `GET /`, which says what there is. To browsers it
+is the status page, where operators have no listener of their own.
 
 Of the request only the path is quoted, as far as it is spelled in letters, digits and marks that mean nothing anywhere.
 """
@@ -14,10 +15,13 @@ import orjson
 from aiohttp import hdrs, web
 
 from proxy import __version__
+from proxy.api import status_page
 from proxy.errors import GatewayError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from proxy.api.status_page import StatusPage
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _slashes: Final = re.compile("/{2,}")
@@ -46,9 +50,13 @@ _NOT_SERVED: Final = (
 
 
 class Signposts:
-    """`routes` are those of clients; of others, such as those of administrators, nothing is said."""
+    """`routes` are those of clients; of others, such as those of administrators, nothing is said.
 
-    def __init__(self, routes: Sequence[web.RouteDef]) -> None:
+    `status_page` None: it is not here.
+    """
+
+    def __init__(self, routes: Sequence[web.RouteDef], status_page: StatusPage | None = None) -> None:
+        self._status_page = status_page
         everything = [*routes, *self.routes()]
         self._open = tuple(route.path.partition("{")[0] for route in everything if "{" in route.path)
         self._paths = {route.path for route in everything if "{" not in route.path}
@@ -99,7 +107,12 @@ class Signposts:
         return begun[-1] if begun else None
 
     async def _list(self, request: web.Request) -> web.Response:
-        return _json(self._welcome)
+        if self._status_page is None:
+            return _json(self._welcome)
+        is_for_a_browser = status_page.is_wanted(request)
+        answer = await self._status_page.show(request) if is_for_a_browser else _json(self._welcome)
+        answer.headers[hdrs.VARY] = hdrs.ACCEPT
+        return answer
 
 
 def _error(path: str, hint: str | None) -> GatewayError:

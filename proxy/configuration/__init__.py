@@ -7,7 +7,7 @@ again when it is another.
 """
 
 from proxy.configuration.configuration import FIXED, Change, Configuration
-from proxy.configuration.snapshot import ConfigSnapshot, secrets_of, text_of
+from proxy.configuration.snapshot import ConfigSnapshot, secrets_of, shown, text_of
 from proxy.configuration.watcher import ConfigWatcher
 
-__all__ = ["FIXED", "Change", "ConfigSnapshot", "ConfigWatcher", "Configuration", "secrets_of", "text_of"]
+__all__ = ["FIXED", "Change", "ConfigSnapshot", "ConfigWatcher", "Configuration", "secrets_of", "shown", "text_of"]

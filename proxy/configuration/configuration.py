@@ -88,7 +88,7 @@ class Configuration:
         before, version = self.current(), self._read_version
         stamp = _stamp(before.settings)
         try:
-            return await self._replace(partial(_with_keys_anew, before.settings))
+            return await self._replace(partial(_with_keys_anew, before))
         except SettingsError:
             with self._shared.exclusive():
                 if self._shared.version != version:
@@ -136,13 +136,13 @@ def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | Non
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamp)
+    return ConfigSnapshot(loaded.settings, read_at, loaded.client_keys, slots, stamp, loaded.origins)
 
 
-def _with_keys_anew(settings: Settings) -> Loaded:
+def _with_keys_anew(before: ConfigSnapshot) -> Loaded:
     """Raises SettingsError."""
-    path = settings.auth.client_keys_file
-    return Loaded(settings, {}, () if path is None else load_client_keys(path))
+    path = before.settings.auth.client_keys_file
+    return Loaded(before.settings, before.origins, () if path is None else load_client_keys(path))
 
 
 def _stamp(settings: Settings) -> Stamp | None:

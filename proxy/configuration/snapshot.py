@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
-from proxy.settings import SECRETS, ClientKey, Settings
+from proxy.settings import OPTIONS, SECRETS, ClientKey, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,8 @@ class ConfigSnapshot:
     """Where the use of each client key is counted, by its name."""
     keys_stamp: Stamp | None = None
     """Of the file of client keys, as it was looked at last; None when there is no such file."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where the value of each option comes from: a flag, a variable, a file or `default`."""
 
 
 def to_json(current: ConfigSnapshot) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def to_json(current: ConfigSnapshot) -> dict[str, Any]:
         "client_keys": [key.model_dump(mode="json") for key in current.client_keys],
         "slots": dict(current.slots),
         "keys_stamp": current.keys_stamp,
+        "origins": dict(current.origins),
     }
 
 
@@ -54,7 +58,20 @@ def from_json(value: dict[str, Any]) -> ConfigSnapshot:
         tuple(ClientKey.model_validate(key) for key in value["client_keys"]),
         value["slots"],
         stamp and tuple(stamp),
+        value["origins"],
     )
+
+
+def shown(current: ConfigSnapshot) -> dict[str, Any]:
+    """For operators: every option with its value, in which keys are masked, and where that comes from."""
+    tree: Mapping[str, Any] = current.settings.model_dump(mode="json")
+    return {
+        "read_at": current.read_at,
+        "options": [
+            {"name": name, "value": reduce(getitem, name.split("."), tree), "origin": current.origins.get(name)}
+            for name in OPTIONS
+        ],
+    }
 
 
 def secrets_of(settings: Settings) -> list[str]:

@@ -315,6 +315,7 @@ class Metrics:
         self.http_parse_errors_total = Counter(
             "http_parse_errors_total", "Requests that were not valid HTTP/1.1.", **new
         )
+        self.workers = Gauge("workers", "Worker processes that serve.", multiprocess_mode="livesum", **new)
         self.connections = Gauge("connections", "Open client connections.", multiprocess_mode="livesum", **new)
         self.loop_lag_seconds = Gauge(
             "loop_lag_seconds",
@@ -454,6 +455,7 @@ class Metrics:
     def _show_known_series(self) -> None:
         """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""
         self.build_info.labels(__version__, platform.python_version(), aiohttp.__version__).set(1)
+        self.workers.set(1)
         known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
             (self.requests_total, product(APIS, ("200",))),
             (self.request_end_total, product(TERMS)),

@@ -8,7 +8,8 @@ from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstancesApi
-from proxy.configuration import text_of
+from proxy.api.status_page import StatusPage
+from proxy.configuration import shown, text_of
 from proxy.worker.applications import application, http_listener
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def build_administration(
         clients.app.add_routes(routes)
         return None
     app = application(basis)
-    app.add_routes([*clients.probes.routes(), *routes])
+    app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *routes])
     return http_listener(basis, app)
 
 
@@ -60,5 +61,5 @@ def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: Confi
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,
     )
-    admin = AdminApi(basis.metrics, watcher.reload, administrators)
+    admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
     return [*admin.routes(), *instances.routes(), *broadcasts.routes()]

@@ -16,6 +16,7 @@ from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
+from proxy.api.status_page import StatusPage
 from proxy.api_keys import ApiKeys
 from proxy.dialects import DIALECTS
 from proxy.fast_path.connection import FastConnection
@@ -81,7 +82,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         *counting.routes(),
         *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes),
     ]
-    signposts = Signposts(routes)
+    signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
     cors = Cors(signposts.is_clients, basis.settings.listen)
     basis.live.add(lambda new: cors.configure(new.listen))
 

@@ -70,7 +70,7 @@ async def client_of(
     )
     apis = (
         ProbeApi(pools, drain),
-        AdminApi(gateway.metrics, reload, administrators),
+        AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
         BroadcastApi(pools, gateway.session, keys or gateway.keys(), administrators, cache_path),
     )

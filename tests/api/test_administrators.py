@@ -22,7 +22,7 @@ CHANGES = [
     *("/instances/add", "/instances/remove", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
     "/admin/reload",
 ]
-ROUTES = [("GET", "/instances"), *(("POST", path) for path in CHANGES)]
+ROUTES = [("GET", "/instances"), ("GET", "/admin/config"), *(("POST", path) for path in CHANGES)]
 
 
 @pytest.mark.fault(58)
@@ -53,7 +53,7 @@ async def test_on_a_listener_of_this_host_alone_it_takes_none(gateway: Gateway, 
 
 
 @pytest.mark.fault(58)
-@pytest.mark.parametrize(("method", "path"), ROUTES[:2])
+@pytest.mark.parametrize(("method", "path"), ROUTES[:3])
 @pytest.mark.parametrize(
     "name",
     [
@@ -72,6 +72,30 @@ async def test_a_request_made_for_somebody_else_is_not_local(
         error = (await answer.json())["error"]
     assert error["code"] == "admin_key_not_configured"
     assert f"the header {name} tells".lower() in error["message"].lower()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/instances", {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 200),
+        ("GET", "/admin/config", {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Dest": "empty"}, 200),
+        ("POST", "/admin/reload", {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}, 403),
+        ("POST", "/instances/add", {"Sec-Fetch-Site": "same-origin", "Origin": "http://127.0.0.1:1999"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "same-site"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "none"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Mode": "cors"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "same-origin", "Host": "rebound.example.com"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "same-origin", "Origin": "http://127.0.0.1:1999"}, 403),
+        ("GET", "/instances", {"Sec-Fetch-Site": "same-origin", "X-Forwarded-For": "10.0.0.1"}, 403),
+    ],
+)
+async def test_without_a_key_this_listeners_own_page_may_look_and_change_nothing(
+    gateway: Gateway, method: str, path: str, headers: Mapping[str, str], status: int
+) -> None:
+    client = await client_of(gateway)
+    async with client.request(method, path, headers=headers) as answer:
+        assert answer.status == status
 
 
 @pytest.mark.fault(58)

@@ -11,7 +11,7 @@ import pytest
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.scoreboard import Scoreboard
-from proxy.configuration import FIXED, Change, Configuration, ConfigWatcher
+from proxy.configuration import FIXED, Change, Configuration, ConfigWatcher, shown
 from proxy.configuration.snapshot import option_of
 from proxy.observe.metrics import Metrics
 from proxy.settings import OPTIONS, SettingsError, load
@@ -75,6 +75,21 @@ INSTANCES = "prefill: [p:1, p:2]\ndecode: [d:1, d:2]\n"
 
 
 # Values
+
+
+async def test_what_is_shown_is_every_option_with_its_origin_and_no_key(files: Files) -> None:
+    files.write(INSTANCES + "auth: {admin_key: canary-1, engine_api_key: canary-2}\nretry: {max_delay_seconds: 7.5}")
+    await files.configuration.reload()
+    files.write_keys("keys: [{name: a, key: canary-3}]")
+    files.configuration._read_version = 0  # as another process reads it
+    told = shown(files.configuration.current())
+    options = {option["name"]: (option["value"], option["origin"]) for option in told["options"]}
+    assert options.keys() == OPTIONS.keys()
+    assert options["retry.max_delay_seconds"] == (7.5, str(files.path))
+    assert options["listen.host"] == ("127.0.0.1", "default")
+    assert options["auth.admin_key"] == ("**********", str(files.path))
+    assert "canary-" not in str(told)
+    assert told["read_at"] == files.configuration.current().read_at
 
 
 def test_every_option_arrives_in_another_process_as_it_is(files: Files, tmp_path: Path) -> None:

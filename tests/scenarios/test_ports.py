@@ -63,6 +63,10 @@ async def test_each_port_has_its_own_routes(program: Program, session: aiohttp.C
         assert await status(session, "POST", admin + path) == (400 if path.startswith("/instances") else 200)
     assert (await ask(session, program.url, request(Api.CHAT))).is_done
     assert await status(session, "POST", admin + Api.CHAT.path) == 404
+    browser = {"Accept": "text/html"}
+    for url, kind in ((program.url, "application/json"), (admin, "text/html")):
+        async with session.get(url + "/", headers=browser) as answer:
+            assert (answer.status, answer.content_type) == (200, kind), "the status page is for operators"
     async with asyncio.timeout(10.0):
         while await status(session, "GET", probes + "/readyz") != 200:
             pass

@@ -1,0 +1,89 @@
+// What only administrators may see: why instances are as they are, and the configuration. And their key.
+
+class Administration {
+  constructor() {
+    this.onKey = () => {};
+    this._configuration = null;
+    this._needsKey = false;
+    this._table = new Table(byId("configuration-table"), "Options in force", [
+      { title: "Option", kind: "name" },
+      { title: "Value", kind: "value" },
+      { title: "From", kind: "origin" },
+    ]);
+    byId("defaults").addEventListener("change", () => this._showConfiguration());
+    byId("forget").addEventListener("click", () => this._setKey(null));
+    byId("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this._setKey(byId("key").value);
+      byId("key").value = "";
+    });
+  }
+
+  _setKey(key) {
+    if (key === null) sessionStorage.removeItem(KEY);
+    else sessionStorage.setItem(KEY, key);
+    this._needsKey = false;
+    this._configuration = null;
+    this.onKey();
+  }
+
+  /** The instances, as /instances has them; null where that is refused. */
+  async look() {
+    if (this._needsKey) return null;
+    const details = await askAsAdministrator("instances", (error) => this._refused(error));
+    if (details !== null) {
+      setHidden(byId("key-form"), true);
+      setHidden(byId("admin-told"), true);
+      setHidden(byId("forget"), sessionStorage.getItem(KEY) === null);
+      await this._lookAtConfiguration();
+    }
+    setHidden(byId("configuration"), details === null);
+    return details;
+  }
+
+  _refused(error) {
+    const wasTried = sessionStorage.getItem(KEY) !== null;
+    if (error.status === 401) {
+      sessionStorage.removeItem(KEY);
+      this._needsKey = true;
+      setHidden(byId("key-form"), false);
+      if (wasTried) setText(byId("key-told"), "This is not the admin key of this gateway.");
+    } else {
+      setText(byId("admin-told"), `Figures only: ${error.message}.`);
+    }
+    setHidden(byId("forget"), true);
+    setHidden(byId("admin-told"), error.status === 401);
+  }
+
+  /** It seldom changes, and says when it was read. */
+  async _lookAtConfiguration() {
+    const configuration = await askAsAdministrator("admin/config", () => {});
+    if (configuration === null || configuration.read_at === this._configuration?.read_at) return;
+    this._configuration = configuration;
+    this._showConfiguration();
+  }
+
+  _showConfiguration() {
+    if (this._configuration === null) return;
+    const { read_at: readAt, options } = this._configuration;
+    const isAll = byId("defaults").checked;
+    const shown = options.filter((one) => isAll || one.origin !== "default");
+    setText(byId("configuration-note"), `${shown.length} of ${options.length} options, read ${when(readAt)}`);
+    this._table.show(
+      shown.map(({ name, value, origin }) => ({ key: name, cells: [name, written(value), origin ?? ""] })),
+    );
+  }
+}
+
+function written(value) {
+  if (Array.isArray(value)) return value.map(written).join(", ") || "none";
+  if (value === null) return "not set";
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+/** The day, too, unless it is today. */
+function when(epochSeconds) {
+  const date = new Date(1000 * epochSeconds);
+  const isToday = date.toDateString() === new Date().toDateString();
+  return isToday ? `at ${clockTime(date)}` : `on ${date.toLocaleDateString("en-CA")} at ${clockTime(date)}`;
+}

@@ -1,0 +1,126 @@
+"use strict";
+// Figures of /metrics: what one reading says, and what two of them do. `pdproxy top` (proxy/top/scrape.py) works them out
+// by the same sums.
+
+/** @typedef {{at: number, samples: Map<string, {labels: Object<string, string>, key: string, value: number}[]>}} Scrape */
+
+const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([^ ]+)$/;
+const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
+
+/** Prometheus' text format, of which those samples are kept whose names are wanted; `at` is in milliseconds. */
+function readScrape(exposition, at, isWanted = () => true) {
+  const samples = new Map();
+  for (const line of exposition.split("\n")) {
+    if (line === "" || line[0] === "#") continue;
+    const found = SAMPLE.exec(line);
+    if (found === null) throw new Error("this is no exposition of metrics");
+    const [, name, key = "", value] = found;
+    if (!isWanted(name)) continue;
+    const labels = Object.create(null);
+    for (const [, label, text] of key.matchAll(LABEL)) labels[label] = unescaped(text);
+    if (!samples.has(name)) samples.set(name, []);
+    samples.get(name).push({ labels, key, value: number(value) });
+  }
+  return { at, samples };
+}
+
+function unescaped(text) {
+  return text.replace(/\\(.)/g, (_, mark) => (mark === "n" ? "\n" : mark));
+}
+
+function number(text) {
+  return text === "+Inf" ? Infinity : text === "-Inf" ? -Infinity : Number(text);
+}
+
+function samplesOf(scrape, name) {
+  return scrape.samples.get(name) ?? [];
+}
+
+function matches(labels, wanted) {
+  return Object.entries(wanted).every(([name, value]) => labels[name] === value);
+}
+
+/** The sum of the samples of this name that have these labels. */
+function total(scrape, name, wanted = {}) {
+  return samplesOf(scrape, name).reduce((sum, one) => (matches(one.labels, wanted) ? sum + one.value : sum), 0);
+}
+
+/** By how much each counter has grown. One that began anew meanwhile has grown by what it has. */
+function growth(before, after, name) {
+  const old = new Map(samplesOf(before, name).map((one) => [one.key, one.value]));
+  return samplesOf(after, name).map(({ labels, key, value }) => {
+    const earlier = old.get(key) ?? 0;
+    return { labels, grown: value >= earlier ? value - earlier : value };
+  });
+}
+
+/** Growth per second of the counters that `isPart` says belong to it. */
+function rateOf(before, after, name, isPart) {
+  const grown = growth(before, after, name).reduce((sum, one) => (isPart(one.labels) ? sum + one.grown : sum), 0);
+  return (1000 * grown) / Math.max(after.at - before.at, 1e-6);
+}
+
+/** Growth per second of the counters of this name that have these labels. */
+function rate(before, after, name, wanted = {}) {
+  return rateOf(before, after, name, (labels) => matches(labels, wanted));
+}
+
+/** Of what a histogram has observed between the two, as Prometheus' histogram_quantile has it; null: nothing. */
+function quantile(before, after, name, share) {
+  const buckets = new Map();
+  for (const { labels, grown } of growth(before, after, `${name}_bucket`)) {
+    const bound = number(labels.le);
+    buckets.set(bound, (buckets.get(bound) ?? 0) + grown);
+  }
+  const bounds = [...buckets.keys()].sort((a, b) => a - b);
+  const count = bounds.length ? buckets.get(bounds.at(-1)) : 0;
+  if (!count) return null;
+  let lower = 0;
+  let below = 0;
+  for (const bound of bounds) {
+    const upTo = buckets.get(bound);
+    if (upTo >= share * count) {
+      if (bound === Infinity) return lower;
+      return lower + ((bound - lower) * (share * count - below)) / Math.max(upTo - below, 1e-9);
+    }
+    [lower, below] = [bound, upTo];
+  }
+  return lower;
+}
+
+// How figures are written
+
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const precise = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+
+function count(value) {
+  return grouped.format(value);
+}
+
+/** A number per second, or of cores. */
+function perSecond(value) {
+  if (value > 0 && value < 0.05) return "<0.1";
+  return (value >= 100 ? grouped : precise).format(value);
+}
+
+function percent(share) {
+  return `${grouped.format(100 * share)} %`;
+}
+
+/** As `pdproxy top` has it. */
+function latency(seconds) {
+  if (seconds === null) return "–";
+  return seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(0)} ms`;
+}
+
+/** How long something has been so. */
+function duration(seconds) {
+  if (seconds < 60) return `${Math.floor(seconds)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h`;
+  return `${Math.floor(seconds / 86400)} d`;
+}
+
+function clockTime(date) {
+  return date.toLocaleTimeString("en-GB", { hour12: false });
+}

@@ -1,0 +1,247 @@
+// The page: asks every two seconds while somebody looks, and shows what it is told.
+
+const EVERY_MS = 2000;
+const TIMEOUT_MS = 5000;
+const RATE_MS = 10_000;
+const WINDOW_MS = 60_000;
+const POINTS = 60;
+const KEY = "pdproxy admin key";
+const WANTED =
+  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total))$/;
+
+class Refused extends Error {
+  constructor(status, words) {
+    super(words);
+    this.status = status;
+  }
+}
+
+/** One answer of this gateway. Raises Refused, or TypeError and DOMException where there is none. */
+async function ask(path) {
+  const key = sessionStorage.getItem(KEY);
+  const answer = await fetch(path, {
+    headers: key === null ? {} : { "X-Admin-Key": key },
+    cache: "no-store",
+    credentials: "omit",
+    referrerPolicy: "no-referrer",
+    signal: AbortSignal.timeout(TIMEOUT_MS),
+  });
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  throw new Refused(answer.status, told?.error?.message ?? `the gateway answers with status ${answer.status}`);
+}
+
+/** What administrators may see; null where it is refused, about which `onRefused` hears. */
+async function askAsAdministrator(path, onRefused) {
+  try {
+    return await (await ask(path)).json();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    onRefused(error);
+    return null;
+  }
+}
+
+// What is shown
+
+const TILES = {
+  requests: "Requests",
+  output: "Tokens written",
+  first: "First token, p95",
+  between: "Between tokens, p95",
+  queue: "Waiting in the queue",
+  errors: "Server errors (5xx)",
+  saved: "Answers saved",
+  gateway: "Gateway",
+};
+
+/** The figures of each tile, from now and from what there was 10 seconds and a minute ago. */
+function figures(recent, minute, now) {
+  const per = (name, labels) => rate(recent, now, `pdproxy_${name}`, labels);
+  const all = (name) => total(now, `pdproxy_${name}`);
+  const took = (name, share) => quantile(minute, now, `pdproxy_${name}_seconds`, share);
+  const isNew = recent === now;
+  const figure = (value, unit, remark) => ({
+    value: isNew ? "–" : perSecond(value),
+    unit,
+    remark,
+    course: isNew ? null : value,
+  });
+  const spread = (name) => ({
+    value: latency(took(name, 0.95)),
+    remark: `p50 ${latency(took(name, 0.5))}, p99 ${latency(took(name, 0.99))}`,
+    course: took(name, 0.95),
+  });
+  const prompts = per("tokens_total", { kind: "prompt" });
+  const cached = prompts ? per("tokens_total", { kind: "cached" }) / prompts : 0;
+  const coded = (digit) => rateOf(recent, now, "pdproxy_requests_total", ({ code }) => code.startsWith(digit));
+  const [refused, errors] = [coded("4"), coded("5")];
+  const broken = per("streams_broken_total", { side: "engine" });
+  const replaced = all("worker_replacements_total");
+  return {
+    requests: figure(per("requests_total"), "/s", `${count(all("inflight_requests"))} in flight`),
+    output: figure(
+      per("tokens_total", { kind: "completion" }),
+      "/s",
+      `${perSecond(prompts)}/s read, ${percent(cached)} of them cached`,
+    ),
+    first: spread("time_to_first_token"),
+    between: spread("inter_token"),
+    queue: {
+      value: count(all("queued_requests")),
+      remark: `waited p95 ${latency(took("queue", 0.95))}, ${perSecond(per("rejected_total"))}/s refused`,
+      course: all("queued_requests"),
+    },
+    errors: {
+      ...figure(errors, "/s", `${perSecond(refused)}/s are 4xx, ${perSecond(broken)}/s broken off by engines`),
+      level: errors + broken > 0 ? "bad" : "",
+    },
+    saved: figure(per("resumes_total"), "/s", `${perSecond(per("retries_total"))}/s tried again`),
+    gateway: {
+      ...figure(per("cpu_seconds_total"), "cores", ""),
+      remark: `${workers(all("workers"), replaced)}, loop ${latency(all("loop_lag_seconds"))} late, memory ${percent(all("memory_share"))}`,
+    },
+  };
+}
+
+function workers(alive, replaced) {
+  const words = `${count(alive)} ${alive === 1 ? "worker" : "workers"}`;
+  return replaced ? `${words} (${count(replaced)} replaced)` : words;
+}
+
+/** What is wrong, in sentences, the worst first; none: nothing is. */
+function troubles(now, pools, shown) {
+  const bad = [];
+  const warn = [];
+  for (const [role, instances] of pools) {
+    const names = (ROLES[role] ?? role).toLowerCase();
+    const of = (state) => instances.filter((one) => one.state === state).length;
+    const useless = of("down") + of("ejected") + of("joining");
+    if (instances.length && useless === instances.length) bad.push(`None of the ${names} is up: requests are refused.`);
+    else {
+      for (const state of STATES.slice(2)) {
+        if (of(state)) warn.push(`${of(state)} of ${instances.length} ${names} ${of(state) === 1 ? "is" : "are"} ${state}.`);
+      }
+    }
+    const misfits = instances.filter((one) => one.misfits.length).length;
+    if (misfits) warn.push(`${misfits} of ${instances.length} ${names} ${misfits === 1 ? "does" : "do"} not fit: see the remarks.`);
+  }
+  if (total(now, "pdproxy_overload_state") >= 2) bad.push("Memory is used up: new requests are refused.");
+  if (shown.errors.level) warn.push("Requests end in errors of engines or of the gateway.");
+  if (samplesOf(now, "pdproxy_config_last_reload_successful").some((one) => one.value === 0)) {
+    warn.push("The last reload of the configuration was refused: the one before is in force.");
+  }
+  return { level: bad.length ? "bad" : warn.length ? "warn" : "well", sentences: [...bad, ...warn] };
+}
+
+const LEVELS = { well: "Well", warn: "Impaired", bad: "Failing", gone: "Unreachable" };
+
+class Page {
+  constructor() {
+    this._history = [];
+    this._pools = new Map();
+    this._tiles = new Map(Object.entries(TILES).map(([name, title]) => [name, new Tile(title, POINTS)]));
+    byId("tiles").append(...[...this._tiles.values()].map((tile) => tile.element));
+    this._administration = new Administration();
+    this._reachedAt = null;
+    this._timer = null;
+    this._isAsking = false;
+    this._isPaused = false;
+    setText(byId("place"), location.host);
+    byId("pause").addEventListener("click", () => this._pause(!this._isPaused));
+    document.addEventListener("visibilitychange", () => this.turn());
+    this._administration.onKey = () => this.turn();
+  }
+
+  _pause(isPaused) {
+    this._isPaused = isPaused;
+    setAttribute(byId("pause"), "aria-pressed", String(isPaused));
+    setText(byId("pause"), isPaused ? "Go on" : "Pause");
+    this.turn();
+  }
+
+  /** Ask, and again in a while; not while nobody looks. */
+  async turn() {
+    clearTimeout(this._timer);
+    if (this._isAsking || this._isPaused || document.hidden) return;
+    this._isAsking = true;
+    try {
+      await this._look();
+    } catch (error) {
+      this._isGone(error);
+    } finally {
+      this._isAsking = false;
+    }
+    // The second answer is wanted soon: before it there are no rates.
+    this._timer = setTimeout(() => this.turn(), this._history.length === 1 ? EVERY_MS / 2 : EVERY_MS);
+  }
+
+  async _look() {
+    const exposition = await (await ask("metrics")).text();
+    const now = readScrape(exposition, performance.now(), (name) => WANTED.test(name));
+    const details = await this._administration.look();
+    this._history = [...this._history.filter((one) => now.at - one.at <= 2 * WINDOW_MS), now];
+    this._show(now, details);
+    this._reachedAt = new Date();
+    setText(byId("updated"), `as of ${clockTime(this._reachedAt)}`);
+  }
+
+  /** The last reading that is at least so old, or else the oldest there is. */
+  _before(now, ms) {
+    return this._history.findLast((one) => now.at - one.at >= ms) ?? this._history[0];
+  }
+
+  _show(now, details) {
+    const recent = this._before(now, RATE_MS);
+    const shown = figures(recent, this._before(now, WINDOW_MS), now);
+    for (const [name, tile] of this._tiles) tile.show(shown[name]);
+    const pools = poolsOf(recent, now, details);
+    for (const [role, instances] of pools) {
+      if (!this._pools.has(role)) this._pools.set(role, new Pool(role));
+      this._pools.get(role).show(instances);
+    }
+    setChildren(
+      byId("pools"),
+      [...pools.keys()].map((role) => this._pools.get(role).table.element),
+    );
+    const version = samplesOf(now, "pdproxy_build_info")[0]?.labels.version ?? "";
+    setText(byId("version"), version);
+    const { level, sentences } = troubles(now, pools, shown);
+    const sizes = [...pools].map(([role, all]) => `${all.length} ${(ROLES[role] ?? role).toLowerCase()}`);
+    this._summarize(level, sentences.length ? sentences : [`${sizes.join(" and ") || "No instances"}: all are up.`]);
+  }
+
+  _isGone(error) {
+    this._history = []; // what has grown when it is back, or another is there, is no rate
+    const why = error instanceof Refused ? error.message : error.name === "TimeoutError" ? "it does not answer" : "there is no connection";
+    const since = this._reachedAt === null ? "" : ` Everything below is as it was at ${clockTime(this._reachedAt)}.`;
+    this._summarize("gone", [`The gateway at ${location.host} cannot be reached: ${why}.${since}`]);
+  }
+
+  _summarize(level, sentences) {
+    const summary = byId("summary");
+    setAttribute(summary, "data-level", level);
+    setAttribute(document.body, "data-level", level);
+    setText(summary.querySelector(".word"), LEVELS[level]);
+    setList(summary.querySelector("ul"), sentences);
+    setText(document.querySelector("title"), level === "well" ? "pdproxy" : `${LEVELS[level]} – pdproxy`);
+  }
+}
+
+/** Instances by role, in the order of the roles. */
+function poolsOf(recent, now, details) {
+  const known = new Map((details?.instances ?? []).map((one) => [`${one.role} ${one.address}`, one]));
+  const states = samplesOf(now, "pdproxy_instance_state").map(({ labels, value }) => ({ ...labels, value }));
+  const measured = new Set(states.map(({ role, address }) => `${role} ${address}`));
+  const others = [...known.values()].filter((one) => !measured.has(`${one.role} ${one.address}`));
+  const all = [...states, ...others.map(({ role, address }) => ({ role, address, value: 0 }))].map((one) =>
+    instance(recent, now, one, one.value, known.get(`${one.role} ${one.address}`)),
+  );
+  all.sort((a, b) => a.address.localeCompare(b.address, "en", { numeric: true }));
+  const roles = [...new Set([...Object.keys(ROLES), ...all.map((one) => one.role)])];
+  return new Map(
+    roles.map((role) => [role, all.filter((one) => one.role === role)]).filter(([, instances]) => instances.length),
+  );
+}
+
+new Page().turn();

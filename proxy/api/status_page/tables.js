@@ -1,0 +1,155 @@
+// Tables whose rows are kept by a key. Roles are spelled out, because narrow windows show a row as a block, and browsers
+// then forget that it is one.
+
+class Table {
+  /** `columns`: `{title, kind}`, of which the first names the row; `kind` is a class. */
+  constructor(table, caption, columns) {
+    this._columns = columns;
+    this._rows = new Map();
+    this._body = element("tbody", { role: "rowgroup" });
+    this._caption = element("caption", {}, caption);
+    const titles = columns.map(({ title, kind = "" }) =>
+      element("th", { scope: "col", role: "columnheader", class: kind }, title),
+    );
+    table.setAttribute("role", "table");
+    table.replaceChildren(
+      this._caption,
+      element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...titles)),
+      this._body,
+    );
+    this.element = table;
+  }
+
+  set caption(text) {
+    setText(this._caption, text);
+  }
+
+  /** Rows as `{key, level, cells}`; a cell is a text or an element that stays the same one. */
+  show(rows) {
+    const shown = new Map(rows.map((row) => [row.key, this._shown(row)]));
+    this._rows = shown;
+    setChildren(this._body, [...shown.values()]);
+  }
+
+  _shown({ key, level = "", cells }) {
+    const row = this._rows.get(key) ?? this._made();
+    setAttribute(row, "data-level", level);
+    cells.forEach((cell, index) => {
+      const place = row.children[index];
+      if (!(cell instanceof Node)) setText(place, cell);
+      else if (place.firstChild !== cell) place.replaceChildren(cell);
+    });
+    return row;
+  }
+
+  _made() {
+    const cells = this._columns.map(({ title, kind = "" }, index) =>
+      index === 0
+        ? element("th", { scope: "row", role: "rowheader", class: kind })
+        : element("td", { role: "cell", class: kind, "data-title": title }),
+    );
+    return element("tr", { role: "row" }, ...cells);
+  }
+}
+
+// The instances of a role
+
+const ROLES = { prefill: "Prefillers", decode: "Decoders", encode: "Encoders" };
+const STATES = ["unknown", "up", "down", "ejected", "on probation"];
+const COLUMNS = [
+  { title: "Instance", kind: "name" },
+  { title: "State", kind: "state" },
+  { title: "In flight", kind: "number load" },
+  { title: "Tokens being worked on", kind: "number" },
+  { title: "Tokens of KV held", kind: "number" },
+  { title: "Requests/s", kind: "number" },
+  { title: "Failures/s", kind: "number" },
+  { title: "Pinned KV", kind: "number" },
+  { title: "Engine", kind: "engine" },
+  { title: "Remarks", kind: "remarks" },
+];
+
+/** What is told of an instance, by figures alone or (`details`) by /instances, too. */
+function instance(before, after, { role, address }, state, details) {
+  const its = { role, address };
+  const requests = rate(before, after, "pdproxy_instance_requests_total", its);
+  const ok = rate(before, after, "pdproxy_instance_requests_total", { ...its, result: "ok" });
+  const misfits = samplesOf(after, "pdproxy_instance_misfit").filter((one) => matches(one.labels, its));
+  return {
+    role,
+    address,
+    state: details?.membership === "joining" ? "joining" : (STATES[state] ?? "unknown"),
+    isDraining: details?.membership === "draining",
+    inFlight: total(after, "pdproxy_instance_inflight", its),
+    most: details?.load?.max_running ?? null,
+    compute: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "compute" }),
+    kv: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "kv" }),
+    requests,
+    failures: Math.max(0, requests - ok),
+    pinned: total(after, "pdproxy_instance_pinned_kv", its),
+    misfits: misfits.map((one) => one.labels.kind).sort(),
+    details,
+  };
+}
+
+function levelOf(one) {
+  if (one.state === "down" || one.state === "ejected") return "bad";
+  return one.state !== "up" || one.misfits.length || one.isDraining ? "warn" : "well";
+}
+
+const LEVELS_FIRST = ["bad", "warn", "well"];
+
+class Pool {
+  constructor(role) {
+    this._bars = new Map();
+    this.table = new Table(element("table", { class: "pool" }), ROLES[role] ?? role, COLUMNS);
+    this._name = ROLES[role] ?? role;
+  }
+
+  /** Those that need a look stand first. */
+  show(instances) {
+    instances.sort((a, b) => LEVELS_FIRST.indexOf(levelOf(a)) - LEVELS_FIRST.indexOf(levelOf(b)));
+    const up = instances.filter((one) => one.state === "up").length;
+    this.table.caption = `${this._name}: ${up} of ${instances.length} up`;
+    const most = Math.max(1, ...instances.map((one) => one.inFlight));
+    const bars = new Map();
+    const rows = instances.map((one) => {
+      const bar = this._bars.get(one.address) ?? element("span", { class: "bar" }, element("span"), element("meter", { "aria-hidden": "true" }));
+      bars.set(one.address, bar);
+      setText(bar.firstChild, one.most === null ? count(one.inFlight) : `${count(one.inFlight)} of ${count(one.most)}`);
+      setAttribute(bar.lastChild, "value", String(Math.min(1, one.inFlight / (one.most || most)).toFixed(2)));
+      return { key: one.address, level: levelOf(one), cells: cellsOf(one, bar) };
+    });
+    this._bars = bars;
+    this.table.show(rows);
+  }
+}
+
+function cellsOf(one, bar) {
+  const since = one.details?.since_seconds ?? null;
+  const state = one.isDraining ? `${one.state}, draining` : one.state;
+  return [
+    one.address,
+    since === null ? state : `${state} for ${duration(since)}`,
+    bar,
+    count(one.compute),
+    count(one.kv),
+    perSecond(one.requests),
+    perSecond(one.failures),
+    count(one.pinned),
+    one.details?.engine?.version ?? "",
+    remarksOf(one),
+  ];
+}
+
+function remarksOf(one) {
+  const { details, misfits } = one;
+  const remarks = [];
+  if (details?.reason && one.state !== "up") remarks.push(details.reason);
+  if (details) remarks.push(...details.misfits.map(({ kind, hint }) => `${kind}: ${hint}`));
+  else remarks.push(...misfits);
+  if (typeof details?.evacuated_in_seconds === "number") {
+    remarks.push(`what it works on moves elsewhere in ${duration(details.evacuated_in_seconds)}`);
+  }
+  return remarks.join("; ");
+}
