@@ -62,6 +62,10 @@ def _run(words: list[str]) -> int:
             from proxy.advise import main as advise
 
             return advise(flags)
+        case ["launch", *flags]:
+            from proxy.launch import main as launch
+
+            return launch(flags)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

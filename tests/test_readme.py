@@ -18,6 +18,7 @@ from proxy.backend import Role
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.pick import Prediction
 from proxy.errors import Failure
+from proxy.launch.command import read_flags as read_launch_flags
 from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
 from proxy.observe.outcome import Outcome
@@ -74,6 +75,9 @@ def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) 
         return
     if words[0] == "advise":
         read_flags(words[1:])
+        return
+    if words[0] == "launch":
+        assert read_launch_flags(words[1:]).topology.exists()
         return
     flags = words[words[0] in SUB_COMMANDS :]
     (tmp_path / "my.yaml").write_text("prefill: [a:1]\ndecode: [b:1]\n")

@@ -65,6 +65,7 @@ _WITH_OTHERS: Final = {
     "doctor": "ask every instance what it is, hand over a prompt in every pair, and say what does not fit",
     "top": "show what a running gateway does",
     "advise": "watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck",
+    "launch": "make the commands of every node and the configuration of one description of the fleet",
     "mock-engine": "run a simulated engine",
     "completion": "print a script by which bash or zsh completes all of this",
 }
