@@ -110,7 +110,7 @@ class Configuration:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
-        if bool(before.settings.encode) != bool(after.settings.encode):
+        if before.settings.has_encoders != after.settings.has_encoders:
             fixed.append("encode from or to none")  # whether there is such a stage
         if fixed:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")

@@ -5,10 +5,12 @@ A further kind of source is one file here and one line in SOURCES.
 
 from typing import Final
 
+from proxy.discovery.dns_names import looked_up_names
 from proxy.discovery.files import WatchedFiles
 from proxy.discovery.source import MakeSources
 
 SOURCES: Final[dict[str, MakeSources]] = {
     "file": lambda settings: map(WatchedFiles, settings.discovery.files),
+    "dns": looked_up_names,
 }
 """By kind. `kind:name` is a source's origin: what its instances show as such."""

@@ -5,7 +5,16 @@
 
 from proxy.settings.client_keys import ClientKey, load_client_keys
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.endpoints import Endpoint, canonical_host, is_loopback, parse_endpoints, reachable
+from proxy.settings.discovery import DnsName, parse_dns_name
+from proxy.settings.endpoints import (
+    Endpoint,
+    canonical_host,
+    is_literal,
+    is_loopback,
+    parse_endpoints,
+    plain_host,
+    reachable,
+)
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
@@ -46,6 +55,7 @@ __all__ = [
     "ClientKey",
     "ConnectorTraits",
     "Cost",
+    "DnsName",
     "Drain",
     "Endpoint",
     "Fanout",
@@ -61,10 +71,13 @@ __all__ = [
     "SettingsError",
     "Timeouts",
     "canonical_host",
+    "is_literal",
     "is_loopback",
     "load",
     "load_client_keys",
+    "parse_dns_name",
     "parse_endpoints",
+    "plain_host",
     "reachable",
     "read_yaml",
     "to_yaml",

@@ -1,25 +1,78 @@
 """The options of discovery: where instances come from besides the lists of prefillers, decoders and encoders."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
-from typing import Annotated, Final
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from proxy.settings.kinds import texts
+from proxy.settings.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host
+from proxy.settings.kinds import Seconds, texts
 from proxy.settings.section import Section
 
 _MOST_SOURCES: Final = 64
+_is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
 
 
-def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A name to look up. `ports`: of each of its addresses; None: its SRV records name hosts and ports."""
+
+    name: str
+    ports: tuple[int, ...] | None
+    bootstrap_port: int | None
+
+
+def parse_dns_name(text: str) -> DnsName:
+    """`name:port`, `name:first-last` or `_service._tcp.name`, perhaps with a bootstrap port behind it. Raises
+    ValueError.
+    """
+    name, _, word = text.rpartition(" ")
+    if not name or not is_bootstrap_port(word):
+        name, word = text, ""
+    if _is_service(name):
+        bootstrap_port = parse_endpoints(f"host:1 {word}")[0].bootstrap_port if word else None
+        return DnsName(plain_host(name), None, bootstrap_port)
+    endpoints = parse_endpoints(text)
+    if is_literal(endpoints[0].host):
+        raise ValueError(f"{text!r} is an address and no name to look up")
+    return DnsName(endpoints[0].host, tuple(one.port for one in endpoints), endpoints[0].bootstrap_port)
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{name} is given twice")
     return names
 
 
+def _dns_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        parse_dns_name(name)
+    return names
+
+
+def _servers(servers: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises ValueError."""
+    for server in servers:
+        if not all(is_literal(endpoint.host) for endpoint in parse_endpoints(server)):
+            raise ValueError(f"{server} must be an address and a port, such as 127.0.0.1:8600")
+    return servers
+
+
 FilePatterns = Annotated[
-    tuple[str, ...], BeforeValidator(texts("paths")), Field(max_length=_MOST_SOURCES), AfterValidator(_once)
+    tuple[str, ...], BeforeValidator(texts("paths")), Field(max_length=_MOST_SOURCES), AfterValidator(_each_once)
+]
+DnsNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(texts("names with a port, such as decode.example.com:7100")),
+    Field(max_length=_MOST_SOURCES),
+    AfterValidator(_each_once),
+    AfterValidator(_dns_names),
+]
+Servers = Annotated[
+    tuple[str, ...], BeforeValidator(texts("addresses, such as 127.0.0.1:8600")), AfterValidator(_servers)
 ]
 
 
@@ -30,12 +83,41 @@ class Discovery(Section):
     """Watched files with instances, in the format of Prometheus' file_sd_configs (JSON or YAML); * and ? in a path
     stand for anything. The label role of a group is prefill, decode or encode, and bootstrap_port is what it says of
     prefillers. A relative path is relative to the directory of the configuration file that has it."""
+    prefill_dns: DnsNames = ()
+    """DNS names of prefillers, looked up again as their records expire: name:port or name:first-last, each of whose
+    addresses (A, or AAAA if there are none) is an instance, or _service._tcp.name, whose SRV records have hosts and
+    ports. A bootstrap port may follow, as for prefill. Needs the extra dns."""
+    decode_dns: DnsNames = ()
+    """DNS names of decoders, likewise."""
+    encode_dns: DnsNames = ()
+    """DNS names of encoders, likewise."""
+    dns_servers: Servers = ()
+    """Name servers to ask, as address:port; none: those of /etc/resolv.conf."""
+    dns_min_seconds: Seconds = 5.0
+    """Least time between two look-ups of a name, however soon its records expire."""
+    dns_max_seconds: Seconds = 60.0
+    """Longest time between two look-ups of a name, however late its records expire."""
+
+    @model_validator(mode="after")
+    def _dns_is_in_order(self) -> Self:
+        _each_once(self.dns_names)
+        for name in (*self.decode_dns, *self.encode_dns):
+            if parse_dns_name(name).bootstrap_port is not None:
+                raise ValueError(f"{name} has a bootstrap port, which only prefillers have")
+        if self.dns_max_seconds < self.dns_min_seconds:
+            raise ValueError(f"dns_max_seconds {self.dns_max_seconds} is below dns_min_seconds {self.dns_min_seconds}")
+        return self
+
+    @property
+    def dns_names(self) -> tuple[str, ...]:
+        """Those of all roles."""
+        return self.prefill_dns + self.decode_dns + self.encode_dns
 
     @property
     def sources(self) -> tuple[str, ...]:
         """All that are named here, of whatever kind."""
-        return self.files
+        return self.files + self.dns_names
 
     def may_name(self, role: str) -> bool:
         """Whether instances of a role may come from here."""
-        return bool(self.files)
+        return bool(self.files or getattr(self, f"{role}_dns"))

@@ -49,6 +49,15 @@ def canonical_host(host: str) -> str:
     return host
 
 
+def is_literal(host: str) -> bool:
+    """Whether a host is an address and not a name: a dotted quad, or an IPv6 address without brackets."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address, without brackets, is this host's own: a loopback address, or a name that is
     reserved for one (RFC 6761 6.3). No look-up is made, so any other name is not.

@@ -7,6 +7,7 @@ mistake raises SettingsError, whose text is one sentence.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -75,6 +76,8 @@ def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: b
         values |= keys
         settings = _validated(values)
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
+    if settings.discovery.dns_names and find_spec("dns") is None:
+        raise SettingsError("discovery by DNS needs the extra dns: pip install 'pdproxy[dns]'")
     if not needs_backends:
         return Loaded(settings, origins)
     _require_backends(settings)

@@ -473,9 +473,9 @@ class Settings(Section):
         ):
             raise ValueError("connector auto asks the configured instances: name the connector if all are discovered")
         traits = self.connector_traits
-        if self.prefill and not traits.takes_prefillers:
+        if (self.prefill or self.discovery.prefill_dns) and not traits.takes_prefillers:
             raise ValueError(f"connector {self.connector} has no prefillers: give every engine as a decoder")
-        if self.encode and not traits.takes_encoders:
+        if self.has_encoders and not traits.takes_encoders:
             its = f"{traits.engine}'s encoders"
             raise ValueError(f"connector {self.connector} has no encoders: {its} work in another way")
         if len(nouns) > MAX_BACKENDS:
@@ -489,6 +489,11 @@ class Settings(Section):
         if self.connector_traits.needs_callback_port:
             self.callback_host  # noqa: B018 raises
         return self
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether there is a stage of encoders."""
+        return bool(self.encode or self.discovery.encode_dns)
 
     @property
     def fleet(self) -> str:

@@ -10,6 +10,8 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final
 
+from proxy.settings import is_literal
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -102,15 +104,6 @@ def _embedded(ip: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
     if ip.sixtofour is not None:
         yield ip.sixtofour
     yield from ip.teredo or ()
-
-
-def is_literal(host: str) -> bool:
-    """Whether a host is an address and not a name: a dotted quad, or an IPv6 address without brackets."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def is_odd_literal(host: str) -> bool:

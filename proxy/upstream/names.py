@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.upstream.addresses import is_literal, is_odd_literal
+from proxy.settings import is_literal
+from proxy.upstream.addresses import is_odd_literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

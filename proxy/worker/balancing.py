@@ -87,7 +87,7 @@ def build_balancing(basis: Basis) -> Balancing:
 
     prefillers = pool(Role.PREFILL)
     basis.metrics.settle_first(lambda: basis.metrics.prefix_index_keys.set(prefillers.policy.remembered))
-    encoders = pool(Role.ENCODE) if settings.encode else None
+    encoders = pool(Role.ENCODE) if settings.has_encoders else None
     return Balancing(
         health=health,
         keys=keys,

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import yaml
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
+from tests.discovery.keepers import groups
 from tests.discovery.test_files import replace_file
 from tests.scenarios.program import gateway
 
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.scenarios.program import Program
-
-
-def listed(*engines: SimulatedEngine) -> str:
-    return yaml.safe_dump(
-        [{"targets": [f"127.0.0.1:{engine.port}"], "labels": {"role": engine.options.role}} for engine in engines]
-    )
 
 
 async def told(program: Program) -> dict[str, Any]:
@@ -65,9 +59,9 @@ async def test_all_workers_follow_a_file_also_when_the_one_that_watches_it_is_ki
         )
         assert "0 prefillers, 0 decoders, 1 sources of discovery" in program.output
         await program.says("discovery by file:.*engines.yaml fails, .*no such file")
-        replace_file(path, listed(prefiller, one, other))
+        replace_file(path, groups(prefiller, one, other))
         await everybody_has(program, prefiller, one, other)
-        replace_file(path, listed(prefiller, other))
+        replace_file(path, groups(prefiller, other))
         await everybody_has(program, prefiller, other)
         body = request(Api.CHAT, max_tokens=3, stream=True)
         async with aiohttp.ClientSession() as session:
@@ -77,6 +71,6 @@ async def test_all_workers_follow_a_file_also_when_the_one_that_watches_it_is_ki
         assert (source["source"], source["instances"], source["problem"]) == (f"file:{path}", 2, None)
         assert source["failures"] >= 1
         os.kill(program.children()[0], signal.SIGKILL)
-        replace_file(path, listed(prefiller, last))
+        replace_file(path, groups(prefiller, last))
         await everybody_has(program, prefiller, last)
         await program.counts(f'pdproxy_discovery_instances{{source="file:{path}"}} 2.0')

@@ -40,6 +40,47 @@ def test_engines_that_are_found_need_not_be_named() -> None:
     assert settings("--decode d:1", PROXY_DISCOVERY__FILES="/a.yaml").fleet.startswith("0 prefillers, 1 decoders,")
 
 
+def test_dns_names_are_those_of_a_role_and_may_be_a_stage_of_encoders() -> None:
+    found = settings(PROXY_DISCOVERY__PREFILL_DNS="p:1 8998,_http._tcp.q", PROXY_DISCOVERY__DECODE_DNS="d:1-2")
+    assert found.discovery.prefill_dns == ("p:1 8998", "_http._tcp.q")
+    assert not found.has_encoders
+    assert settings("--prefill p:1 --decode d:1", PROXY_DISCOVERY__ENCODE_DNS="e:1").has_encoders
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"DECODE_DNS": "d"}, "PROXY_DISCOVERY__DECODE_DNS: 'd' has no port: write it as host:port"),
+        (
+            {"DECODE_DNS": "10.0.0.1:1"},
+            "PROXY_DISCOVERY__DECODE_DNS: '10.0.0.1:1' is an address and no name to look up",
+        ),
+        (
+            {"DECODE_DNS": "_http._tcp.d/"},
+            "PROXY_DISCOVERY__DECODE_DNS: '_http._tcp.d/' is not a host name or an IP address",
+        ),
+        ({"DECODE_DNS": "d:1 8998"}, "discovery: d:1 8998 has a bootstrap port, which only prefillers have"),
+        ({"DECODE_DNS": "d:1", "PREFILL_DNS": "d:1"}, "discovery: d:1 is given twice"),
+        (
+            {"DNS_SERVERS": "ns.test:53"},
+            "PROXY_DISCOVERY__DNS_SERVERS: ns.test:53 must be an address and a port, such as 127.0.0.1:8600",
+        ),
+        ({"DNS_MAX_SECONDS": "1"}, "discovery: dns_max_seconds 1.0 is below dns_min_seconds 5.0"),
+        (
+            {"PREFILL_DNS": "p:1", "CONNECTOR": "plain"},
+            "connector plain has no prefillers: give every engine as a decoder",
+        ),
+        ({"PREFILL_DNS": "p:1"}, "no decoder given: use --decode, PROXY_DECODE or a --config file"),
+        ({"DECODE_DNS": "d:1"}, "no prefiller given: use --prefill, PROXY_PREFILL or a --config file"),
+    ],
+)
+def test_dns_names_that_cannot_be_are_refused(given: dict[str, str], sentence: str) -> None:
+    environ = {f"PROXY_{'' if name == 'CONNECTOR' else 'DISCOVERY__'}{name}": value for name, value in given.items()}
+    with pytest.raises(SettingsError) as refused:
+        settings(**environ)
+    assert str(refused.value) == sentence
+
+
 @pytest.mark.parametrize(
     ("line", "files", "sentence"),
     [

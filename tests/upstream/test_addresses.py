@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from proxy.settings import Settings
+from proxy.settings import Settings, is_literal
 from proxy.upstream import AddressRules, is_odd_literal
-from proxy.upstream.addresses import is_literal
 
 EVERYWHERE = AddressRules(["0.0.0.0/0", "::/0"])
 
