@@ -1,4 +1,4 @@
-"""The status page: what is served, and what browsers are told to refuse."""
+"""The status page: what is served, and what browsers are told to refuse. scripts/test-status-page shows it in one."""
 
 from __future__ import annotations
 

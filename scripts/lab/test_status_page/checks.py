@@ -1,0 +1,242 @@
+"""What has to hold of the page. A check returns what is wrong, in sentences."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from lab.common.processes import HOST
+from lab.test_status_page.browser import tab
+from lab.test_status_page.site import KEY, MARKUP
+from proxy.top.scrape import Scrape, quantile, rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from playwright.async_api import Browser
+
+    from lab.test_status_page.browser import Tab
+    from lab.test_status_page.site import Site
+
+_SHIFTS: Final = """
+() => {
+  window.shifts = [];
+  new PerformanceObserver((list) => {
+    for (const entry of list.getEntries().filter(({ value }) => value >= 0.001)) {
+      const moved = entry.sources.map(({ node }) => node?.nodeName + "." + node?.className).join(", ");
+      window.shifts.push(`${entry.value.toFixed(4)}: ${moved}`);
+    }
+  }).observe({ type: "layout-shift" });
+}
+"""
+_WIDTHS: Final = "() => [document.documentElement.scrollWidth, window.innerWidth]"
+_CONTRAST: Final = """
+() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const linear = (c) => (c <= 0.04 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = channels(color).map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if ((channels(color)[3] ?? 1) > 0) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const hasText = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+    if (!hasText || !node.checkVisibility()) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(behind(node))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push(`${node.nodeName}.${node.className} ${ratio.toFixed(2)}: ${node.textContent}`);
+  }
+  return found;
+}
+"""
+_FIGURES: Final = """
+([earlier, later, seconds, names, histograms]) => {
+  const [before, after] = [readScrape(earlier, 0), readScrape(later, 1000 * seconds)];
+  return [
+    names.map((name) => total(after, name)),
+    names.map((name) => rate(before, after, name)),
+    histograms.flatMap((name) => [0.5, 0.95, 0.99].map((share) => quantile(before, after, name, share))),
+  ];
+}
+"""
+_COUNTERS: Final = ("requests_total", "tokens_total", "instance_requests_total", "cpu_seconds_total", "no_such_total")
+_HISTOGRAMS: Final = ("time_to_first_token_seconds", "inter_token_seconds", "stage_duration_seconds", "no_such_seconds")
+_ASKED_APART_SECONDS: Final = 2.0
+
+
+async def text(shown: Tab, selector: str) -> str:
+    return str(await shown.page.inner_text(selector))
+
+
+async def is_as_top(browser: Browser, site: Site) -> list[str]:
+    """The two ways to work out a rate and a percentile come to the same."""
+    began, earlier = time.monotonic(), await site.metrics()
+    await asyncio.sleep(_ASKED_APART_SECONDS)
+    later, seconds = await site.metrics(), time.monotonic() - began
+    names, histograms = ([f"pdproxy_{name}" for name in some] for some in (_COUNTERS, _HISTOGRAMS))
+    before, after = Scrape.of(earlier, 0.0), Scrape.of(later, seconds)
+    expected: list[list[float | None]] = [
+        [after.total(name) for name in names],
+        [rate(before, after, name) for name in names],
+        [quantile(before, after, name, share) for name in histograms for share in (0.5, 0.95, 0.99)],
+    ]
+    async with tab(browser, site.admin_url) as shown:
+        found = await shown.run(_FIGURES, earlier, later, seconds, names, histograms)
+    problems = [] if any(expected[1]) and any(expected[2]) else ["nothing was served while two scrapes were taken"]
+    for page, top in zip(found, expected, strict=True):
+        if not all(_are_equal(one, other) for one, other in zip(page, top, strict=True)):
+            problems.append(f"the page comes to {page}, and top to {top}")
+    return problems
+
+
+async def needs_the_key(browser: Browser, site: Site) -> list[str]:
+    """Figures without it, a sentence about a wrong one, the rest with the right one, which goes nowhere else."""
+    problems = []
+    async with tab(browser, site.admin_url) as shown:
+        await shown.looks(2)
+        problems += unless("3 workers" in await text(shown, "#tiles"), "the figures are not those of three workers")
+        problems += unless("0.30" not in await text(shown, "#pools"), "engines are told of without the key")
+        await shown.give_key("another-key")
+        await shown.page.wait_for_selector("text=This is not the admin key")
+        await shown.give_key(KEY)
+        await shown.page.wait_for_selector("#configuration-table tbody tr")
+        told = await text(shown, "body")
+        problems += unless("0.30" in told, "no engine's version is shown")
+        problems += unless("admission.max_running_decode" in told, "the configuration is not shown")
+        problems += unless("kv.pin_seconds" not in told, "options with their default are shown unasked")
+        await shown.page.check("#defaults")
+        problems += unless("kv.pin_seconds" in await text(shown, "body"), "options with their default are not shown")
+        kept = await shown.run("() => [document.documentElement.outerHTML, location.href, {...localStorage}]")
+        problems += unless(KEY not in json.dumps(kept), "the key is somewhere in the page")
+        await shown.page.click("#forget")
+        await shown.page.wait_for_selector("#key-form:visible")
+        problems += unless(await shown.page.is_hidden("#configuration"), "the configuration is shown without the key")
+        problems += shown.complaints
+    return problems
+
+
+async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
+    """What engines say is text; and were it taken for more, the browser would refuse it."""
+    problems = []
+    async with tab(browser, site.admin_url) as shown:
+        await shown.give_key(KEY)
+        async with site.odd_decoder():
+            await shown.page.wait_for_function("text => document.body.innerText.includes(text)", arg=MARKUP)
+            await shown.looks(1)
+            made = await shown.run("() => [document.images.length, window.owned ?? null]")
+            problems += unless(made == [0, None], "an engine's name has become an element")
+        problems += shown.complaints
+        for attack in (
+            f"() => {{ document.body.innerHTML = {MARKUP!r}; }}",
+            "() => { document.createElement('script').text = 'window.owned = 1'; }",
+            "() => { setTimeout('window.owned = 1'); }",
+            "async () => { await fetch('http://127.0.0.1:1/'); }",
+        ):
+            try:
+                await shown.run(attack)
+                problems.append(f"the browser does not refuse {attack}")
+            except Exception as error:  # noqa: BLE001, RUF100 whatever Playwright makes of what the page throws
+                problems += unless(type(error).__name__ == "Error", f"{attack}: {error}")
+        problems += unless(await shown.run("() => window.owned ?? null") is None, "a script of another was run")
+    return problems
+
+
+async def is_used_by_keyboard(browser: Browser, site: Site) -> list[str]:
+    """All that can be done is reached by Tab, in the order of the page, and a refresh leaves the focus."""
+    async with tab(browser, site.admin_url) as shown:
+        await shown.page.wait_for_selector("#key-form:visible")
+        reached = []
+        for _ in range(6):
+            await shown.page.keyboard.press("Tab")
+            reached.append(await shown.run("() => document.activeElement.id || document.activeElement.textContent"))
+        problems = unless(
+            reached == ["Skip to the instances", "pause", "key", "Show more", "Metrics", "Readiness"],
+            f"Tab leads to {reached}",
+        )
+        await shown.page.focus("#key")
+        await shown.page.keyboard.type("half a k")
+        await shown.looks(1)
+        await shown.page.keyboard.type("ey")
+        problems += unless(await shown.page.input_value("#key") == "half a key", "a refresh takes the focus")
+        await shown.page.focus("#pause")
+        await shown.page.keyboard.press("Enter")
+        problems += unless(await text(shown, "#pause") == "Go on", "it is not paused")
+        before = await text(shown, "#updated")
+        await shown.page.wait_for_timeout(3000)
+        problems += unless(await text(shown, "#updated") == before, "it goes on while it is paused")
+        return problems + shown.complaints
+
+
+async def says_that_it_is_away(browser: Browser, site: Site) -> list[str]:
+    """A gateway that is gone, and is back."""
+    async with tab(browser, site.admin_url) as shown:
+        await shown.page.wait_for_selector('#summary:not([data-level="unknown"])')
+        await site.program.end(signal.SIGKILL)
+        await shown.page.wait_for_selector('#summary[data-level="gone"]')
+        problems = unless("cannot be reached" in await text(shown, "#summary"), "it does not say so")
+        await site.start()
+        await shown.page.wait_for_selector('#summary:not([data-level="gone"])')
+        return problems + shown.complaints
+
+
+async def needs_no_key_where_there_is_none(browser: Browser, site: Site) -> list[str]:
+    """On this host's loopback address, without any admin key, the page may look."""
+    site.reload(auth={})
+    async with tab(browser, site.admin_url) as shown:
+        await shown.page.wait_for_selector("#configuration-table tbody tr")
+        return unless(await shown.page.is_hidden("#key-form"), "it asks for a key") + shown.complaints
+
+
+async def keeps_still(shown: Tab) -> list[str]:
+    """Renewed figures move nothing but the unit beside them; nothing is wider than the window; all text can be read."""
+    await shown.looks(2)  # until then a rate has no figure
+    await shown.run(_SHIFTS)
+    await shown.looks(3)
+    shifts = await shown.run("() => window.shifts")
+    width, window = await shown.run(_WIDTHS)
+    problems = unless(not shifts, f"elements have moved: {shifts}")
+    problems += unless(width <= window, f"the page is {width} wide in a window of {window}")
+    problems += [f"hard to read: {one}" for one in await shown.run(_CONTRAST)]
+    rows = await shown.page.get_by_role("row").count()
+    return problems + unless(rows > 8, f"there are {rows} rows") + shown.complaints
+
+
+async def tells_of_each(shown: Tab, site: Site) -> list[str]:
+    """Each instance has a row, which says in words how it is."""
+    problems = []
+    for engine in (*site.prefill, *site.decode):
+        name = shown.page.get_by_role("rowheader", name=f"{HOST}:{engine.port}")
+        told = await shown.page.get_by_role("row").filter(has=name).inner_text()
+        wanted = ("down" if not engine.is_running else "ejected") if engine in site.failing else "up"
+        problems += unless(wanted in told, f"{engine.port} is {wanted}, but its row says {told!r}")
+    return problems
+
+
+def unless(holds: bool, problem: str) -> list[str]:
+    return [] if holds else [problem]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return one is other if one is None or other is None else math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+
+
+ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
+    "figures are those of top": is_as_top,
+    "the admin key": needs_the_key,
+    "markup of engines": takes_no_markup,
+    "by keyboard": is_used_by_keyboard,
+    "the gateway is away": says_that_it_is_away,
+    "without any admin key": needs_no_key_where_there_is_none,
+}
+"""By name; the last two change the gateway, so they come last."""
