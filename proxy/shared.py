@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.api_keys import KeyUsage
 from proxy.balancer.bulletin import Bulletin
+from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.roster import Roster
@@ -95,12 +96,14 @@ class Shared:
     misfits: Misfits = field(default_factory=Misfits)
     sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
+    health_board: HealthBoard = field(default_factory=HealthBoard)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     journal: Journal = field(default_factory=Journal)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
         self.scoreboard.erase(worker)
+        self.health_board.erase(worker)
         self.key_usage.erase(worker)
 
 
@@ -125,5 +128,6 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
         roster=roster,
         key_usage=KeyUsage(workers=settings.workers),
         heartbeats=Heartbeats(settings.workers),
+        health_board=HealthBoard(settings.workers, slots),
         journal=Journal(settings.workers),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.balancer.health import Health
+    from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster
@@ -53,6 +55,7 @@ class InstancesApi:
         roster: Roster,
         scoreboard: Scoreboard,
         health: Health,
+        health_board: HealthBoard,
         misfits: Misfits,
         joiner: Joiner,
         sources: SourceStates,
@@ -65,6 +68,7 @@ class InstancesApi:
         self._roster = roster
         self._scoreboard = scoreboard
         self._health = health
+        self._health_board = health_board
         self._misfits = misfits
         self._joiner = joiner
         self._sources = sources
@@ -115,6 +119,7 @@ class InstancesApi:
             **_described(backend, membership, health.state, health.reason),
             "configured": backend in self._configured,
             "origins": member.origins,
+            "states": Counter(state.value for state in self._health_board.states(backend)),
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),
             "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
@@ -279,6 +284,7 @@ def _described(
         "membership": membership,
         "state": state,
         "reason": reason,
+        "states": {},
         "since_seconds": None,
         "evacuated_in_seconds": None,
         "load": None,

@@ -45,6 +45,7 @@ def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: Confi
         roster=shared.roster,
         scoreboard=shared.scoreboard,
         health=balancing.health,
+        health_board=shared.health_board,
         misfits=shared.misfits,
         joiner=engines.joiner,
         sources=shared.sources,

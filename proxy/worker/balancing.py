@@ -42,7 +42,7 @@ class Balancing:
     """The KV that no decoder fetches."""
     pools: Pools
     on_transition: Callable[[Transition], None]
-    """To be told of changes of health: logs and counts them."""
+    """To be told of changes of health: logs and counts them, and tells other workers."""
 
 
 def build_balancing(basis: Basis) -> Balancing:
@@ -104,10 +104,12 @@ def subject(backend: Backend) -> str:
 
 
 def _transitions(basis: Basis) -> Callable[[Transition], None]:
-    bulletin, ejected = basis.shared.bulletin, basis.metrics.instance_ejected_total
+    bulletin, board = basis.shared.bulletin, basis.shared.health_board
+    ejected = basis.metrics.instance_ejected_total
 
     def on_transition(transition: Transition) -> None:
         backend = transition.backend
+        board.note(basis.index, backend, transition.new)
         log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
         if transition.cause is not None:
             ejected.labels(backend.role.value, backend.name, transition.cause).inc()

@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
+from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.misfits import Misfits
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
@@ -69,6 +70,7 @@ class Gateway:
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([], [], self.scoreboard)
         self.health = Health(HealthChecks(fall=1, rise=1, slow_start_seconds=0))
+        self.health_board = HealthBoard(workers=3, slots=8)
         self.misfits = Misfits(slots=8)
         row = self.scoreboard.row(0)
         self.metrics = Metrics()

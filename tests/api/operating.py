@@ -60,6 +60,7 @@ async def client_of(
         gateway.roster,
         gateway.scoreboard,
         gateway.health,
+        gateway.health_board,
         gateway.misfits,
         gateway.joiner,
         SourceStates(),

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from proxy.backend import Load, Role
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.pick import PickRequest
@@ -39,6 +40,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     decoder = await gateway.engine(Role.DECODE)
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
+    gateway.health_board.note(1, gateway.pools[Role.DECODE].backends()[0], HealthState.EJECTED)
     gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], MisfitKind.MODEL, "serves another model")
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=7, kv=100))):
         first, second = await shown(client)
@@ -69,6 +71,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "role": "prefill",
         "address": prefiller.name,
         **well,
+        "states": {"unknown": 3},
         "load": idle,
         "kv": None,
         "kv_from": None,
@@ -79,6 +82,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "role": "decode",
         "address": decoder.name,
         **well,
+        "states": {"unknown": 2, "ejected": 1},
         "load": {**idle, "inflight": 1, "running": 1, "max_running": 16, "compute_tokens": 7, "kv_tokens": 100},
         "kv": "unknown",
         "kv_from": {},

@@ -46,6 +46,23 @@ async def everywhere(program: Program, path: str, **expected: Any) -> None:
                 return
 
 
+async def test_any_worker_tells_how_all_of_them_see_an_instance(
+    program: Program, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async def states() -> dict[str, Any]:
+        async with session.get(program.url + "/instances") as response:
+            return {told["address"]: told["states"] for told in (await response.json())["instances"]}
+
+    async def are(expected: dict[str, int]) -> None:
+        async with asyncio.timeout(10.0):
+            while (await states())[f"127.0.0.1:{decoder.port}"] != expected:
+                pass
+
+    await are({"up": 2})
+    await decoder.kill()
+    await are({"down": 2})
+
+
 @pytest.mark.fault(60)
 async def test_any_worker_may_be_told_to_stop_waiting_for_an_instance(
     program: Program, session: aiohttp.ClientSession

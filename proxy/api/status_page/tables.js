@@ -94,7 +94,7 @@ function instance(before, after, { role, address }, state, details) {
 
 function levelOf(one) {
   if (one.state === "down" || one.state === "ejected") return "bad";
-  return one.state !== "up" || one.misfits.length || one.isDraining ? "warn" : "well";
+  return one.state !== "up" || one.misfits.length || one.isDraining || elsewhere(one).length ? "warn" : "well";
 }
 
 const LEVELS_FIRST = ["bad", "warn", "well"];
@@ -125,12 +125,23 @@ class Pool {
   }
 }
 
-function cellsOf(one, bar) {
+/** What workers see that see it otherwise than the one that answers: `up in 2 of 3 workers`. */
+function elsewhere({ state, details }) {
+  const states = Object.entries(details?.states ?? {});
+  const workers = states.reduce((sum, [, number]) => sum + number, 0);
+  return states.filter(([other]) => other !== state).map(([other, number]) => `${other} in ${number} of ${workers} workers`);
+}
+
+function stateOf(one) {
   const since = one.details?.since_seconds ?? null;
   const state = one.isDraining ? `${one.state}, draining` : one.state;
+  return [since === null ? state : `${state} for ${duration(since)}`, ...elsewhere(one)].join("; ");
+}
+
+function cellsOf(one, bar) {
   return [
     one.address,
-    since === null ? state : `${state} for ${duration(since)}`,
+    stateOf(one),
     bar,
     count(one.compute),
     count(one.kv),
