@@ -65,7 +65,7 @@ def _run(words: list[str]) -> int:
         case ["launch", *flags]:
             from proxy.launch import main as launch
 
-            return launch(flags)
+            return launch(flags, os.environ)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

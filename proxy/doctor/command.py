@@ -21,6 +21,8 @@ from proxy.settings import SettingsError, load, reachable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from proxy.doctor.findings import Finding
+
 _WIDTH: Final = 120
 _LOOK_SECONDS: Final = 2.0
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     # What its parts have to say to an operator of a gateway is in the findings.
     logging.getLogger("proxy").setLevel(logging.CRITICAL)
     found = check_gateway(Host(loaded=loaded, is_gateway=_is_gateway, cores=os.cpu_count() or 1))
-    progress = _Progress()
+    progress = Progress()
     examination = Examination(
         loaded,
         canary_seconds=flags.canary_seconds,
@@ -56,7 +58,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         found += asyncio.run(examination.run())
     finally:
         progress.clear()
-    if flags.json:
+    return tell(found, environ, is_json=flags.json)
+
+
+def tell(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
+    """Print what was found; returns the exit code that says how bad it is."""
+    if is_json:
         print(as_json(found).decode())
     else:
         is_terminal = sys.stdout.isatty()
@@ -98,7 +105,7 @@ def _seconds(word: str) -> float:
     return seconds
 
 
-class _Progress:
+class Progress:
     """One line on standard error, if that is a terminal."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from proxy.worker.basis import Basis, LiveSettings
 from proxy.worker.engines import build_lines, build_link
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 
     from proxy.backend import Backend
     from proxy.canary import CanaryResult
@@ -52,14 +52,16 @@ class Examination:
         canary_tokens: int,
         canaries_per_pair: int = 1,
         idle_seconds: float = IDLE_SECONDS,
+        more: Callable[[Fleet], Iterable[Finding]] = lambda _: (),
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        """`canaries_per_pair` 0: engines are asked what they are, and nothing is generated."""
+        """`canaries_per_pair` 0: engines are asked what they are, and nothing is generated. `more`: other checks."""
         self._loaded = loaded
         self._canary_seconds = canary_seconds
         self._canary_tokens = canary_tokens
         self._canaries_per_pair = canaries_per_pair
         self._idle_seconds = idle_seconds
+        self._more = more
         self._progress = progress
 
     async def run(self) -> list[Finding]:
@@ -77,7 +79,7 @@ class Examination:
             fleet = Fleet(settings=settings, keys=balancing.keys, engines=await self._ask(asker, balancing))
             fleet, found = self._with_connector(fleet)
             fleet = await _with_bootstraps(fleet, asker)
-            found += check_engines(fleet) + check_fleet(fleet)
+            found += [*check_engines(fleet), *check_fleet(fleet), *self._more(fleet)]
             told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
             spoilt = {finding.subject for finding in found if finding.severity is Severity.FAILURE}
             found = [well(engine) for engine in fleet.engines if engine.subject not in told] + found

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from proxy.doctor.command import Progress, tell
 from proxy.doctor.findings import Severity
+from proxy.launch.fleet import compared, load_gateway
 from proxy.launch.plan import planned
 from proxy.launch.refusals import refusals
 from proxy.launch.render import as_text, rendered
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 _DESCRIPTION: Final = """\
 One description of a fleet, the topology, gives the commands of every node and the gateway's configuration. What would
 not work is refused in words. configs/topologies has topologies for published guides."""
+_EPILOG: Final = """\
+The exit code of render is 2 if the topology is refused. check, or render --check, compares the fleet that runs with it:
+the exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not fit."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,13 +36,15 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message.removeprefix("argument "))
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code. Raises SettingsError."""
     flags = read_flags(argv)
     plan = planned(read_topology(flags.topology))
     files = rendered(plan)
     if not _is_good(plan):
         return 2
+    if flags.action == "check":
+        return _check(plan, flags, environ)
     if flags.output is None:
         print(as_text(files), end="")
     else:
@@ -45,12 +54,29 @@ def main(argv: Sequence[str]) -> int:
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """What follows the sub-command. Raises SettingsError."""
-    parser = _Parser(prog="pdproxy launch", description=_DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(
+        prog="pdproxy launch",
+        usage="pdproxy launch {render,check} TOPOLOGY.yaml [--output DIR] [--check] [--json]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    add("action", choices=("render",), help="print the scripts of each node, and the gateway's configuration")
+    add("action", choices=("render", "check"), help="make scripts and configuration, or look at the fleet that runs")
     add("topology", type=Path, metavar="TOPOLOGY.yaml")
-    add("--output", type=Path, metavar="DIR", help="write them there, a directory for each node, instead of printing")
-    return parser.parse_args(argv)
+    add(
+        "--output", type=Path, metavar="DIR", help="write files there, a directory for each node, and print their paths"
+    )
+    add("--check", action="store_true", help="compare the fleet that runs instead of rendering, as check does")
+    add("--json", action="store_true", help="of check: print JSON instead of a table")
+    flags = parser.parse_args(argv)
+    flags.action = "check" if flags.check else flags.action
+    if flags.action == "render" and flags.json:
+        raise SettingsError("launch render prints no JSON: leave out --json")
+    if flags.action == "check" and flags.output is not None:
+        raise SettingsError("launch check writes nothing: leave out --output")
+    return flags
 
 
 def _is_good(plan: Plan) -> bool:
@@ -61,6 +87,18 @@ def _is_good(plan: Plan) -> bool:
         hint = f" ({finding.hint})" if finding.hint else ""
         print(f"pdproxy launch: {word}: {finding.subject}: {finding.words}{hint}", file=sys.stderr)
     return all(finding.severity is not Severity.FAILURE for finding in found)
+
+
+def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    loaded = load_gateway(plan, environ)
+    # What the doctor's parts have to say to an operator of a gateway is in the findings.
+    logging.getLogger("proxy").setLevel(logging.CRITICAL)
+    progress = Progress()
+    try:
+        found = asyncio.run(compared(plan, loaded, progress=progress.show))
+    finally:
+        progress.clear()
+    return tell(found, environ, is_json=flags.json)
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> None:

@@ -79,7 +79,12 @@ def _serve_ranks(plan: Plan, launch: Launch) -> str:
         plan.topology.prepare,
         _exports(plan, launch),
         commands,
-        ["# Ranks work in step: when one ends, the others are of no use.", "trap 'kill $(jobs -p)' EXIT", "wait -n"],
+        [
+            "# Ranks work in step: when one ends, the others are of no use.",
+            "trap 'kill $(jobs -p)' EXIT",
+            f"while running=($(jobs -rp)) && [ ${{#running[@]}} -eq {len(commands)} ]; do sleep 1; done",
+            "exit 1",
+        ],
     )
 
 
@@ -145,5 +150,8 @@ def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
 def _told(launch: Launch) -> str:
     first, last = launch.ranks.start, launch.ranks.stop - 1
     which = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    where = f"from port {launch.endpoints.start} on" if launch.endpoints else "no port of its own"
+    ports = list(launch.endpoints)
+    where = (
+        ("ports {0} to {1}" if len(ports) > 1 else "port {0}").format(ports[0], ports[-1]) if ports else "no endpoint"
+    )
     return f"{launch.subject}, {launch.node.address}: data-parallel {which} of {launch.part.dp}, {where}"

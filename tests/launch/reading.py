@@ -115,14 +115,19 @@ def _with_words(template: str, words: list[str]) -> str:
 
 def plan_of(name: str, **changes: Any) -> Plan:
     """The plan of a topology of configs/topologies, with members changed: `roles__decode__tp=8`."""
-    tree = read_yaml(TOPOLOGIES / f"{name}.yaml", texts="environment")
+    return planned(parse_topology(tree_of(name, **changes), name))
+
+
+def tree_of(name: str, **changes: Any) -> dict[str, Any]:
+    """The same as the file has it."""
+    tree: dict[str, Any] = read_yaml(TOPOLOGIES / f"{name}.yaml", texts="environment")
     for place, value in changes.items():
         *parents, last = place.split("__")
         branch = tree
         for parent in parents:
             branch = branch.setdefault(parent, {})
         branch[last] = value
-    return planned(parse_topology(tree, name))
+    return tree
 
 
 def files_of(name: str) -> dict[str, str]:

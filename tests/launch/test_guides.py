@@ -11,7 +11,7 @@ import yaml
 from proxy.launch.refusals import refusals
 from proxy.launch.render import as_text
 from proxy.settings import Settings, load
-from tests.launch.reading import TOPOLOGIES, commands, files_of, flags_of, gateway_of, plan_of
+from tests.launch.reading import TOPOLOGIES, commands, engines, files_of, flags_of, gateway_of, plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in TOPOLOGIES.glob("*.yaml"))
 GUIDES = sorted(path.stem for path in (HERE / "guides").glob("*.yaml"))
 
-# By guide: node, place, what the guide says, what is right. The topology files say why.
+# By guide: node, place, what the guide says, what is right; None: nothing. The topology files say why.
 _PORTS = [
     ("p0", "serve --kv-transfer-config kv_port", "30000", "36000"),
     ("p1", "serve --kv-transfer-config kv_port", "30100", "36100"),
@@ -40,6 +40,18 @@ CORRECTIONS: dict[str, list[tuple[str, str, Any, Any]]] = {
         ("d1", "serve --max-num-batched-tokens", "4", "32"),
         ("d1", "environment HCCL_BUFFSIZE", "1100", "800"),
     ],
+    "kimi-k2.6-sglang-1p1d": [
+        ("p0", "serve --node-rank", "0", None),
+        ("p0", "serve --nnodes", "1", None),
+        ("d0", "serve --node-rank", "0", None),
+        ("d0", "serve --nnodes", "1", None),
+        ("d0", "serve --dist-init-addr", "141.0.0.2:5000", None),
+        ("d0", "serve --dp-size", "1", None),
+        ("p0", "serve --context-length", None, "68000"),
+        ("d0", "serve --context-length", None, "68000"),
+        ("p0", "serve --served-model-name", None, "kimi_k26"),
+        ("d0", "serve --served-model-name", None, "kimi_k26"),
+    ],
 }
 
 
@@ -52,15 +64,16 @@ def guide_of(name: str) -> dict[str, dict[str, Any]]:
         branch = found[node]
         for parent in parents:
             branch = branch[parent]
-        assert branch[last] == wrong, f"{name}, {node}: the guide does not say {place} {wrong}"
-        branch[last] = right
+        assert branch.pop(last, None) == wrong, f"{name}, {node}: the guide does not say {place} {wrong}"
+        branch |= {} if right is None else {last: right}
     return found
 
 
 def _facts(told: Mapping[str, Any]) -> dict[str, Any]:
     words = [word for flag, value in told["serve"].items() for word in (flag, value) if word is not True]
     launcher = {"launcher": flags_of(told["online_dp"].split())} if "online_dp" in told else {}
-    return {"model": told["model"], "serve": flags_of(words), "environment": told["environment"], **launcher}
+    model: dict[str, Any] = {"model": told["model"]} if "model" in told else {}
+    return {**model, "serve": flags_of(words), "environment": told["environment"], **launcher}
 
 
 def rendered_for(name: str) -> dict[str, dict[str, Any]]:
@@ -70,7 +83,8 @@ def rendered_for(name: str) -> dict[str, dict[str, Any]]:
         node, _, file = path.partition("/")
         for command in commands(text) if file else ():
             if command.is_engine:
-                facts = {"model": command.words[2], "serve": command.flags, "environment": dict(command.environment)}
+                facts: dict[str, Any] = {"serve": command.flags, "environment": dict(command.environment)}
+                facts |= {"model": command.words[2]} if command.words[0] == "vllm" else {}
             else:
                 facts = {"launcher": command.flags}
             found.setdefault(node, {}).update(facts)
@@ -87,6 +101,30 @@ def test_the_gateway_is_told_the_engines_of_the_guides_own_proxy_line(name: str)
     line = yaml.safe_load((HERE / "guides" / f"{name}.yaml").read_text())["proxy"]
     theirs, ours = load(line.split(), {}).settings, Settings.model_validate(gateway_of(files_of(name)))
     assert (ours.prefill, ours.decode, ours.listen) == (theirs.prefill, theirs.decode, theirs.listen)
+
+
+# Where a guide has a table and no commands: tp, dp and --max-model-len, by node.
+TABLES = {
+    "kimi-k2.6-1p1d": {"p0": (8, 2, 16384), "d0": (8, 2, 16384)},
+    "kimi-k2.6-1p1d-multimodal": {"p0": (8, 2, 16384), "d0": (1, 16, 16384)},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_topology_has_the_sizes_of_the_guides_table(name: str) -> None:
+    found: dict[str, set[tuple[int, ...]]] = {}
+    devices: dict[str, list[str]] = {}
+    for node, command in engines(files_of(name)):
+        flags = ("--tensor-parallel-size", "--data-parallel-size", "--max-model-len")
+        found.setdefault(node, set()).add(tuple(int(command.flags[flag]) for flag in flags))
+        devices.setdefault(node, []).extend(command.environment["ASCEND_RT_VISIBLE_DEVICES"].split(","))
+        assert command.flags["--speculative-config"]["num_speculative_tokens"] == (3 if node == "d0" else 1)
+    assert found == {node: {sizes} for node, sizes in TABLES[name].items()}
+    assert devices == {node: [str(device) for device in range(16)] for node in ("p0", "d0")}
+
+
+def test_every_topology_is_held_against_its_guide() -> None:
+    assert {*NAMES} == {*GUIDES, *TABLES}
 
 
 @pytest.mark.parametrize("name", NAMES)
