@@ -33,6 +33,9 @@ DECODE_OVERHEAD_TOKENS: Final = 256
 # How soon the client wants the first token, in milliseconds: for policies, and passed on.
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 
+# How urgent a request is, for the queue, whatever engines make of the member `priority`; lower goes first.
+PRIORITY_HEADER: Final = "x-request-priority"
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -112,6 +115,18 @@ class Call:
         except (KeyError, ValueError):
             return None
         return seconds if 0 < seconds < math.inf else None
+
+    def priority(self, *, lower_first: bool) -> int | None:
+        """The client's header `x-request-priority`, or else the body's `priority`, which vLLM serves lower first
+        (vllm/entrypoints/openai, `priority`), and SGLang higher first (`--schedule-low-priority-values-first`).
+        """
+        try:
+            return int(self.headers[PRIORITY_HEADER])
+        except (KeyError, ValueError):
+            asked = self.values.get("priority")
+        if not isinstance(asked, int) or isinstance(asked, bool):
+            return None
+        return asked if lower_first else -asked
 
     # What the client asks for
 

@@ -66,6 +66,8 @@ class DecodePace:
         self.step, self.slope = 1.0, 1.0
         """Seconds a token takes, without other streams and more for each of them, so far as they stand in a straight
         line below the knee. Only their ratio counts as long as nothing is known."""
+        self.token_seconds = 0.0
+        """What a token takes of a decoder that makes as many as it can; 0: not known."""
         self.samples = 0
         self._seen = [0.0] * len(SIZES)  # answers' worth of each bucket
         self._seen_at = [-math.inf] * len(SIZES)
@@ -110,6 +112,7 @@ class DecodePace:
         self.most = self.scout = math.inf
         made = {place: SIZES[place] * self.rates[place] for place in known}
         best = max(known, key=made.__getitem__, default=0)
+        self.token_seconds = 1 / made[best] if known else 0.0
         beyond = [place for place in known if place > best and made[place] < _DECLINE * made[best]]
         if beyond:
             good = max(place for place in known if place < beyond[0])

@@ -138,6 +138,12 @@ class LeastDecodeSeconds(LeastTokens):
         self._held += _HELD_STEP * (kv - self._held) if self._held else kv
         return Load(load.compute, kv)
 
+    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """What the answer takes of a decoder that makes as many tokens as it can; 0: not known."""
+        limit = request.output_tokens
+        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
+        return self.pace.token_seconds * (limit if number < _ENOUGH_LENGTHS else min(limit, mean))
+
     def began(self, backend: Backend, request: PickRequest) -> None:
         """It writes one more answer."""
         decoder = self._decoders.get(backend.name)

@@ -50,6 +50,11 @@ class Subject(Protocol):
     def first_token_seconds(self) -> float | None:
         """How soon the client wants the first token after its request; None: it does not say."""
 
+    def priority(self, *, lower_first: bool) -> int | None:
+        """How urgent the client says it is: lower goes first; None: it does not say. `lower_first`: so do engines read
+        what they are told.
+        """
+
 
 @dataclass(slots=True, eq=False)
 class PickRequest:
@@ -115,6 +120,10 @@ class PickRequest:
     def first_token_seconds(self) -> float | None:
         """See Subject."""
         return None if self.subject is None else self.subject.first_token_seconds
+
+    def priority(self, *, lower_first: bool) -> int | None:
+        """See Subject."""
+        return None if self.subject is None else self.subject.priority(lower_first=lower_first)
 
     def load(self, role: Role) -> Load:
         """What it costs a backend of this role, as far as that does not depend on which one it is."""

@@ -1,9 +1,8 @@
 """Admission: one worker's queue in front of the pools, for requests that no instance has room for yet.
 
-The room itself is the pools' business: admission only asks whether there is any, and decides who takes it. Turns are
-fair among clients' keys, so that a thousand requests of one client do not keep another's single one waiting. The length
-of the queue, the time in it and the request bodies in memory are bounded; what exceeds these bounds is refused at once
-and told when to come back.
+The room itself is the pools' business: admission only asks whether there is any, and decides who takes it (flow.order).
+The length of the queue, the time in it and the request bodies in memory are bounded; what exceeds these bounds is
+refused at once and told when to come back.
 """
 
 from __future__ import annotations
@@ -11,73 +10,28 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from bisect import bisect_left, insort
-from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from proxy.errors import RETRY_AFTER_SECONDS, NoBackendAvailable, Overloaded, overloaded
 from proxy.flow.buffers import BodyBuffers
+from proxy.flow.order import InTurn, Order, Waiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from proxy.backend import Role
     from proxy.balancer.pick import PickRequest
     from proxy.flow.buffers import Hold
+    from proxy.flow.order import LineUp
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
-# Seconds of work that a second of waiting makes up for. With 0 the long would starve behind the short, and far above 1
-# all would wait in turn; with 1/2 a unit goes before all that come later by twice its work.
-_AGEING: Final = 0.5
-_ARRIVALS: Final = count()  # in turn among equals
 # So many of those who wait are looked at for one to whom what is free is best.
 _FRONT: Final = 64
 
 # Other workers free room, too, and do not announce it.
 _LOOK_AGAIN_SECONDS: Final = 0.02
-
-
-class LineUp(Protocol):
-    """In which order those who wait are served, and who of them now: the pool of prefillers."""
-
-    @property
-    def holds_queue(self) -> bool:
-        """Whether it has a say in that now: otherwise they go in turn, and it is not asked for more."""
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether one that nobody is in front of need not wait, where there is room."""
-
-    def work_seconds(self, request: PickRequest) -> float:
-        """What a request takes: of one key's units those with less work go first, see _AGEING."""
-
-    def waits_no_more(self, request: PickRequest) -> None:
-        """One whose `work_seconds` were asked for has left the queue: to be served, or for good."""
-
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
-        """The first that should go now, to where there is room; None: all had better wait."""
-
-
-class InTurn:
-    """In the order of their arrival."""
-
-    holds_queue = False
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Always."""
-        return True
-
-    def work_seconds(self, request: PickRequest) -> float:
-        """All the same."""
-        return 0.0
-
-    def waits_no_more(self, request: PickRequest) -> None:
-        """Nothing was worked out."""
-
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
-        """The first."""
-        return 0
 
 
 class Admission:
@@ -98,26 +52,34 @@ class Admission:
         full: Callable[[], Role | None] = lambda: None,
         on_wait: Callable[[bool], None] = lambda _: None,
         line_up: LineUp | None = None,
+        answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0,
+        lower_priority_first: bool = True,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
         in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
+        `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
+        `lower_priority_first`: so do engines read the body's `priority`.
         """
         self._has_room = has_room
         self._absent = absent
         self._full = full
         self._on_wait = on_wait
         self._line_up = line_up or InTurn()
+        self._answer_seconds = answer_seconds
+        self._lower_priority_first = lower_priority_first
         self._metrics = metrics
         self._clock = clock
-        self._lines: dict[str, _Line] = {}  # of the keys under which requests wait
-        self._queue: dict[Entry, None] = {}  # all who wait and may be refused, the longest first
         self._running: dict[str, int] = {}  # units that were let in and have not left, by key
-        self._services = count()
+        self._order = Order(self._running)
+        self._lines = self._order.lines
+        self._queue: dict[Waiter, None] = {}  # all who wait and may be refused, the longest first
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
         self.buffers = BodyBuffers(limits.max_buffered_bytes)
         self.is_short_of_memory = False
         """Every request is refused as long as this is set: there is no memory for its body."""
+        self.priorities: Mapping[str, int] = {}
+        """Of keys; lower goes first. A request may ask to go later than its key, and one without a key for anything."""
         self.configure(limits)
 
     def configure(self, limits: Limits) -> None:
@@ -130,7 +92,7 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Units that wait, the patient ones included."""
-        return sum(len(line.entries) for line in self._lines.values())
+        return len(self._order)
 
     @property
     def running(self) -> int:
@@ -150,7 +112,7 @@ class Admission:
             raise overloaded("memory", "the gateway is short of memory")
         if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
             return
-        if self._dispensable(key) is None:
+        if self._order.dispensable(key) is None:
             raise _queue_full()
 
     def hold(self, body_bytes: int) -> Hold:
@@ -173,8 +135,7 @@ class Admission:
         is called if there is a wait, when it begins. `request`: what it will lease, by which the line is ordered; None:
         it goes in turn, to wherever there is room.
         """
-        wants = request() if request is not None and self._line_up.holds_queue else None
-        return Entry(self, key, patient, on_wait, wants)
+        return Entry(self, key, patient, on_wait, request)
 
     def enter(self, key: str) -> None:
         """Let a unit in that would find room at once; see `is_open`. To be left by `leave`."""
@@ -218,118 +179,98 @@ class Admission:
     async def _wait(self, entry: Entry) -> None:
         """Return when there is room and it is this one's turn."""
         loop = asyncio.get_running_loop()
-        entry.arrived = self._clock()
-        entry.turn = loop.create_future()
-        entry.rank = _AGEING * entry.arrived
-        self._join(entry)
+        waiter = self._join(entry)
         try:
             while True:
-                await entry.turn
-                if entry.refusal is not None:
-                    raise entry.refusal
+                await waiter.turn
+                if waiter.refusal is not None:
+                    raise waiter.refusal
                 if self._has_room():
                     break
                 # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
-                entry.turn = loop.create_future()
-            self._lines[entry.key].last_service = next(self._services)
+                waiter.turn = loop.create_future()
+            self._order.serve(waiter)
         finally:
-            if entry.refusal is None:
-                self._part(entry)
-        self._metrics.queue_seconds.observe(self._clock() - entry.arrived)
+            if waiter.refusal is None:
+                self._part(waiter)
+        self._metrics.queue_seconds.observe(self._clock() - waiter.arrived)
 
-    def _join(self, entry: Entry) -> None:
+    def _join(self, entry: Entry) -> Waiter:
         gives_way = None
         if not entry.is_patient and len(self._queue) >= self._max_waiting:
-            gives_way = self._dispensable(entry.key)
+            gives_way = self._order.dispensable(entry.key)
             if gives_way is None:
                 raise _queue_full()
-        if entry.request is not None:
-            entry.rank += self._line_up.work_seconds(entry.request)
+        waiter = self._waiter(entry)
         if not self._lines:
             self._on_wait(True)
-        line = self._lines.get(entry.key)
-        if line is None:
-            # As if it had just been served: a key whose requests come and go must not overtake those that stay.
-            line = self._lines[entry.key] = _Line(entry.key, next(self._services))
-        line.add(entry)
-        if not entry.is_patient:
-            line.requests += 1
-            self._queue[entry] = None
+        self._order.join(waiter)
+        if not waiter.is_patient:
+            self._queue[waiter] = None
             self._metrics.queued_requests.inc()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
         self.notify()  # it may be the first to whom what is free is best
         if gives_way is not None:
-            self._refuse(gives_way, _queue_full())  # last, so that its turn can pass to another entry
+            self._refuse(gives_way, _queue_full())  # last, so that its turn can pass to another one
+        return waiter
 
-    def _part(self, entry: Entry) -> None:
+    def _waiter(self, entry: Entry) -> Waiter:
+        request = None if entry.request is None else entry.request()
+        asked = None if request is None else request.priority(lower_first=self._lower_priority_first)
+        least = self.priorities.get(entry.key)
+        priority = (asked or 0) if least is None else least if asked is None else max(least, asked)
+        work = cost = 0.0
+        if not self._line_up.holds_queue:
+            request = None
+        if request is not None:
+            work = self._line_up.work_seconds(request)
+            cost = work + self._answer_seconds(request)
+        turn = asyncio.get_running_loop().create_future()
+        return Waiter(entry.key, self._clock(), turn, request, entry.is_patient, priority, work, cost)
+
+    def _part(self, waiter: Waiter) -> None:
         """Take it out of the queue, whatever the reason."""
-        if entry.request is not None:
-            self._line_up.waits_no_more(entry.request)
-        line = self._lines[entry.key]
-        line.remove(entry)
-        if not entry.is_patient:
-            del self._queue[entry]
-            line.requests -= 1
+        if waiter.request is not None:
+            self._line_up.waits_no_more(waiter.request)
+        self._order.part(waiter)
+        if not waiter.is_patient:
+            del self._queue[waiter]
             self._metrics.queued_requests.dec()
-        if not line.entries:
-            del self._lines[entry.key]
-            if not self._lines:
-                self._on_wait(False)
-        if not self._lines and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._lines:
+            self._on_wait(False)
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         self.notify()  # if this was its turn, the next one's comes when this task has leased what it takes
 
-    def _refuse(self, entry: Entry, refusal: Overloaded | NoBackendAvailable) -> None:
-        self._part(entry)
-        entry.refusal = refusal
-        if not entry.turn.done():
-            entry.turn.set_result(None)
-
-    def _dispensable(self, key: str) -> Entry | None:
-        """Who gives way to a request of this key when the queue is full: the youngest of the key that has most of
-        it. None when that is this one.
-        """
-        greediest = max(self._lines.values(), key=lambda line: line.requests, default=None)
-        own = self._lines.get(key)
-        if greediest is None or greediest.requests <= (own.requests if own else 0):
-            return None
-        return next(entry for entry in reversed(greediest.entries) if not entry.is_patient)
+    def _refuse(self, waiter: Waiter, refusal: Overloaded | NoBackendAvailable) -> None:
+        self._part(waiter)
+        waiter.refusal = refusal
+        if not waiter.turn.done():
+            waiter.turn.set_result(None)
 
     def _look(self) -> None:
         """Wake the next one if there is room. One at a time: how much room there is shows when it has leased."""
         self._will_look = False
         if not self._lines or not self._has_room():
             return
-        entry = self._next()
+        waiter = self._next()
         # One whose turn has come runs next: it is awake, or cancelled, and then it passes its turn on.
-        if entry is not None and not entry.turn.done():
-            entry.turn.set_result(None)
+        if waiter is not None and not waiter.turn.done():
+            waiter.turn.set_result(None)
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> Waiter | None:
         """Whose turn it is; None: the first of them had better all wait for what is not free yet."""
-        front: list[Entry] = []
-        for line in sorted(self._lines.values(), key=self._precedence):
-            front += (entry for _, _, entry in line.ranked[: _FRONT - len(front)])
-            if len(front) == _FRONT:
-                break
-        awake = next((entry for entry in front if entry.turn.done()), None)
+        front = self._order.front(_FRONT)
+        awake = next((waiter for waiter in front if waiter.turn.done()), None)
         if awake is not None:
             return awake
         if front[0].request is None:
             return front[0]
-        place = self._line_up.first_to_go([entry.request for entry in front if entry.request is not None])
-        return None if place is None else [entry for entry in front if entry.request is not None][place]
-
-    def _goes(self, entry: Entry) -> bool:
-        """Whether one that nobody is in front of need not wait."""
-        request = entry.request
-        return request is None or self._line_up.lets_go(lambda: request)
-
-    def _precedence(self, line: _Line) -> tuple[int, int]:
-        """Least first: the key that has least running, and of several the one whose last turn was longest ago."""
-        return self._running.get(line.key, 0), line.last_service
+        known = [waiter for waiter in front if waiter.request is not None]
+        place = self._line_up.first_to_go([waiter.request for waiter in known if waiter.request is not None])
+        return None if place is None else known[place]
 
     def _tick(self) -> None:
         self._timer = None
@@ -344,25 +285,7 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = (
-        *(
-            "_admission",
-            "_has_been_in",
-            "_on_wait",
-            "key",
-            "is_patient",
-            "request",
-            "refusal",
-            "arrived",
-            "rank",
-            "turn",
-        ),
-    )
-
-    # Of one that waits.
-    arrived: float
-    rank: float
-    turn: asyncio.Future[None]
+    __slots__ = (*("_admission", "_has_been_in", "_on_wait"), *("key", "is_patient", "request"))
 
     def __init__(
         self,
@@ -370,7 +293,7 @@ class Entry:
         key: str,
         is_patient: bool,
         on_wait: Callable[[], None] | None,
-        request: PickRequest | None = None,
+        request: Callable[[], PickRequest] | None = None,
         has_been_in: bool = False,
     ) -> None:
         self._admission = admission
@@ -379,11 +302,14 @@ class Entry:
         self.request = request
         self.key = key
         self.is_patient = is_patient
-        self.refusal: Overloaded | NoBackendAvailable | None = None
 
     async def __aenter__(self) -> Self:
-        admission, key = self._admission, self.key
-        if not self._has_been_in and (admission._lines or not admission._has_room() or not admission._goes(self)):
+        admission, key, request = self._admission, self.key, self.request
+        if not self._has_been_in and (
+            admission._lines
+            or not admission._has_room()
+            or (request is not None and not admission._line_up.lets_go(request))
+        ):
             if self._on_wait is not None:
                 self._on_wait()
             admission._count_wait()
@@ -396,29 +322,6 @@ class Entry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._admission.leave(self.key)
-
-
-class _Line:
-    """One key's units that wait, in the order of their arrival. `requests`: those of them that may be refused."""
-
-    __slots__ = ("key", "entries", "requests", "last_service", "ranked")
-
-    def __init__(self, key: str, last_service: int) -> None:
-        self.key = key
-        self.entries: dict[Entry, tuple[float, int, Entry]] = {}
-        self.requests = 0
-        self.last_service = last_service
-        self.ranked: list[tuple[float, int, Entry]] = []  # the next one first
-
-    def add(self, entry: Entry) -> None:
-        """It waits."""
-        place = entry.rank, next(_ARRIVALS), entry
-        self.entries[entry] = place
-        insort(self.ranked, place)
-
-    def remove(self, entry: Entry) -> None:
-        """It does not wait any more."""
-        del self.ranked[bisect_left(self.ranked, self.entries.pop(entry))]
 
 
 def _queue_full() -> Overloaded:

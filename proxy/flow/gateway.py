@@ -57,6 +57,8 @@ class Gateway:
             full=self._full,
             on_wait=self._on_wait,
             line_up=pools.prefill,
+            answer_seconds=pools.decode.work_seconds,
+            lower_priority_first=settings.connector_traits.lower_priority_first,
         )
         self._connector = connector
         self._pools = pools

@@ -5,6 +5,7 @@
         key: sk-0123456789abcdef        # or key_sha256: its SHA-256, so that the file holds no secret
         max_concurrent: 16              # requests at a time; null or left out: any number
         requests_per_minute: 600        # null or left out: any number
+        priority: 0                     # in the queue lower goes first
 
 A mistake is one sentence that says where it is and never what the key is. Of a key only its digest is kept.
 """
@@ -54,6 +55,8 @@ class ClientKey(Section):
     """Requests in flight at a time, over all workers; null: any number."""
     requests_per_minute: Positive | None = None
     """Requests in any minute, over all workers; null: any number."""
+    priority: int = 0
+    """In the queue lower goes first. A request may ask to go later than its key, and not sooner."""
 
 
 _MEMBERS: Final = ("key", *ClientKey.model_fields)

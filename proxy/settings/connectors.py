@@ -41,6 +41,8 @@ class ConnectorTraits:
     """Prefillers count the KV whose lease ended before it was fetched."""
     has_sglang_routes: bool = False
     """Clients find SGLang's own routes, such as /server_info and /model_info."""
+    lower_priority_first: bool = True
+    """So do engines read the body's `priority`, unless they are told otherwise."""
     cache_path: str = "/reset_prefix_cache"
     """The engines' route that empties their prefix caches."""
 
@@ -72,6 +74,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         tells_bootstrap_port=True,
         meets_at_bootstrap=True,
         has_sglang_routes=True,
+        lower_priority_first=False,
         cache_path="/flush_cache",
     ),
     "ascend_layerwise": ConnectorTraits(kv_connectors=("MooncakeLayerwiseConnector",), needs_callback_port=True),

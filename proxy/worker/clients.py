@@ -64,7 +64,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     basis.metrics.settle_first(observers.settle)
     probes = ProbeApi(engines.serving, drain)
-    api_keys = _client_keys(basis)
+    api_keys = _client_keys(basis, gateway)
     keys = KeyAuth(api_keys)
     generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
@@ -137,11 +137,13 @@ def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
     basis.live.add(configure)
 
 
-def _client_keys(basis: Basis) -> ApiKeys:
+def _client_keys(basis: Basis, gateway: Gateway) -> ApiKeys:
     api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
     def configure(_: Settings) -> None:  # the keys have a file of their own
-        api_keys.configure(basis.live.current.client_keys, basis.live.current.slots)
+        current = basis.live.current
+        api_keys.configure(current.client_keys, current.slots)
+        gateway.admission.priorities = {key.name: key.priority for key in current.client_keys}
 
     configure(basis.settings)
     basis.live.add(configure)

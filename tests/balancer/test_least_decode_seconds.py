@@ -33,6 +33,9 @@ class Subject:
     session: str | None = None
     first_token_seconds: float | None = None
 
+    def priority(self, *, lower_first: bool) -> None:
+        return None
+
 
 def asking(prompt_tokens: int = 1000, output_tokens: int = 256) -> PickRequest:
     load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)

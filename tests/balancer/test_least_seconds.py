@@ -31,6 +31,9 @@ class Subject:
     session: str | None = None
     first_token_seconds: float | None = None
 
+    def priority(self, *, lower_first: bool) -> None:
+        return None
+
 
 def prompt(*pieces: int) -> PickRequest:
     """Of so many pieces of 512 tokens; prompts share what their pieces share from the first one on."""

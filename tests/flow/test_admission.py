@@ -666,7 +666,7 @@ class AnyOrder(RuleBasedStateMachine):
         admission = self.gate.admission
         assert [unit for unit in self.units if unit.is_in] == [unit for unit in self.units if unit in self.running]
         assert admission.running == len(self.running)
-        assert {name: len(line.entries) for name, line in admission._lines.items()} == {
+        assert {name: len(line.waiters) for name, line in admission._lines.items()} == {
             name: len(line) for name, line in self.lines.items()
         }
         assert len(admission._queue) == self.gate.queued_requests()

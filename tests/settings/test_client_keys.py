@@ -47,7 +47,7 @@ def test_a_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
             key: {SECRET}
             max_concurrent: 16
             requests_per_minute: 600
-          - {{name: Team_B.2, key_sha256: {"AB" * 32}, max_concurrent: null}}
+          - {{name: Team_B.2, key_sha256: {"AB" * 32}, max_concurrent: null, priority: -2}}
     """)
     first, second = load_client_keys(file)
     assert first.model_dump() == {
@@ -55,12 +55,14 @@ def test_a_key_has_a_name_and_limits_if_it_says_so(file: Path) -> None:
         "key_sha256": DIGEST,
         "max_concurrent": 16,
         "requests_per_minute": 600,
+        "priority": 0,
     }
     assert second.model_dump() == {
         "name": "Team_B.2",
         "key_sha256": "ab" * 32,
         "max_concurrent": None,
         "requests_per_minute": None,
+        "priority": -2,
     }
     with pytest.raises(ValidationError):
         first.max_concurrent = None

@@ -98,6 +98,9 @@ class Subject:
     session: str | None = None
     first_token_seconds: float | None = None
 
+    def priority(self, *, lower_first: bool) -> None:
+        return None
+
     @property
     def prompt_tokens(self) -> int:
         return self.request.input_tokens

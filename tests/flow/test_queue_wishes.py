@@ -1,0 +1,97 @@
+"""What clients and operators may ask of the queue, through a whole gateway: how urgent requests and keys are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.settings.client_keys import ClientKey
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+
+class Busy:
+    """A gateway whose only decoder writes an endless stream, until its client leaves."""
+
+    def __init__(self, gateway: Deployment, client: Any) -> None:
+        self.gateway = gateway
+        self.asked: dict[str, asyncio.Task[Answer]] = {}
+        self._client = client
+
+    async def queue(self, name: str, body: dict[str, Any] | None = None, **headers: str) -> None:
+        """A request with this text, and these members in its body, comes and waits."""
+        whole = request(Api.CHAT, name, stream=True, max_tokens=1) | (body or {})
+        self.asked[name] = asyncio.create_task(self.gateway.ask(whole, **headers))
+        waiting = {(): float(len(self.asked))}
+        await until(lambda: self.gateway.metrics("pdproxy_queued_requests") == waiting, f"{name} in the queue")
+
+    async def served(self) -> list[str]:
+        """The texts in the order in which the decoder got them, once it has time for them."""
+        await self._client.leave()
+        answers = await asyncio.gather(*self.asked.values())
+        assert [answer.status for answer in answers] == [200] * len(answers)
+        texts = [seen.body["messages"][0]["content"] for seen in generations(*self.gateway.decoders)]
+        return [text for text in texts if text in self.asked]
+
+
+@asynccontextmanager
+async def busy(deploy: Deploy, keys: dict[str, int] | None = None, **sections: Any) -> AsyncIterator[Busy]:
+    """`keys`: the priorities of client keys, each of which is called `sk-` and its name."""
+    limits = {"max_running_decode": 1, "wait_seconds": 5.0}
+    gateway = await deploy(1, 1, engine={"decode_step_ms": 20.0}, admission=limits, **sections)
+    async with gateway.asking(request(Api.CHAT, stream=True, max_tokens=10_000)) as client:
+        await client.has_tokens(1)
+        if keys:
+            digests = {name: hashlib.sha256(f"sk-{name}".encode()).hexdigest() for name in keys}
+            known = tuple(
+                ClientKey(name=name, key_sha256=digests[name], priority=priority) for name, priority in keys.items()
+            )
+            slots = {name: slot for slot, name in enumerate(keys)}
+            gateway.worker.apply(replace(gateway.worker.current, client_keys=known, slots=slots))
+        yield Busy(gateway, client)
+    await until(lambda: not gateway.leaks(), "quiet")
+
+
+@pytest.mark.parametrize("prefill_policy", ["least_load", "least_tokens"])
+async def test_what_is_less_urgent_goes_later(deploy: Deploy, prefill_policy: str) -> None:
+    async with busy(deploy, balance={"prefill_policy": prefill_policy}) as queue:
+        await queue.queue("later", x_request_priority="5")
+        await queue.queue("as usual")
+        await queue.queue("no number", x_request_priority="high")
+        await queue.queue("urgent", x_request_priority="-1")
+        assert await queue.served() == ["urgent", "as usual", "no number", "later"]
+
+
+@pytest.mark.parametrize(("connector", "first"), [("vllm_pull", "low"), ("sglang_bootstrap", "high")])
+async def test_the_priority_in_a_body_is_read_as_the_engines_do(deploy: Deploy, connector: str, first: str) -> None:
+    async with busy(deploy, connector=connector) as queue:
+        await queue.queue("later", x_request_priority="5")
+        await queue.queue("high", {"priority": 2})
+        await queue.queue("low", {"priority": -2})
+        await queue.queue("no priority", {"priority": True})
+        last = "low" if first == "high" else "high"
+        assert await queue.served() == [first, "no priority", last, "later"]
+        bodies = [seen.body for seen in generations(*queue.gateway.engines) if seen.body["messages"][0]["content"]]
+        assert {body["priority"] for body in bodies if body["messages"][0]["content"] == "low"} == {-2}
+
+
+async def test_keys_have_priorities_and_requests_may_go_later_than_theirs(deploy: Deploy) -> None:
+    async with busy(deploy, keys={"batch": 3, "chat": 0}) as queue:
+        await queue.queue("batch", authorization="Bearer sk-batch")
+        await queue.queue("pushes", authorization="Bearer sk-batch", x_request_priority="-9")
+        await queue.queue("stands back", {"priority": 4}, authorization="Bearer sk-chat")
+        await queue.queue("chat", authorization="Bearer sk-chat")
+        assert await queue.served() == ["chat", "batch", "pushes", "stands back"]
