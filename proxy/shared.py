@@ -17,6 +17,7 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.source_states import SourceStates
 from proxy.balancer.suspect_memory import SuspectMemory
 from proxy.configuration import Configuration
+from proxy.observe.receipts import Receipts
 
 if TYPE_CHECKING:
     import socket
@@ -99,6 +100,7 @@ class Shared:
     health_board: HealthBoard = field(default_factory=HealthBoard)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     journal: Journal = field(default_factory=Journal)
+    receipts: Receipts = field(default_factory=Receipts)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
@@ -130,4 +132,5 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         journal=Journal(settings.workers),
+        receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
     )

@@ -23,6 +23,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.configuration import Configuration
 from proxy.connectors.releaser import RELEASE_MODEL
+from proxy.observe.receipts import Receipts
 from proxy.settings import Loaded, Settings
 from proxy.shared import Listeners, Shared
 from proxy.sim.engine import SimulatedEngine
@@ -324,6 +325,7 @@ def _shared(settings: Settings) -> Shared:
         scoreboard=scoreboard,
         roster=roster,
         key_usage=KeyUsage(),
+        receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 
 

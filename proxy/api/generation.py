@@ -107,7 +107,7 @@ class GenerationApi:
                 call = self._system_first.arranged(call)
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
-            record.stream = call.stream
+            record.stream, record.model = call.stream, call.model
             if call.stream:
                 return await self._stream(dialect, call, request, record)
             body = await self._gateway.complete(dialect, call, record)

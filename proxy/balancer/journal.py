@@ -1,7 +1,8 @@
 """What each worker has done that the others should know of, in shared memory: nobody waits, nothing is kept for long.
 
-Each worker appends records to a ring of its own, and reads those of the others. Who reads too late loses records, so
-they may only hold what is of use and not what is needed. Make the journal before forking.
+Each worker appends records to a ring of its own, which it goes on with when it takes the place of a worker that died.
+Others read what is new in it, or look back at what is there. Who reads too late loses records, so they may only hold
+what is of use and not what is needed. Make the journal before forking.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 _RING_BYTES: Final = 1024 * 1024
 _CELL_BYTES: Final = 8
-# Of a record: where it begins, in bytes since the worker's first one, its length without this, and its checksum.
-_HEAD: Final = Struct("<QII")
+# Of a record: where it and the one before begin, in bytes since the worker's first one, its length without this, and
+# its checksum.
+_HEAD: Final = Struct("<QQII")
 
 
 class Journal:
@@ -28,9 +30,12 @@ class Journal:
     def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES) -> None:
         self.workers = workers
         self._ring_bytes = ring_bytes
-        self._memory = mmap.mmap(-1, workers * (_CELL_BYTES + ring_bytes))
-        self.written = memoryview(self._memory)[: workers * _CELL_BYTES].cast("q")
+        self._memory = mmap.mmap(-1, workers * (2 * _CELL_BYTES + ring_bytes))
+        cells = memoryview(self._memory)[: 2 * workers * _CELL_BYTES].cast("q")
+        self.written = cells[:workers]
         """Bytes that each worker has ever written."""
+        self.newest = cells[workers:]
+        """Where the last record of each worker begins."""
 
     def seat(self, worker: int) -> Seat:
         """One worker's access. What was written before is not read."""
@@ -51,6 +56,19 @@ class Journal:
         first = self._memory[start + at : start + min(self._ring_bytes, at + length)]
         return first + self._memory[start : start + length - len(first)]
 
+    def latest(self, worker: int) -> Iterator[bytes]:
+        """What there is of a worker's records, the newest first, until one that is written over meanwhile."""
+        place = self.newest[worker]
+        while self.written[worker]:
+            begins, before, length, checksum = _HEAD.unpack(self.get(worker, place, _HEAD.size))
+            record = self.get(worker, place + _HEAD.size, length) if begins == place else b""
+            if begins != place or crc32(record) != checksum or not self.holds(worker, place):
+                return
+            yield record
+            if not place:
+                return
+            place = before
+
     def holds(self, worker: int, place: int) -> bool:
         """Whether what was written there has not been written over yet."""
         return self.written[worker] - place <= self._ring_bytes
@@ -60,7 +78,7 @@ class Journal:
         return _HEAD.size + length <= self._ring_bytes // 4
 
     def _start(self, worker: int) -> int:
-        return self.workers * _CELL_BYTES + worker * self._ring_bytes
+        return 2 * self.workers * _CELL_BYTES + worker * self._ring_bytes
 
 
 class Seat:
@@ -83,8 +101,10 @@ class Seat:
         journal, worker = self._journal, self._worker
         if journal.fits(len(record)):
             place = journal.written[worker]
-            journal.put(worker, place, _HEAD.pack(place, len(record), crc32(record)) + record)
+            head = _HEAD.pack(place, journal.newest[worker], len(record), crc32(record))
+            journal.put(worker, place, head + record)
             journal.written[worker] = place + _HEAD.size + len(record)
+            journal.newest[worker] = place
 
     def news(self) -> Iterator[bytes]:
         """What the others have written since."""
@@ -95,7 +115,7 @@ class Seat:
     def _news_of(self, worker: int) -> Iterator[bytes]:
         journal, place = self._journal, self._read[worker]
         while place < journal.written[worker]:
-            begins, length, checksum = _HEAD.unpack(journal.get(worker, place, _HEAD.size))
+            begins, _, length, checksum = _HEAD.unpack(journal.get(worker, place, _HEAD.size))
             record = journal.get(worker, place + _HEAD.size, length) if begins == place else b""
             if not journal.holds(worker, place):
                 place = journal.written[worker]  # overtaken: what it has lost, nobody needs

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 FIXED: Final = (
     *("connector", "workers", "worker_timeout_seconds", "passthrough"),
     *("listen.host", "listen.port", "listen.backlog"),
-    *("admin.host", "admin.port", "admin.probe_port"),
+    *("admin.host", "admin.port", "admin.probe_port", "admin.receipts_bytes"),
     *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),
     "log.format",
 )
-"""Options that a running gateway is built on: its processes, sockets and routes, and the form of its log."""
+"""Options that a running gateway is built on: its processes, sockets, routes and memory, and the form of its log."""
 
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 

@@ -78,7 +78,7 @@ class FastRequest(FastAttempt):
         """Begin. `since`: when it has come, on the clock of its record."""
         parts, call, dialect = self._parts, self._call, self._dialect
         record = self._record = parts.observers.begin(dialect.label, request_id)
-        record.key, record.stream, record.started = self._key.name, call.stream, since
+        record.key, record.stream, record.model, record.started = self._key.name, call.stream, call.model, since
         parts.drain.enter(self)
         parts.gateway.admission.enter(record.key)
         parts.gateway.budget.enter()

@@ -171,6 +171,7 @@ class AttemptLoop:
     async def _failed(self, error: UpstreamError) -> bool:
         """Decide what to do after an attempt failed: True when the answer is over all the same, or raise."""
         self._last = error
+        self._timeline.failed(error)
         self._has_asked_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)

@@ -13,7 +13,7 @@ import time
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from proxy.logs.floods import Floods
-from proxy.logs.formats import JsonFormatter, TextFormatter, request_id
+from proxy.logs.formats import JsonFormatter, TextFormatter, request_id, timestamp
 from proxy.logs.handler import ALWAYS, AccessRecord, LineHandler, access, monotonic_zero
 from proxy.logs.redaction import Redaction
 from proxy.logs.writer import LineWriter
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 __all__ = [
     "ALWAYS",
     "Lost",
+    "Redaction",
     "access_line",
     "access_lines",
     "configure",
     "flush",
     "lost",
+    "monotonic_zero",
     "precede",
     "request_id",
     "setup",
+    "timestamp",
 ]
 
 

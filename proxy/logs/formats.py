@@ -79,7 +79,7 @@ class TextFormatter(LineFormatter):
     def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
         message = self._cut(message)
         parts = [
-            f"{_timestamp(created)} {level} {logger}",
+            f"{timestamp(created)} {level} {logger}",
             message if message.isprintable() else _escape(message),
         ]
         parts += [f"{name}={self._value(value)}" for name, value in fields.items()]
@@ -108,7 +108,7 @@ class JsonFormatter(LineFormatter):
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
         entry: dict[str, object] = {
-            "time": _timestamp(created),
+            "time": timestamp(created),
             "level": level,
             "logger": logger,
             "message": message,
@@ -123,7 +123,7 @@ class JsonFormatter(LineFormatter):
     def request(self, created: float, fields: Mapping[str, object]) -> bytes:
         # Nearly all are short plain ASCII, and tell no error: they are what orjson makes of them.
         try:
-            line = orjson.dumps({"time": _timestamp(created), **_REQUEST, **fields}, option=orjson.OPT_APPEND_NEWLINE)
+            line = orjson.dumps({"time": timestamp(created), **_REQUEST, **fields}, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:
             return super().request(created, fields)
         is_plain = len(line) <= MAX_VALUE_CHARS and line.isascii() and b"\x7f" not in line
@@ -162,7 +162,7 @@ def _escape(text: str) -> str:
 _second = (0, "")
 
 
-def _timestamp(created: float) -> str:
+def timestamp(created: float) -> str:
     """UTC with milliseconds; the date is formatted once a second."""
     global _second
     whole = int(created)

@@ -26,6 +26,8 @@ class RequestRecord:
 
     key: str = "-"
     """The name of the key that the client showed; `-` when clients need none."""
+    model: object = None
+    """The name of the model, as the client says it, whatever that is; None when it says none."""
     stream: bool = False
     first_token_seconds: float | None = None
     ended: float = 0.0
@@ -36,6 +38,7 @@ class RequestRecord:
     """Engines that went down under it, or under the same request before, and perhaps because of it."""
     committed: bool = False
     """A streamed answer's status and headers went out."""
+    _told: tuple[Outcome, dict[str, object]] | None = None
 
     def __init__(
         self,
@@ -81,7 +84,15 @@ class RequestRecord:
         return prompt, cached, completion
 
     def fields(self, outcome: Outcome) -> dict[str, object]:
-        """The access line. With several units: the first one's backends, the sum of attempts, the longest stages."""
+        """The access line. With several units: the first one's backends, the sum of attempts, the longest stages.
+
+        Worked out once, for all who tell of it, so it must not be changed.
+        """
+        if self._told is None or self._told[0] is not outcome:
+            self._told = outcome, self._fields(outcome)
+        return self._told[1]
+
+    def _fields(self, outcome: Outcome) -> dict[str, object]:
         timelines = self.timelines or [Timeline(self.clock)]
         first, *others = timelines
         seconds, attempts, resumes = first.seconds, first.attempts, first.resumes

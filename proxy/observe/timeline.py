@@ -1,23 +1,55 @@
-"""One unit's way through its stages, and who is told of it."""
+"""One unit's way through its stages and attempts, and who is told of it."""
 
 from __future__ import annotations
 
 import time
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.terms import Stage
 from proxy.usage import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.balancer.pick import Prediction
+    from proxy.errors import UpstreamError
 
     StageListener = Callable[["Timeline", Stage, float, float], None]
     """Hears of each stage as it ends: a unit has been in it from one second of its clock to another."""
 
 _NOTHING: Final[Mapping[Stage, float]] = MappingProxyType({})
+
+Marks = list[tuple[Stage | None, float]]
+"""The stages that an attempt has entered, None where it left one for no other, each with the clock's second."""
+
+
+class AttemptFailure(NamedTuple):
+    """What an instance has ended an attempt by."""
+
+    kind: str
+    """A `Failure`."""
+    instance: str
+
+
+class AttemptRecord(NamedTuple):
+    """One attempt: as a Timeline has it while it is under way."""
+
+    prefiller: str
+    decoder: str
+    prefill_id: str
+    decode_id: str
+    kv: str
+    continues: bool
+    """It goes on with the answer that the one before was broken off in."""
+    failure: AttemptFailure | None
+    """None: it succeeded, or its end was no instance's doing."""
+    marks: Marks
+
+    @property
+    def seconds(self) -> dict[Stage, float]:
+        """Spent in each stage."""
+        return _seconds(self.marks, {})
 
 
 class Timeline:
@@ -37,6 +69,11 @@ class Timeline:
     attempts: int = 0
     resumes: int = 0
     """How often its answer was broken off and taken up again."""
+    past: Sequence[AttemptRecord] = ()
+    """The attempts before the one under way, in order."""
+    _failure: AttemptFailure | None = None
+    _continues: bool = False
+    _seen_resumes: int = 0
     _spent: Mapping[Stage, float] = _NOTHING  # seconds of the attempts before that count
     _has_encoded: bool = False
 
@@ -44,9 +81,8 @@ class Timeline:
         """`on_stage`: None where nobody listens."""
         self.clock = clock
         self.on_stage = on_stage
-        self.marks: list[tuple[Stage | None, float]] = []
-        """Of the attempt under way: the stages it has entered, None where it left one for no other, each with the
-        clock's second. Whoever knows them all at once may set them, if there is no `on_stage`."""
+        self.marks: Marks = []
+        """Of the attempt under way. Whoever knows them all at once may set them, if there is no `on_stage`."""
         self.usage = Usage()
 
     @property
@@ -57,13 +93,17 @@ class Timeline:
     @property
     def seconds(self) -> dict[Stage, float]:
         """Spent in each stage by the attempt under way, without the one that it is in."""
-        spent = dict(self._spent)
-        stage, began = None, 0.0
-        for entered, at in self.marks:
-            if stage is not None:
-                spent[stage] = spent.get(stage, 0.0) + (at - began)
-            stage, began = entered, at
-        return spent
+        return _seconds(self.marks, self._spent)
+
+    @property
+    def attempt(self) -> AttemptRecord:
+        """The one under way, or the last one."""
+        return AttemptRecord(
+            *(self.prefiller, self.decoder, self.prefill_id, self.decode_id, self.kv),
+            continues=self._continues,
+            failure=self._failure,
+            marks=self.marks,
+        )
 
     @property
     def foretold(self) -> tuple[Prediction, float] | None:
@@ -82,6 +122,10 @@ class Timeline:
             return
         self.attempts += 1
         if self.attempts > 1:
+            self.past = (*self.past, self.attempt)
+            self._failure = None
+            self._continues = self.resumes > self._seen_resumes
+            self._seen_resumes = self.resumes
             self.prefiller = self.decoder = self.prefill_id = self.decode_id = self.kv = "-"
         if self.marks or self._spent:
             spent = self.seconds
@@ -89,6 +133,10 @@ class Timeline:
                 spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
             self._spent = spent
             self.marks = []
+
+    def failed(self, error: UpstreamError) -> None:
+        """The attempt under way was ended by this."""
+        self._failure = AttemptFailure(error.failure.value, error.backend.name)
 
     def begin_encoding(self) -> None:
         """A new attempt begins with its media."""
@@ -121,3 +169,14 @@ class Timeline:
         stage, began = self.marks[-1] if self.marks else (None, now)
         if stage is not None and self.on_stage is not None:
             self.on_stage(self, stage, began, now)
+
+
+def _seconds(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
+    """Spent in each stage that was left, and before."""
+    spent = dict(before)
+    stage, began = None, 0.0
+    for entered, at in marks:
+        if stage is not None:
+            spent[stage] = spent.get(stage, 0.0) + (at - began)
+        stage, began = entered, at
+    return spent

@@ -8,6 +8,7 @@ from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instances import InstancesApi
+from proxy.api.requests import RequestsApi
 from proxy.api.status_page import StatusPage
 from proxy.configuration import shown, text_of
 from proxy.worker.applications import application, http_listener
@@ -27,7 +28,7 @@ def build_administration(
     basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
 ) -> HttpListener | None:
     """Where operators connect; None: where clients do, whose application has the routes then."""
-    routes = _routes(basis, balancing, engines, watcher)
+    routes = _routes(basis, balancing, engines, clients, watcher)
     if basis.settings.admin.port is None:
         clients.app.add_routes(routes)
         return None
@@ -36,7 +37,9 @@ def build_administration(
     return http_listener(basis, app)
 
 
-def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: ConfigWatcher) -> list[web.RouteDef]:
+def _routes(
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
+) -> list[web.RouteDef]:
     shared, settings = basis.shared, basis.settings
     administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
     basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
@@ -63,4 +66,5 @@ def _routes(basis: Basis, balancing: Balancing, engines: Engines, watcher: Confi
         cache_path=settings.connector_traits.cache_path,
     )
     admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
-    return [*admin.routes(), *instances.routes(), *broadcasts.routes()]
+    requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
+    return [*admin.routes(), *instances.routes(), *broadcasts.routes(), *requests.routes()]

@@ -18,6 +18,7 @@ from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
 from proxy.api.status_page import StatusPage
 from proxy.api_keys import ApiKeys
+from proxy.configuration import secrets_of
 from proxy.dialects import DIALECTS
 from proxy.fast_path.connection import FastConnection
 from proxy.fast_path.intake import Intake
@@ -26,6 +27,7 @@ from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.gateway import Gateway
 from proxy.flow.suspects import Suspects
 from proxy.listener import replies
+from proxy.logs import Redaction
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
 from proxy.worker.applications import application, http_listener
@@ -62,6 +64,9 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     gateway = _gateway(basis, balancing, engines, suspects)
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
+    if basis.shared.receipts.is_kept:
+        redact = Redaction(secrets_of(basis.settings))
+        observers.add(basis.shared.receipts.seat(basis.index, redact))
     basis.metrics.settle_first(observers.settle)
     probes = ProbeApi(engines.serving, drain)
     api_keys = _client_keys(basis, gateway)

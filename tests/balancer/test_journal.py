@@ -52,10 +52,10 @@ def test_a_record_that_is_not_there_yet_is_read_later() -> None:
     writer.write(b"first")
     place = journal.written[0]
     writer.write(b"second")
-    whole = journal.get(0, place + 16, 6)
-    journal.put(0, place + 16, b"sec\0\0\0")
+    whole = journal.get(0, place + 24, 6)
+    journal.put(0, place + 24, b"sec\0\0\0")
     assert list(reader.news()) == [b"first"]
-    journal.put(0, place + 16, whole)
+    journal.put(0, place + 24, whole)
     assert list(reader.news()) == [b"second"]
 
 

@@ -225,3 +225,24 @@ async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
             lines = (await response.text()).splitlines()
         assert 'pdproxy_worker_replacements_total{reason="frozen"} 1.0' in lines
         assert 'pdproxy_worker_replacements_total{reason="died"} 0.0' in lines
+
+
+async def test_any_worker_tells_of_the_requests_of_all(program: Program) -> None:
+    names = {f"r{number}" for number in range(12)}
+
+    async def ask(name: str) -> None:
+        headers = {"X-Request-Id": name}
+        async with (
+            aiohttp.ClientSession() as one,
+            one.post(program.url + Api.CHAT.path, json=request(Api.CHAT, max_tokens=1), headers=headers) as response,
+        ):
+            assert response.status == 200
+
+    await asyncio.gather(*map(ask, names))
+    async with asyncio.timeout(10.0):
+        while True:  # what others have served is there a moment later
+            told = [answer["requests"] for answer in await on_new_connections(program, "/admin/requests/recent")]
+            if all({one["id"] for one in requests} == names for requests in told):
+                break
+    assert all(requests == told[0] for requests in told)
+    assert {one["worker"] for one in told[0]} <= {0, 1}

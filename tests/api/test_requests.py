@@ -1,0 +1,128 @@
+"""What operators learn of requests that are over: the words of the access line, each attempt, and no content."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+RECENT = "/admin/requests/recent"
+ONE = "/admin/requests"
+
+
+async def get(gateway: Deployment, path: str, expected: int = 200, /, **query: str) -> Any:
+    async with gateway.session.get(gateway.url + path, params=query) as answer:
+        told = await answer.json()
+        assert answer.status == expected, told
+    return told if expected == 200 else told["error"]
+
+
+async def recent(gateway: Deployment, **query: str) -> list[dict[str, Any]]:
+    return list((await get(gateway, RECENT, **query))["requests"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_is_found_by_its_id_and_by_what_engines_call_it(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(2, 2)
+    await gateway.ask(request(Api.CHAT, "Say nothing", stream=stream), x_request_id="mine")
+    await gateway.ask(request(Api.CHAT), x_request_id="another")
+    [told] = (await get(gateway, ONE, id="mine"))["requests"]
+    [prefill] = [seen for seen in generations(*gateway.prefillers) if "Say nothing" in str(seen.body)]
+    assert (told["id"], told["api"], told["stream"], told["term"]) == ("mine", "chat", stream, "--")
+    assert (told["model"], told["attempts"], told["resumes"], told["worker"]) == ("sim", 1, 0, 0)
+    assert told["time"].endswith("Z")
+    [attempt] = told["history"]
+    assert attempt["p_id"] == attempt["d_id"] == told["p_id"] == prefill.headers["x-request-id"]
+    assert attempt["p"] in [f"127.0.0.1:{engine.port}" for engine in gateway.prefillers]
+    assert attempt["failure"] is None
+    assert not attempt["continues"]
+    assert attempt["stages"]["prefill"] >= 0
+    assert set(attempt["stages"]) == {"prefill", "handoff", "first_token", "stream"} if stream else {"prefill"}
+    for name in (attempt["p_id"], f"chatcmpl-{attempt['d_id']}", f"chatcmpl-{attempt['d_id']}-0a1b2c3d"):
+        assert (await get(gateway, ONE, engine_id=name))["requests"] == [told]
+    error = await get(gateway, ONE, 404, id="nobody's")
+    assert error["code"] == "request_not_kept"
+
+
+async def test_an_answer_that_was_continued_shows_each_attempt(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    for decoder in gateway.decoders:
+        decoder.faults.add("reset_after_tokens", tokens=3, times=1)
+    answer = await gateway.ask(request(Api.CHAT, stream=True), x_request_id="mine")
+    assert answer.is_done
+    [told] = (await get(gateway, ONE, id="mine"))["requests"]
+    first, *further = told["history"]
+    assert (told["term"], told["attempts"], told["resumes"]) == ("--", 3, 2)
+    assert not first["continues"]
+    assert [attempt["continues"] for attempt in further] == [True, True]
+    for attempt in (first, further[0]):
+        assert attempt["failure"] == {"kind": "broken", "instance": attempt["d"]}
+    assert further[-1]["failure"] is None
+    began = [attempt["began"] for attempt in told["history"]]
+    assert began == sorted(began)
+    sent = [seen.headers["x-request-id"] for seen in generations(*gateway.decoders)]
+    assert {attempt["d_id"] for attempt in told["history"]} == set(sent)
+
+
+async def test_the_latest_are_listed_by_what_an_operator_asks_for(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1)
+    await gateway.ask(request(Api.CHAT), x_request_id="well")
+    gateway.prefillers[0].faults.add("refuse_status", status=400, times=1)
+    await gateway.ask(request(Api.CHAT), x_request_id="refused")
+    await gateway.ask({"model": "other", "messages": []}, x_request_id="wrong")
+    told = await recent(gateway)
+    assert [one["id"] for one in told] == ["wrong", "refused", "well"]
+    assert [one["id"] for one in await recent(gateway, limit="1")] == ["wrong"]
+    assert [one["id"] for one in await recent(gateway, failed="true", model="sim")] == ["refused"]
+    assert [one["id"] for one in await recent(gateway, failed="false")] == ["well"]
+    assert [one["id"] for one in await recent(gateway, model="other")] == ["wrong"]
+    prefiller, decoder = (f"127.0.0.1:{engine.port}" for engine in gateway.engines)
+    assert [one["id"] for one in await recent(gateway, instance=decoder)] == ["well"]
+    assert [one["id"] for one in await recent(gateway, instance=prefiller, failed="true")] == ["wrong", "refused"]
+    assert [one["backend"] for one in told] == [prefiller, prefiller, None]
+    assert await recent(gateway, instance="127.0.0.1:1") == []
+    assert len(await recent(gateway, key="-")) == 3
+    assert await recent(gateway, key="team-a") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [
+        (RECENT, {"limit": "0"}),
+        (RECENT, {"limit": "1001"}),
+        (RECENT, {"limit": "9" * 20}),
+        (RECENT, {"limit": "-1"}),
+        (RECENT, {"failed": "maybe"}),
+        (RECENT, {"instanse": "127.0.0.1:1"}),
+        (ONE, {}),
+        (ONE, {"id": "a", "engine_id": "b"}),
+        (ONE, {"instance": "127.0.0.1:1"}),
+    ],
+)
+async def test_a_question_that_is_none_is_refused(deploy: Deploy, path: str, query: dict[str, str]) -> None:
+    gateway = await deploy(1, 1)
+    assert (await get(gateway, path, 400, **query))["code"] == "invalid_request"
+
+
+async def test_strangers_learn_nothing(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, auth={"admin_key": "an-admin-key"})
+    for path in (RECENT, ONE):
+        assert (await get(gateway, path, 401))["code"] == "admin_key_required"
+
+
+async def test_neither_prompt_nor_answer_is_kept(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1)
+    answer = await gateway.ask(request(Api.CHAT, "Nobody may read this", stream=True))
+    async with gateway.session.get(gateway.url + RECENT) as response:
+        told = await response.text()
+    assert "Nobody" not in told
+    assert not any(word in told for word in answer.text.split() if len(word) > 4)
+    assert len(told) < 2000

@@ -1,0 +1,134 @@
+"""What is kept of requests that are over: the latest of all workers, and those in trouble for longer."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.errors import Failure, UpstreamError
+from proxy.logs import Redaction
+from proxy.observe.observers import Observers
+from proxy.observe.receipts import Receipts
+from proxy.terms import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.observe.record import RequestRecord
+    from tests.clock import Clock
+
+MIB = 1024 * 1024
+
+
+def anything(told: Mapping[str, Any]) -> bool:
+    return True
+
+
+def ids(receipts: Receipts, limit: int = 1000) -> list[str]:
+    return [told["id"] for told in receipts.latest(anything, limit)]
+
+
+def worker(receipts: Receipts, number: int = 0) -> Observers:
+    return Observers((receipts.seat(number, Redaction(["a-secret-key"])),))
+
+
+def serve(observers: Observers, name: str, clock: Clock | None = None, error: BaseException | None = None) -> None:
+    record = observers.begin("chat", name)
+    if clock is not None:
+        record.clock = clock
+    record.error = error
+    end(observers, record)
+
+
+def end(observers: Observers, record: RequestRecord) -> None:
+    timeline = record.timeline()
+    timeline.begin_attempt()
+    timeline.enter(Stage.PREFILL)
+    timeline.leave()
+    observers.end(record)
+
+
+def broken(message: str = "gone") -> UpstreamError:
+    return UpstreamError(Failure.BROKEN, Backend(Role.DECODE, "10.0.0.1", 80), message)
+
+
+def test_what_all_workers_served_is_read_in_the_order_of_its_end(clock: Clock) -> None:
+    receipts = Receipts(3, MIB)
+    for number in range(30):
+        clock.now += 1
+        serve(worker(receipts, number % 3), f"r{number}", clock, broken() if number % 5 == 0 else None)
+    assert ids(receipts) == [f"r{number}" for number in reversed(range(30))]
+    assert ids(receipts, 4) == ["r29", "r28", "r27", "r26"]
+    assert [told["worker"] for told in receipts.latest(anything, 3)] == [2, 1, 0]
+
+
+def test_those_in_trouble_outlive_the_others(clock: Clock) -> None:
+    receipts = Receipts(1, 64 * 1024)
+    observers = worker(receipts)
+    serve(observers, "broken", clock, broken())
+    for number in range(1000):
+        clock.now += 1
+        serve(observers, f"r{number}", clock)
+    kept = ids(receipts)
+    assert kept[0] == "r999"
+    assert kept[-1] == "broken"
+    assert 20 < len(kept) < 200
+
+
+def test_what_a_dead_worker_has_written_is_read_and_its_successor_goes_on() -> None:
+    receipts = Receipts(2, MIB)
+    child = os.fork()
+    if not child:
+        serve(worker(receipts, 1), "before")
+        os._exit(0)
+    os.waitpid(child, 0)
+    serve(worker(receipts, 1), "after")
+    assert ids(receipts) == ["after", "before"]
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_where_there_is_no_room_nothing_is_kept(size: int) -> None:
+    receipts = Receipts(1, size)
+    serve(worker(receipts), "r")
+    assert ids(receipts) == []
+
+
+def test_many_that_end_in_a_moment_are_all_kept() -> None:
+    receipts = Receipts(1, MIB)
+    observers = worker(receipts)
+    with observers.in_batches(lambda *_, **__: None):
+        for number in range(100):
+            end(observers, observers.begin("chat", f"r{number}"))
+    assert ids(receipts) == [f"r{number}" for number in reversed(range(100))]
+
+
+def test_no_secret_is_kept_and_text_of_any_length_and_kind() -> None:
+    receipts = Receipts(1, MIB)
+    observers = worker(receipts)
+    record = observers.begin("chat", "r")
+    record.model = "m\ud800" * 1000
+    record.error = broken("a-secret-key \ud800" + "x" * 10_000)
+    end(observers, record)
+    [told] = receipts.latest(anything, 1)
+    assert told["error"].startswith("*** \\ud800xx")
+    assert told["model"].startswith("m\\ud800m")
+    assert len(told["error"]) < 1000
+    assert told["backend"] == "10.0.0.1:80"
+
+
+def test_a_request_of_many_units_is_kept_with_the_first_of_its_attempts() -> None:
+    receipts = Receipts(1, MIB)
+    observers = worker(receipts)
+    record = observers.begin("chat", "r")
+    for _ in range(40):
+        timeline = record.timeline()
+        timeline.begin_attempt()
+        timeline.begin_attempt()
+    observers.end(record)
+    [told] = receipts.latest(anything, 1)
+    assert (told["units"], told["attempts"]) == (40, 80)
+    assert len(told["history"]) + told["attempts_left_out"] == 80
+    assert [attempt["unit"] for attempt in told["history"][:4]] == [0, 0, 1, 1]
