@@ -32,6 +32,7 @@ Seam         how the stream of another decoder is joined to what the client has
 Suspicion    what is known of one client request under which engines went down, for all of its units
 Canary       a prompt of the gateway's own that shows whether a hand-over between two engines works
 RequestRecord what happened to one request, for its log line and the metrics; it has a Timeline for each unit
+Trace        what a sampled request's spans are made of beside its record: its ids, and the legs sent for it
 """
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
@@ -29,6 +29,9 @@ MAX_OUTPUT_TOKENS: Final = 1 << 20
 # What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
 # number and long ones by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
+
+# Whose trace a request belongs to (W3C Trace Context).
+CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
 
 # How soon the client wants the first token, in milliseconds: for policies, and passed on.
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
@@ -201,6 +204,11 @@ class Call:
             prompt=prompt or self.prompt,
             output_limit=self.output_limit,
         )
+
+    def in_context(self, context: Mapping[str, str]) -> Call:
+        """The same call in the trace that these headers tell of, whatever its client said."""
+        others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
+        return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
         """One prompt and one sample of this call, by these changes."""

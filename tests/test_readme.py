@@ -23,6 +23,7 @@ from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
 from proxy.observe.outcome import Outcome
 from proxy.observe.record import RequestRecord
+from proxy.observe.trace import Trace
 from proxy.settings import load
 from proxy.sim.engine.cli import parse_arguments
 from proxy.terms import Action, Stage
@@ -171,6 +172,7 @@ def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
 def test_every_field_of_the_access_line_is_explained() -> None:
     record = RequestRecord(Api.CHAT, "id")
     record.lost_engines = 1
+    record.trace = Trace(f"00-{1:032x}-{1:016x}-01", record.clock, lambda: 1)
     timeline = record.timeline()
     timeline.marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
     timeline.prediction = Prediction(1.0, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.call import FIRST_TOKEN_HEADER, PRIORITY_HEADER
+from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
-PASSED_ON: Final = ("traceparent", "tracestate", FIRST_TOKEN_HEADER, PRIORITY_HEADER)
+PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER)
 
 
 class GenerationApi:
@@ -77,7 +77,7 @@ class GenerationApi:
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""
-        record = self._observers.begin(dialect.label, request[REQUEST_ID])
+        record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
         try:
             with self._drain:
                 return await self._answer(dialect, request, record)
@@ -102,6 +102,8 @@ class GenerationApi:
             call = dialect.parse(document, self._settings.cost, self._passed_on(request))
             held.resize(memory_bytes(raw, document.read_values))
             del raw, document  # the call has what it needs of them, which may be another document
+            if record.context is not None:
+                call = call.in_context(record.context)
             call = self._names.translated(call)
             if isinstance(dialect, Translated):
                 call = self._system_first.arranged(call)

@@ -26,9 +26,10 @@ FIXED: Final = (
     *("listen.host", "listen.port", "listen.backlog"),
     *("admin.host", "admin.port", "admin.probe_port", "admin.receipts_bytes"),
     *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),
-    "log.format",
+    *("log.format", "tracing.endpoint", "tracing.sample_ratio"),
 )
-"""Options that a running gateway is built on: its processes, sockets, routes and memory, and the form of its log."""
+"""Options that a running gateway is built on: its processes, sockets, routes and memory, the form of its log, and who
+is told of traces."""
 
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 

@@ -77,8 +77,10 @@ class FastRequest(FastAttempt):
     def start(self, request_id: str, since: float) -> None:
         """Begin. `since`: when it has come, on the clock of its record."""
         parts, call, dialect = self._parts, self._call, self._dialect
-        record = self._record = parts.observers.begin(dialect.label, request_id)
-        record.key, record.stream, record.model, record.started = self._key.name, call.stream, call.model, since
+        record = self._record = parts.observers.begin(dialect.label, request_id, call.headers, since)
+        record.key, record.stream, record.model = self._key.name, call.stream, call.model
+        if record.context is not None:
+            call = self._call = call.in_context(record.context)
         parts.drain.enter(self)
         parts.gateway.admission.enter(record.key)
         parts.gateway.budget.enter()

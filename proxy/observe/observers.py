@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from contextvars import Context
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.observe.outcome import outcome_of
 from proxy.observe.record import RequestRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import Timeline
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOMENT_SECONDS: Final = 0.05
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class RequestListener:
@@ -32,8 +34,10 @@ class RequestListener:
     nothing where it is not. What it raises is logged, and concerns nobody else.
     """
 
-    def request_began(self, record: RequestRecord) -> None:
-        """A request has come; nothing of it was read but its path."""
+    def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
+        """A request has come. `headers`: its own, of any letter case that `get` does not mind, with those that say who
+        it is to others who trace it.
+        """
 
     def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
         """A unit of a request has been in a stage from one second of its clock to another."""
@@ -82,11 +86,17 @@ class Observers:
             self._call_later, self._will_settle = None, False
             self.settle()
 
-    def begin(self, label: str, request_id: str) -> RequestRecord:
-        """A request has come to a route whose dialect has this label."""
+    def begin(
+        self, label: str, request_id: str, headers: Mapping[str, str] = _NO_HEADERS, since: float | None = None
+    ) -> RequestRecord:
+        """A request has come to a route whose dialect has this label. `headers`: see RequestListener. `since`: when it
+        came, on the clock of its record; None: just now.
+        """
         record = RequestRecord(label, request_id, on_stage=self._tell_stage if self._at_stages else None)
+        if since is not None:
+            record.started = since
         for listener in self._at_begin:
-            _tell(listener.request_began, record)
+            _tell(listener.request_began, record, headers)
         self._began.append(record)
         if not self._will_settle:
             self._settle_soon()

@@ -9,11 +9,12 @@ from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from proxy.balancer.pick import Prediction
     from proxy.observe.outcome import Outcome
     from proxy.observe.timeline import StageListener
+    from proxy.observe.trace import Trace
 
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
 
@@ -38,6 +39,10 @@ class RequestRecord:
     """Engines that went down under it, or under the same request before, and perhaps because of it."""
     committed: bool = False
     """A streamed answer's status and headers went out."""
+    context: Mapping[str, str] | None = None
+    """The headers that tell engines whose trace the request belongs to; None: those that the client sent."""
+    trace: Trace | None = None
+    """None: it is not sampled."""
     _told: tuple[Outcome, dict[str, object]] | None = None
 
     def __init__(
@@ -129,6 +134,7 @@ class RequestRecord:
             "tokens_in": prompt,
             "tokens_cached": cached,
             "tokens_out": completion,
+            **({"trace_id": self.trace.id} if self.trace is not None else {}),
             **({"lost_engines": self.lost_engines} if self.lost_engines else {}),
             "error": getattr(self.error, "message", None),
         }

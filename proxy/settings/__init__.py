@@ -35,6 +35,7 @@ from proxy.settings.model import (
     Retry,
     Settings,
     Timeouts,
+    Tracing,
 )
 from proxy.settings.policies import DECODE_POLICIES, POLICIES
 from proxy.settings.show import to_yaml
@@ -70,6 +71,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Timeouts",
+    "Tracing",
     "canonical_host",
     "is_literal",
     "is_loopback",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # As browsers write it (RFC 6454 6.2): no path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
+_is_http_url = re.compile(r"https?://[^/?#\s]+([/?#]\S*)?").fullmatch
 
 
 def _not_boolean(value: object) -> object:
@@ -68,6 +69,12 @@ def _fits_a_header(value: SecretStr | None) -> SecretStr | None:
     text = value.get_secret_value() if value else ""
     if not (text.isascii() and (not text or text.isprintable())):
         raise ValueError("must be printable ASCII, as it is sent in an HTTP header")
+    return value
+
+
+def _http_url(value: str | None) -> str | None:
+    if value is not None and not (_is_http_url(value) and value.isascii() and value.isprintable()):
+        raise ValueError("must be a URL like http://localhost:4318/v1/traces")
     return value
 
 
@@ -135,6 +142,7 @@ ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
 Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*"))]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
+CollectorUrl = Annotated[str | None, BeforeValidator(_empty_is_none), AfterValidator(_http_url)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
 

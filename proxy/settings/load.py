@@ -17,6 +17,7 @@ from proxy.settings import cli
 from proxy.settings.client_keys import load_client_keys
 from proxy.settings.mistakes import SettingsError, explain
 from proxy.settings.model import Settings
+from proxy.settings.otel import from_otel, other_protocol, without_missing
 from proxy.settings.sources import (
     CONFIG,
     OPTIONS,
@@ -58,7 +59,8 @@ def load(
     line = cli.parse(argv, command)
     warnings = (*line.warnings, *near_misses(environ))
     try:
-        return replace(_loaded(line, environ, needs_backends), warnings=warnings)
+        loaded = _loaded(line, environ, needs_backends)
+        return replace(loaded, warnings=(*warnings, *loaded.warnings))
     except SettingsError as error:
         # What is ignored may be what is missing.
         raise SettingsError("; ".join((str(error), *warnings))) from None
@@ -67,7 +69,8 @@ def load(
 def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool) -> Loaded:
     variables = from_environment(environ)
     path = line.config or environ.get(CONFIG, "").strip()
-    values = {**(from_yaml(path) if path else {}), **variables, **line.values}
+    values = {**dict(from_otel(environ)), **(from_yaml(path) if path else {}), **variables, **line.values}
+    values, warnings = without_missing(values)
     values |= {option: _split(values[option]) for option in PATH_LISTS if option in values}
     values |= {option: _absolute(values[option]) for option in (*PATHS, *PATH_LISTS) if option in values}
     settings = _validated(values)
@@ -78,11 +81,13 @@ def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: b
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
     if settings.discovery.dns_names and find_spec("dns") is None:
         raise SettingsError("discovery by DNS needs the extra dns: pip install 'pdproxy[dns]'")
+    if settings.tracing.endpoint is not None:
+        warnings += tuple(other_protocol(environ))
     if not needs_backends:
-        return Loaded(settings, origins)
+        return Loaded(settings, origins, warnings=warnings)
     _require_backends(settings)
     keys_file = settings.auth.client_keys_file
-    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else ())
+    return Loaded(settings, origins, load_client_keys(keys_file) if keys_file else (), warnings)
 
 
 def _split(found: Sourced) -> Sourced:

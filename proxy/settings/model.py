@@ -15,6 +15,7 @@ from proxy.settings.endpoints import Host, is_loopback
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
+    CollectorUrl,
     ConnectorName,
     Delay,
     Endpoints,
@@ -412,6 +413,17 @@ class Log(Section):
     """Format of the lines: text, json, or auto, which is text on a terminal and json elsewhere."""
 
 
+class Tracing(Section):
+    """Spans of requests for a collector of OpenTelemetry. Needs the extra otel: pip install 'pdproxy[otel]'."""
+
+    endpoint: CollectorUrl = None
+    """URL that a collector takes traces at by OTLP over HTTP, such as http://localhost:4318/v1/traces; by default what
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say; none: nothing is traced."""
+    sample_ratio: Ratio | None = None
+    """Share of the requests that is traced, of those whose clients do not say whether they are; null: what
+    OTEL_TRACES_SAMPLER says, or else all."""
+
+
 class Settings(Section):
     """All options. Loading them from the command line, the environment and a file is `proxy.settings.load`."""
 
@@ -456,6 +468,7 @@ class Settings(Section):
     drain: Drain = Drain()
     auth: Auth = Auth()
     log: Log = Log()
+    tracing: Tracing = Tracing()
 
     @model_validator(mode="after")
     def _every_backend_is_one_backend(self) -> Self:

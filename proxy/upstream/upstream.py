@@ -214,8 +214,11 @@ class Upstream:
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
         loop = asyncio.get_running_loop()
         other = None if address == backend.host else address
-        make = partial(Connection, backend, loop, self.give_back, self._heads.render, self._clock, other)
+        make = partial(self._new_connection, backend, loop, other)
         return (await loop.create_connection(make, address, backend.port))[1]
+
+    def _new_connection(self, backend: Backend, loop: asyncio.AbstractEventLoop, address: str | None) -> Connection:
+        return Connection(backend, loop, self.give_back, self._heads.render, self._clock, address)
 
     async def _addresses(self, host: str) -> Sequence[str]:
         if self._names is None:

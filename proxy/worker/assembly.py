@@ -19,6 +19,7 @@ from proxy.worker.balancing import build_balancing
 from proxy.worker.basis import Basis, LiveSettings
 from proxy.worker.clients import build_clients
 from proxy.worker.engines import build_engines
+from proxy.worker.tracing import build_tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from proxy.flow.gateway import Gateway
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
+    from proxy.observe.trace import Traces
     from proxy.settings import Settings
     from proxy.shared import Shared
     from proxy.upstream import Upstream
@@ -103,11 +105,14 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
     live.add(lambda settings: logs.configure(settings.log.level))
     metrics = Metrics()
     metrics.watch_workers(shared.heartbeats.replacements)
-    basis = Basis(shared=shared, index=index, live=live, metrics=metrics)
+    traces: Traces | None = None if live.current.settings.tracing.endpoint is None else {}
+    basis = Basis(shared=shared, index=index, live=live, metrics=metrics, traces=traces)
     drain = Drain()
     balancing = build_balancing(basis)
-    async with build_engines(basis, balancing, settle_seconds) as engines:
+    async with build_tracing(basis) as tracer, build_engines(basis, balancing, settle_seconds) as engines:
         clients = build_clients(basis, balancing, engines, drain)
+        if tracer is not None:
+            clients.observers.add(tracer)
         watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
         admin_front = build_administration(basis, balancing, engines, clients, watcher)
         monitor = Monitor(

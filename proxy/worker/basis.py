@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from proxy.configuration import ConfigSnapshot
     from proxy.observe.metrics import Metrics
+    from proxy.observe.trace import Traces
     from proxy.settings import Settings
     from proxy.shared import Shared
 
@@ -45,6 +46,8 @@ class Basis:
     """Which of the workers it is, from 0."""
     live: LiveSettings
     metrics: Metrics
+    traces: Traces | None = None
+    """Those of the sampled requests under way; None: nothing is traced."""
 
     @property
     def settings(self) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.backend import Role
@@ -21,7 +22,7 @@ from proxy.discovery.prober import Prober
 from proxy.discovery.watcher import Watcher
 from proxy.inspector import Inspector
 from proxy.settings import Endpoint
-from proxy.upstream import AddressRules, Names, Upstream, new_session
+from proxy.upstream import AddressRules, Names, TracedUpstream, Upstream, new_session
 from proxy.worker.balancing import subject
 
 if TYPE_CHECKING:
@@ -114,11 +115,12 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
 @asynccontextmanager
 async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
     """Leaving closes the connections."""
-    settings, live = basis.settings, basis.live
+    settings, live, traces = basis.settings, basis.live, basis.traces
+    new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
     async with (
         Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
         new_session(names) as session,
-        Upstream(
+        new_upstream(
             settings.timeouts,
             balancing.keys,
             names,

@@ -19,7 +19,7 @@ from proxy.wire.openai import Api
 from tests.asking import request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from proxy.observe.outcome import Outcome
@@ -48,14 +48,14 @@ class Counter(RequestListener):
     def __init__(self) -> None:
         self.begun = 0
 
-    def request_began(self, record: RequestRecord) -> None:
+    def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         self.begun += 1
 
 
 class Mistaken(RequestListener):
     """Fails whatever it hears of."""
 
-    def request_began(self, record: RequestRecord) -> None:
+    def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         raise RuntimeError("began")
 
     def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:

@@ -1,0 +1,76 @@
+"""Connections that note the legs of sampled requests, and tell engines whose they are.
+
+A call's `traceparent` says which request it belongs to. Where that is a sampled one under way, the leg is noted in its
+trace, and the engine is sent the leg's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxy.observe.trace import TRACEPARENT
+from proxy.upstream.connection import Connection
+from proxy.upstream.upstream import Upstream
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
+    from proxy.backend import Backend
+    from proxy.errors import UpstreamError
+    from proxy.observe.trace import Trace, TracedLeg, Traces
+    from proxy.upstream.connection import Exchange
+    from proxy.wire.document import Body
+
+
+class TracedUpstream(Upstream):
+    """An Upstream whose connections note legs."""
+
+    def __init__(self, traces: Traces, *given: Any, **named: Any) -> None:
+        """`traces`: of all sampled requests under way. The rest is Upstream's."""
+        super().__init__(*given, **named)
+        self._traces = traces
+
+    def give_back(self, connection: Connection) -> None:
+        """See Upstream."""
+        assert isinstance(connection, TracedConnection)
+        connection.end_leg()
+        super().give_back(connection)
+
+    def _new_connection(self, backend: Backend, loop: asyncio.AbstractEventLoop, address: str | None) -> Connection:
+        return TracedConnection(self._traces, backend, loop, self.give_back, self._heads.render, self._clock, address)
+
+
+class TracedConnection(Connection):
+    """A Connection whose exchange may be a leg of a sampled request."""
+
+    def __init__(self, traces: Traces, *given: Any) -> None:
+        super().__init__(*given)
+        self._traces = traces
+        self._trace: Trace | None = None
+        self._leg: TracedLeg | None = None
+        """Both None while there is no such exchange."""
+
+    def begin(
+        self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
+    ) -> None:
+        """See Connection."""
+        trace = self._traces.get(headers.get(TRACEPARENT, ""))
+        if trace is not None:
+            self._trace, self._leg = trace, trace.leg(self.backend, path, headers)
+            headers = {**headers, TRACEPARENT: trace.child(self._leg)}
+        super().begin(exchange, path, body, headers, answer_seconds=answer_seconds)
+
+    def end_leg(self) -> None:
+        """Its exchange is over, or nobody waits for the rest of it. May be called again."""
+        if self._trace is not None and self._leg is not None:
+            answered = self._has_head
+            self._trace.end_leg(
+                self._leg, self.reader.status if answered else 0, is_whole=answered and self.reader.is_complete
+            )
+        self._trace = self._leg = None
+
+    def _end(self, error: UpstreamError | None) -> None:
+        if self._leg is not None:
+            self._leg.error = error
+        super()._end(error)
