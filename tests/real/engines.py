@@ -104,6 +104,7 @@ class Engines:
             self.directory / f"{name}.log",
             self._environment(family.venv_variable, {**family.options.environment, **options.environment}),
             place.second_port if kind == "prefill" and self.stack.has_bootstrap else None,
+            options.per_start,
         )
         engines.append(program)
         return program

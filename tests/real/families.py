@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tests.real.programs import HOST, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 BLOCK_SIZE: Final = 32
 """Tokens in a block of vLLM's KV cache."""
@@ -21,6 +21,8 @@ class Options:
     flags: Mapping[str, str] = field(default_factory=dict)
     """Values by name; a switch has an empty value."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    per_start: Callable[[], Mapping[str, str]] = dict
+    """More of the environment, made anew each time it is started."""
 
 
 @dataclass(frozen=True, slots=True)

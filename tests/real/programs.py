@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 HOST = "127.0.0.1"
 MODEL = "tiny"
@@ -53,14 +53,18 @@ class Program:
         log: Path,
         environment: Mapping[str, str],
         bootstrap_port: int | None = None,
+        per_start: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Start it. `bootstrap_port` is that of a prefiller whose connector has a bootstrap server, otherwise None."""
+        """Start it. `bootstrap_port` is that of a prefiller whose connector has a bootstrap server, otherwise None.
+        `per_start`: variables of the environment that are others each time it is started.
+        """
         self.name = name
         self.port = port
         self.bootstrap_port = bootstrap_port
         self.log = log
         self._command = [str(word) for word in command]
         self._environment = dict(environment)
+        self._per_start = per_start
         self.start()
 
     def start(self) -> None:
@@ -71,7 +75,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**self._environment, **self._per_start()},
                 start_new_session=True,
             )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -112,6 +113,19 @@ def _nixl(place: Place) -> Options:
     return Options(flags, environment)
 
 
+_port_ranges: Final = count(10_000, 40)
+
+
+def _mooncake_ports() -> dict[str, str]:
+    """Ports for one process of Mooncake's transfer engine, which are no other's.
+
+    By default they are random ones from 15000 to 17000, and a prefiller remembers by the first port of a decoder where
+    its others are: a decoder that gets the port of one that was killed is not reached any more.
+    """
+    begin = next(_port_ranges)
+    return {"MC_MIN_RPC_PORT": str(begin), "MC_MAX_RPC_PORT": str(begin + 39)}
+
+
 def _mooncake(place: Place) -> Options:
     extra = {"mooncake_protocol": "tcp"}
     return Options(
@@ -121,6 +135,7 @@ def _mooncake(place: Place) -> Options:
             # Seconds that a prefiller keeps what nobody fetches, and a decoder waits for what nobody has (default 480).
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "12",
         },
+        _mooncake_ports,
     )
 
 
@@ -170,7 +185,7 @@ def _sglang(place: Place) -> Options:
         "--disaggregation-transfer-backend": "mooncake",
         "--disaggregation-bootstrap-port": str(place.second_port),
     }
-    return Options(flags)
+    return Options(flags, per_start=_mooncake_ports)
 
 
 def _nothing(place: Place) -> Options:
