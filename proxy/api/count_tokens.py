@@ -1,7 +1,7 @@
 """POST /v1/messages/count_tokens: how many tokens a prompt has, of whom the engines' tokenizer is asked.
 
-vLLM counts the tokens of a chat at `/tokenize`, which is asked for the chat that the message would become. SGLang has
-this very route instead.
+Engines count the tokens of a chat at `/tokenize`, which is asked for the chat that the message would become. SGLang
+before 0.5.12 has this very route instead.
 """
 
 from __future__ import annotations

@@ -54,6 +54,10 @@ CHAT_STREAM_TOKEN_IDS: Final = Capability((0, 0), if_unknown=True, in_sglang=lam
 sgl-project/sglang#37365 would bring it. So each is asked when it comes up."""
 WHOLE_EVENTS: Final = Capability((0, 0), in_sglang=lambda setup: setup.tells_whole_events)
 """Each event of SGLang's `/generate` has the answer so far, as text and as ids, unless it was started otherwise."""
+KIMI_TOOLS: Final = Capability((0, 0), in_sglang=lambda setup: setup.tool_parser == "kimi_k2")
+"""SGLang reads the tool calls of Kimi K2 in chats."""
+KIMI_REASONING: Final = Capability((0, 0), in_sglang=lambda setup: setup.reasoning_parser == "kimi_k2")
+"""SGLang tells the reasoning of Kimi K2 apart from content in chats."""
 SEEDS_REPEAT: Final = Capability((0, 0), if_unknown=True, in_sglang=lambda setup: setup.is_deterministic)
 """The same request with the same seed has the same answer. SGLang ignores seeds, unless it was started with
 `--enable-deterministic-inference` (`sampling_batch_info.py`)."""

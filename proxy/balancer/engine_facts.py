@@ -54,6 +54,10 @@ class Setup:
     """SGLang only: the same seed gives the same answer (`--enable-deterministic-inference`)."""
     tells_whole_events: bool = False
     """SGLang only: each event of `/generate` has the whole answer so far, its text and its token ids."""
+    tool_parser: str | None = None
+    """SGLang only: how it reads tool calls (`--tool-call-parser`)."""
+    reasoning_parser: str | None = None
+    """SGLang only: how it reads reasoning (`--reasoning-parser`)."""
     tells_chat_ids: bool = False
     """SGLang only: it tells token ids in the stream of a chat. Its setup does not say: it is asked besides."""
     tells_transfer: bool = False
@@ -95,6 +99,8 @@ def parse_setup(info: Any) -> Setup:
             tells_whole_events=not (
                 _member(info, "incremental_streaming_output") or _member(info, "skip_tokenizer_init")
             ),
+            tool_parser=_text(_member(info, "tool_call_parser")),
+            reasoning_parser=_text(_member(info, "reasoning_parser")),
         )
     config = _member(info, "vllm_config")
     if not isinstance(config, dict) or "kv_transfer_config" not in config:
@@ -192,6 +198,10 @@ def _list(value: Any, name: str) -> list[Any]:
 
 def _member(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _count(value: Any) -> int | None:

@@ -13,6 +13,7 @@ from proxy.errors import GatewayError
 from proxy.fast_path.request import FastRequest
 from proxy.listener.body import memory_bytes
 from proxy.wire.document import Document, InvalidDocument
+from proxy.wire.openai import Api
 from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ class Intake:
         self._dialects = {
             dialect.path: dialect for dialect in dialects if isinstance(dialect, OpenAi) and dialect.speaks_as_engines
         }
-        self.paths = frozenset(self._dialects)
-        """Of the requests that may be plain."""
         self.configure(parts.settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         self.parts.settings = settings
+        # A chat that is asked for as a completion waits for its prompt.
+        self.paths = frozenset(self._dialects) - ({Api.CHAT.path} if settings.sglang.chat_sampling else set())
+        """Of the requests that may be plain."""
         self._names = ModelNames(settings.models.aliases)
 
     # What a connection asks

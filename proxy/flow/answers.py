@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -14,6 +15,7 @@ from proxy.flow.relay import Relay, TokenClock
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
 from proxy.wire.document import REMOVED, joined
+from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
+    from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engine import Watching
     from proxy.wire.document import Document
 
@@ -35,14 +38,25 @@ if TYPE_CHECKING:
 class Answer(ABC):
     """What the attempts of one unit work on."""
 
-    def __init__(self, delivery: Delivery, watching: Watching, client: ClientWriter | None = None) -> None:
-        """`client` None: the answer is not streamed."""
+    def __init__(
+        self,
+        delivery: Delivery,
+        watching: Watching,
+        client: ClientWriter | None = None,
+        prompt: ChatPrompt | None = None,
+    ) -> None:
+        """`client` None: the answer is not streamed. `prompt`: of a chat that is asked for as a completion."""
         self.delivery = delivery
+        self.prompt = prompt
         self.engine = watching.engine
         """What works on it."""
         self._client = client
         self.call = watching.observed(delivery.call)
         """The call as it is sent to the engines."""
+
+    def sent(self, call: Call) -> Call:
+        """A call at this answer as engines get it."""
+        return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
 
     @abstractmethod
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
@@ -114,9 +128,14 @@ class _Relayed(Answer):
     """Taken from a stream, event by event."""
 
     def __init__(
-        self, delivery: Delivery, parts: FlowParts, watching: Watching, client: ClientWriter | None = None
+        self,
+        delivery: Delivery,
+        parts: FlowParts,
+        watching: Watching,
+        client: ClientWriter | None = None,
+        prompt: ChatPrompt | None = None,
     ) -> None:
-        super().__init__(delivery, watching, client)
+        super().__init__(delivery, watching, client, prompt)
         self._metrics = parts.metrics
         self._timeouts = parts.settings.timeouts
 
@@ -146,12 +165,20 @@ class _Relayed(Answer):
 class AssembledBody(_Relayed):
     """Streamed by the engine, so that it can be continued, and put together here."""
 
-    def __init__(self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching) -> None:
+    def __init__(
+        self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
+    ) -> None:
         self._own = dialect.watched_whole(call)
         self._assembly = Assembly()
-        whole = self._own or self._assembly
-        delivery = Delivery(call, dialect.watched_segment, is_observed=True, engine=watching.engine, whole=whole)
-        super().__init__(delivery, parts, watching)
+        delivery = Delivery(
+            call,
+            dialect.watched_segment if prompt is None else partial(prompt.segment, call),
+            is_observed=True,
+            keeps_bytes=prompt is None,
+            engine=watching.engine,
+            whole=self._own or self._assembly,
+        )
+        super().__init__(delivery, parts, watching, prompt=prompt)
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer."""
@@ -180,20 +207,23 @@ class StreamedAnswer(_Relayed):
         watching: Watching,
         rendering: UnitRendering | None,
         shares_client: bool,
+        prompt: ChatPrompt | None = None,
     ) -> None:
         """`rendering` None: the client gets the engine's own bytes. `shares_client`: other units' answers go there,
         too.
         """
         rewrite = None if rendering is None else rendering.render
+        new_segment = dialect.watched_segment if watching.is_close else dialect.new_segment
         delivery = Delivery(
             call,
-            dialect.watched_segment if watching.is_close else dialect.new_segment,
+            new_segment if prompt is None else partial(prompt.segment, call),
             is_observed=watching.is_close,
+            keeps_bytes=prompt is None,
             tells_ids=watching.watch is Watch.IDS,
             engine=watching.engine,
             rewrite=rewrite,
         )
-        super().__init__(delivery, parts, watching, client)
+        super().__init__(delivery, parts, watching, client, prompt)
         self._stream = client
         self._clock = TokenClock(record, parts.metrics)
         self._rendering = rendering

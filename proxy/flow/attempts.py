@@ -156,7 +156,7 @@ class AttemptLoop:
 
     def _open(self, avoid: Collection[Backend]) -> AbstractAsyncContextManager[Attempt]:
         request = self._call.pick_request(avoid, self._prefer)
-        return self._parts.connector.open(self._call, request, self._timeline)
+        return self._parts.connector.open(self._answer.sent(self._call), request, self._timeline)
 
     async def _confine(self) -> Collection[Backend]:
         """The backends to avoid; raises the last error when its turn to be repeated does not come again."""

@@ -44,6 +44,7 @@ class Delivery:
 
     `is_observed`: the answer has one choice, and its text is kept; `tells_ids`: it comes with token ids. `rewrite`:
     turns each payload into the bytes to send when the stream is merged with others, whose usage chunk is the merger's.
+    `keeps_bytes`: what the segments read is what the engine wrote.
     `whole`: collects an answer that is not streamed to the client.
     """
 
@@ -54,11 +55,12 @@ class Delivery:
         *,
         is_observed: bool,
         tells_ids: bool = True,
+        keeps_bytes: bool = True,
         engine: Engine = VLLM,
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
         whole: Collector | None = None,
     ) -> None:
-        self.transcript = Transcript()
+        self.transcript = Transcript(engine.reasoning_field)
         self.has_output = False
         """The client was given a part of the answer: from now on it cannot begin anew unnoticed."""
         self.is_finished = False
@@ -91,7 +93,9 @@ class Delivery:
         """Of the present decoder's tokens."""
         self._held: list[bytes] = []
         self._wants_ids = writer.wants_ids
-        self._tells_shapes = not writer.hides_reasoning and (rewrite is None or whole is not None)
+        writer.keeps_bytes &= keeps_bytes
+        self._keeps_bytes = keeps_bytes
+        self._tells_shapes = keeps_bytes and not writer.hides_reasoning and (rewrite is None or whole is not None)
 
     @property
     def ahead(self) -> Sequence[int]:
@@ -124,7 +128,7 @@ class Delivery:
 
     def begin_anew(self) -> None:
         """What came so far, if anything, the client never saw."""
-        self.transcript = Transcript()
+        self.transcript = Transcript(self.engine.reasoning_field)
         self.head = {}
         self._held.clear()
         self._seam = self._expected = None
@@ -149,7 +153,8 @@ class Delivery:
 
     def begin_stream(self) -> Segment:
         """Another decoder begins to answer: what reads its stream."""
-        self.segment = segment = self._new_segment()
+        seam = self._seam
+        self.segment = segment = Segment() if seam is not None and seam.reads_completion else self._new_segment()
         self.usage = None
         self._is_checked = False
         self.shapes = TokenShapes()
@@ -227,7 +232,7 @@ class Delivery:
         self.usage = with_prompt_details(usage, details) if handed_over else usage
         if not self.call.include_usage or self.writer.rewrites:
             return b""  # not asked for, or the merger's
-        if self.usage is told:
+        if self.usage is told and self._keeps_bytes:
             return event.raw
         return data_event({**segment.payload, **(self.head if self._seam else {}), "usage": self.usage})
 

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.errors import NoBackendAvailable, UpstreamError
+from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from proxy.backend import Backend
     from proxy.balancer.pools import Pools
+    from proxy.call import Call
     from proxy.upstream import Upstream
+    from proxy.wire.document import Body
 
 _PATH: Final = "/detokenize"
 _TOKENIZE_PATH: Final = "/tokenize"
 _ENGINES_ASKED: Final = 2
+_OF_THE_ANSWER: Final = ("stream", "stream_options")
 
 
 class Detokenizer:
@@ -53,7 +57,13 @@ class Detokenizer:
         tokens = await self._ask_some(_TOKENIZE_PATH, body, headers, ("tokens",))
         return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
-    async def _ask_some(self, path: str, body: bytes, headers: Mapping[str, str], members: Sequence[str]) -> Any:
+    async def chat_tokens(self, call: Call) -> list[int] | None:
+        """The token ids of a chat's prompt, as engines render it. None when no engine tells; raises nothing."""
+        body = call.body(dict.fromkeys(_OF_THE_ANSWER, REMOVED))  # a question that is to be streamed is refused
+        tokens = await self._ask_some(_TOKENIZE_PATH, body, call.headers, ("tokens",))
+        return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
+
+    async def _ask_some(self, path: str, body: Body, headers: Mapping[str, str], members: Sequence[str]) -> Any:
         """What the first engine tells that tells anything in one of these members; None: no engine does."""
         avoid: set[Backend] = set()
         while len(avoid) < _ENGINES_ASKED and (backend := self._pick(avoid)) is not None:
@@ -73,7 +83,7 @@ class Detokenizer:
                 continue
         return None
 
-    async def _ask(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _ask(self, backend: Backend, path: str, body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
         """POST /detokenize, which vLLM answers with `{"prompt": text}` and SGLang with `{"text": text}`
         (DetokenizeResponse), or /tokenize, with `{"tokens": ids}`; nothing for anything else.
         """

@@ -11,9 +11,11 @@ from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.flow.attempts import AttemptLoop
 from proxy.flow.budget import RetryBudget
+from proxy.flow.chat_prompts import ChatPrompts
 from proxy.flow.fleet import Fleet
 from proxy.flow.parts import FlowParts
 from proxy.resume.engine import Watch
+from proxy.resume.sglang import SGLANG
 from proxy.resume.vllm import VLLM
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
+    from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engine import Watching
     from proxy.settings import Settings
 
@@ -73,6 +76,7 @@ class Gateway:
             metrics=metrics,
             settings=settings,
         )
+        self._chat_prompts = ChatPrompts(self._parts.fleet, detokenizer)
         self._serving = tuple(map(pools.of, connector.roles))
 
     def _on_wait(self, is_waiting: bool) -> None:
@@ -94,7 +98,8 @@ class Gateway:
     async def complete(self, dialect: Dialect, call: Call, record: RequestRecord) -> bytes:
         """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
         units = self._units(dialect, call)
-        answers = [self._whole(dialect, unit.call) for unit in units]
+        prompt = await self._prompt(dialect, call)
+        answers = [self._whole(dialect, unit.call, prompt) for unit in units]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
         return dialect.whole(call, units, answers)
@@ -104,8 +109,11 @@ class Gateway:
         units = self._units(dialect, call)
         rendering = dialect.rendering(call, units)
         client.error_event = rendering.error_event
+        prompt, is_shared = await self._prompt(dialect, call), len(units) > 1
         answers = [
-            self.streamed(dialect, unit.call, client, record, rendering.unit(unit), shares_client=len(units) > 1)
+            self.streamed(
+                dialect, unit.call, client, record, rendering.unit(unit), shares_client=is_shared, prompt=prompt
+            )
             for unit in units
         ]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
@@ -124,11 +132,12 @@ class Gateway:
         *,
         shares_client: bool = False,
         watching: Watching | None = None,
+        prompt: ChatPrompt | None = None,
     ) -> StreamedAnswer:
         """One unit's answer that is streamed to the client; see StreamedAnswer. `watching`: how it is, if an engine has
         been asked already; None: it is for this to say.
         """
-        watching = watching or self.watching(dialect, call)
+        watching = watching or self.watching(dialect, call, prompt)
         if rendering is None and watching.is_close:
             rendering = dialect.watched_rendering(call)
         return StreamedAnswer(
@@ -140,6 +149,7 @@ class Gateway:
             watching=watching,
             rendering=rendering,
             shares_client=shares_client,
+            prompt=prompt,
         )
 
     async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt) -> None:
@@ -168,15 +178,26 @@ class Gateway:
         settings = self._parts.settings
         return dialect.split(call, settings.cost, settings.fanout.max_units)
 
-    def _whole(self, dialect: Dialect, call: Call) -> EngineBody | AssembledBody:
+    async def _prompt(self, dialect: Dialect, call: Call) -> ChatPrompt | None:
+        """That of a chat which is to be asked for as a completion; None: as it is."""
+        sampling = self._parts.settings.sglang.chat_sampling
+        if not sampling or self.watching(dialect, call).engine is not SGLANG:
+            return None
+        return await self._chat_prompts.of(call, sampling)
+
+    def _whole(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None) -> EngineBody | AssembledBody:
         """The answer of a unit that is not streamed to the client."""
-        watching = self.watching(dialect, call)
+        watching = self.watching(dialect, call, prompt)
         if watching.is_close:
-            return AssembledBody(call, dialect, self._parts, watching)
+            return AssembledBody(call, dialect, self._parts, watching, prompt)
         return EngineBody(call, dialect)
 
-    def watching(self, dialect: Dialect, call: Call) -> Watching:
-        """How closely an answer is watched, so that it can be continued. It must be one sequence."""
+    def watching(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None = None) -> Watching:
+        """How closely an answer is watched, so that it can be continued. It must be one sequence. `prompt`: of a chat
+        that is asked for as a completion.
+        """
+        if prompt is not None:
+            return prompt.engine.watching[Watch.IDS]
         resume, fleet = self._parts.settings.resume, self._parts.fleet
         limit = None if call.stream else call.output_limit
         engine = fleet.engine

@@ -146,7 +146,10 @@ class Resuming:
             or (delivery.told or {}).get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and is_everywhere(REASONING_USAGE))
         )
-        if self._settings.chats != "auto":
+        prompt = self._answer.prompt
+        if prompt is not None:
+            chats = ChatTokens.COMPLETIONS
+        elif self._settings.chats != "auto":
             chats = ChatTokens(self._settings.chats)
         else:
             chats = ChatTokens.NATIVE if is_everywhere(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
@@ -161,8 +164,9 @@ class Resuming:
             segment=self.count,
             chats=self._chats or chats,
             keeps_length=is_everywhere(LENGTH_BESIDE_TOOL_CALLS),
-            shows_blanks=not is_everywhere(TRAILING_BLANKS_HELD),
+            shows_blanks=prompt is None and not is_everywhere(TRAILING_BLANKS_HELD),
             seeds_repeat=is_everywhere(SEEDS_REPEAT),
+            chat_sampling=None if prompt is None else prompt.sampling,
             max_model_len=self._parts.fleet.max_model_len(),
         )
 

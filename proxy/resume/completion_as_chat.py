@@ -15,20 +15,28 @@ class CompletionAsChat:
 
     `parser` reads the text, and has read that of the answer so far. `calls_tools`: that had tool calls.
     `top_logprobs`: how many alternatives of each token the chat asks for. `keeps_length`: engines finish a chat by
-    length even if it calls tools.
+    length even if it calls tools. `reasoning_field`: the member of a delta that holds reasoning.
     """
 
     def __init__(
-        self, parser: Parser, *, calls_tools: bool = False, top_logprobs: int = 0, keeps_length: bool = True
+        self,
+        parser: Parser,
+        *,
+        calls_tools: bool = False,
+        top_logprobs: int = 0,
+        keeps_length: bool = True,
+        reasoning_field: str = "reasoning",
     ) -> None:
         self._parser = parser
+        self._reasoning_field = reasoning_field
         self._calls_tools = calls_tools
         self._top_logprobs = top_logprobs
         self._hidden_by_tools = ("stop",) if keeps_length else ("stop", "length")
 
     def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
         """The delta of the chat's choice that `choice`, a completion's, is turned into in place."""
-        delta = self._parser.feed(choice.pop("text", None) or "", finished=is_last)
+        text = choice.pop("text", None) or ""
+        delta = with_reasoning_as(self._reasoning_field, self._parser.feed(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
         if choice.get("logprobs") is not None:
             choice["logprobs"] = chat_logprobs(choice["logprobs"], self._top_logprobs)
@@ -36,6 +44,13 @@ class CompletionAsChat:
         if choice.get("finish_reason") in self._hidden_by_tools and self._calls_tools:
             choice["finish_reason"] = "tool_calls"
         return delta
+
+
+def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
+    """What a parser said, with another name for reasoning."""
+    if name != "reasoning" and "reasoning" in delta:
+        delta[name] = delta.pop("reasoning")
+    return delta
 
 
 def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:

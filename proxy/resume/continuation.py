@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.resume.call_options import min_tokens, output_limit
+from proxy.resume.chat_as_completion import as_completion
 from proxy.resume.completion_as_chat import CompletionAsChat
 from proxy.resume.resumption import CannotResume, Resumption
 from proxy.resume.seam import Seam
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from proxy.resume.cut import Cut
     from proxy.resume.situation import Situation
 
-_CHAT_ONLY: Final = (
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "documents", "reasoning_effort"),
-    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    *("mm_processor_kwargs", "media_io_kwargs"),
-    *("include_reasoning", "max_completion_tokens", "top_logprobs", "functions", "function_call"),
-)
 # What has been applied to the prompt already, or speaks of a prompt that is text.
 _OF_THE_PROMPT: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")
 
@@ -90,10 +85,9 @@ def from_tokens(
         if call.api is Api.CHAT:
             if left is None and room is None:
                 raise CannotResume("no engine told how long a sequence may be")
-            changes.update(situation.engine.as_completion(call))
-            changes.update(_as_completion(call, room if left is None else left))
-            if parser is not None and parser.reads_markers:
-                changes.update(skip_special_tokens=False, spaces_between_special_tokens=False)
+            changes.update(situation.engine.as_completion(call, situation.chat_sampling))
+            reads_markers = parser is not None and parser.reads_markers
+            changes.update(as_completion(call, room if left is None else left, reads_markers=reads_markers))
         continuing = replace(call.changed(changes, prompt_tokens=len(prompt)), api=Api.COMPLETIONS)
     continuing = replace(continuing, output_tokens=max(1, call.output_tokens - kept))
     return Resumption(action, continuing, seam, kept, prompt_ids)
@@ -138,6 +132,7 @@ def _as_chat(situation: Situation, parser: Parser, pending: Mapping[str, Any]) -
         calls_tools=bool(situation.transcript.tools) or "tool_calls" in pending,
         top_logprobs=situation.call.values.get("top_logprobs") or 0,
         keeps_length=situation.keeps_length,
+        reasoning_field=situation.transcript.reasoning_field,
     )
 
 
@@ -157,17 +152,4 @@ def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[s
     budget = values.get("thinking_token_budget")
     if isinstance(budget, int) and budget >= 0:  # -1 is none (vLLM `ThinkingTokenBudget`)
         changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))
-    return changes
-
-
-def _as_completion(call: Call, limit: int | None) -> dict[str, object]:
-    """What turns a chat into a completion."""
-    values = call.values
-    changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
-    changes["max_tokens"] = limit  # without one a completion would end after 16 tokens
-    changes["add_special_tokens"] = False
-    if values.get("logprobs"):
-        changes["logprobs"] = values.get("top_logprobs") or 0
-    elif "logprobs" in values:
-        changes["logprobs"] = REMOVED
     return changes

@@ -53,6 +53,8 @@ class Engine(ABC):
     """Every chunk has `stop_member`, and not only the last one."""
     tells_offsets: ClassVar[bool] = True
     """The log probabilities of a completion say where in the text each token begins."""
+    reasoning_field: ClassVar[str] = "reasoning"
+    """The member of a chat's delta that holds reasoning, unless an answer shows another one."""
     wants_text: ClassVar[bool] = False
     """A chat that goes on from token ids is told the text of its answer so far."""
     shows_half_tokens: ClassVar[bool] = False
@@ -96,8 +98,10 @@ class Engine(ABC):
         `key`: what engines of vLLM call them.
         """
 
-    def as_completion(self, call: Call) -> Mapping[str, object]:
-        """What becomes of a chat's sampling options in a completion. Raises CannotResume."""
+    def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
+        """What becomes of a chat's sampling options in a completion. `sampling`: what chats are sampled by that do not
+        say so themselves; None: it is not known. Raises CannotResume.
+        """
         return {}
 
     # Words

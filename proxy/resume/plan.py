@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars.base import Verbatim
 from proxy.resume.call_options import calls_tools, has_media
+from proxy.resume.completion_as_chat import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut
 from proxy.resume.overlap import Mismatch, beyond
@@ -141,7 +142,8 @@ def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[Parser
             one_call=situation.call.values.get("parallel_tool_calls") is False,
         )
         try:
-            return parser, beyond(situation.transcript, parser.feed(text))
+            said = with_reasoning_as(situation.transcript.reasoning_field, parser.feed(text))
+            return parser, beyond(situation.transcript, said)
         except Mismatch:
             continue
     raise Mismatch

@@ -50,6 +50,8 @@ class Seam:
         known: str = "",
         engine: Engine = VLLM,
     ) -> None:
+        self.reads_completion = as_chat is not None
+        """The stream is a completion's, whatever the client asked for."""
         self.is_stopped = False
         """A stop string was found across the seam: the answer ends here, whatever the engine goes on to say."""
         self._api = api

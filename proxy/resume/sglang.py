@@ -11,6 +11,7 @@ from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.resume.resumption import CannotResume
 from proxy.wire import sglang
+from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _GRAMMARS: Final = ("json_schema", "regex", "ebnf")
 # What counts the tokens of an answer, of which those in the prompt are none (`penaltylib`, also the repetition penalty,
 # which with vLLM counts the prompt), and the value that does nothing.
 _PENALTIES: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_SAMPLED_BY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # What else would not see what is in the prompt.
 _BLIND: Final = ("stop_regex", "custom_logit_processor", "session_params")
 # Of /generate likewise, and prompts that are more than text or ids.
@@ -41,6 +43,7 @@ class Sglang(Engine):
     shows_stop_member = "no_stop_trim"
     names_stop_always = True
     tells_offsets = False  # each is -1 (`to_openai_style_logprobs`)
+    reasoning_field = "reasoning_content"
     wants_text = True
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
 
@@ -118,9 +121,14 @@ class Sglang(Engine):
             changes["continue_final_message"] = True
         return call.changed(changes)
 
-    def as_completion(self, call: Call) -> Mapping[str, object]:
-        """See Engine."""
-        raise CannotResume("what SGLang samples a chat by is not known")
+    def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
+        """See Engine. What a chat does not say it takes from the model's `generation_config.json`, and a completion
+        from nowhere (`to_sampling_params`, `_build_sampling_params`); null is no number for a completion.
+        """
+        if sampling is None:
+            raise CannotResume("what SGLang samples a chat by is not known")
+        unsaid = [name for name in _SAMPLED_BY if call.values.get(name) is None]
+        return {name: sampling.get(name, REMOVED) for name in unsaid if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
         """See Engine. Ids are told only to who asked for them."""

@@ -54,3 +54,5 @@ class Situation:
     """The same request with the same seed has the same answer."""
     max_model_len: int | None
     """Tokens that fit into a sequence; None when engines do not tell."""
+    chat_sampling: Mapping[str, float] | None = None
+    """What the engines sample chats by that do not say so themselves; None: it is not known."""

@@ -42,11 +42,12 @@ class Transcript:
         *("_offsets", "_offset_end", "_grammar", "_journal", "_notes", "_is_reasoning"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, reasoning_field: str = "reasoning") -> None:
+        """`reasoning_field`: what the engine calls reasoning, until the answer shows it."""
         self.prompt_ids: bytes | None = None
         """The prompt's token ids, a JSON array; None while no engine has told them."""
         self.began_in_reasoning = False
-        self.reasoning_field = "reasoning"
+        self.reasoning_field = reasoning_field
         """What the engine calls it."""
         self.tools: list[ToolCall] = []
         self._ids = array("I")

@@ -110,6 +110,29 @@ def _aliases(value: object) -> list[object]:
     return found
 
 
+# What each may be, as SGLang checks it (`SamplingParams.verify`). A repetition penalty is not among them: it counts the
+# tokens of an answer, so that none could go on exactly.
+_SAMPLING: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: value >= 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value == -1 or (value >= 1 and value.is_integer()),
+    "min_p": lambda value: 0 <= value <= 1,
+}
+
+
+def _sampling(value: object) -> list[object]:
+    found = _list(value)
+    for item in found:
+        name, _, number = item.partition("=") if isinstance(item, str) else ("", "", "")
+        try:
+            is_right = _SAMPLING[name](float(number))
+        except (KeyError, ValueError):
+            is_right = False
+        if not is_right:
+            raise ValueError(f"must be a list of name=number, such as temperature=0.6, of {', '.join(_SAMPLING)}")
+    return found
+
+
 def texts(noun: str) -> Callable[[object], list[object]]:
     """Takes a list of texts that are not empty; `noun` is what they are called."""
 
@@ -140,6 +163,7 @@ PolicyName = Annotated[str, AfterValidator(known_policy)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
 ModelAliases = Annotated[tuple[str, ...], BeforeValidator(_aliases)]
 Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*"))]
+Sampling = Annotated[tuple[str, ...], BeforeValidator(_sampling)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
 CollectorUrl = Annotated[str | None, BeforeValidator(_empty_is_none), AfterValidator(_http_url)]

@@ -31,6 +31,7 @@ from proxy.settings.kinds import (
     Positive,
     Ratio,
     RouteGroups,
+    Sampling,
     Seconds,
     Secret,
     Workers,
@@ -244,6 +245,11 @@ class Sglang(Section):
     dp_size: Positive = 1
     """Data-parallel ranks of a prefiller (its --dp-size), among which the gateway spreads requests by load; 1: they are
     chosen at random."""
+    chat_sampling: Sampling = ()
+    """What chats are sampled by that do not say so themselves, as name=number for temperature, top_p, top_k and min_p:
+    what the model's generation_config.json says, and 1, 1, -1 and 0 where it says nothing. If anything is named, chats
+    of Kimi K2 models are asked for as completions, whose streams tell token ids, so that they go on exactly when their
+    decoder is lost; []: they stay chats."""
 
 
 class Layerwise(Section):

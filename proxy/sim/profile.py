@@ -50,6 +50,8 @@ class Profile:
     """Completions tell token ids if asked, which SGLang ignored before 0.5.17 (PR #30917)."""
     streams_chat_ids: bool = True
     """Streams of chats do, too, which SGLang refuses (PR #37365 would bring it)."""
+    tokenizes_chats: bool = True
+    """`/tokenize` takes chats, SGLang's from 0.5.12 on."""
     is_sglang: bool = False
     """It speaks SGLang's dialect; what else a profile says is of vLLM then, and has no effect."""
     nixl_pin_seconds: float = 30.0
@@ -135,12 +137,14 @@ _SGLANG: Final = Profile(
     is_sglang=True,
 )
 _SGLANG_OLD: Final = replace(_SGLANG, name="sglang-0.5.16", version="0.5.16", tells_completion_ids=False)
+_SGLANG_OLDEST: Final = replace(_SGLANG_OLD, name="sglang-0.5.11", version="0.5.11", tokenizes_chats=False)
 _SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True)
 
 PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}
 """The versions of vLLM."""
 SGLANG_PROFILES: Final[dict[str, Profile]] = {
-    profile.name: profile for profile in (_SGLANG, _SGLANG_OLD, _SGLANG_CHAT_IDS)
+    profile.name: profile for profile in (_SGLANG, _SGLANG_OLD, _SGLANG_OLDEST, _SGLANG_CHAT_IDS)
 }
-"""SGLang: the version that was read, one that tells no token ids, and the first with those of a pull request."""
+"""SGLang: the version that was read, one that tells no token ids, one that does not tell those of a chat's prompt,
+either, and the first with those of a pull request."""
 ALL_PROFILES: Final[dict[str, Profile]] = PROFILES | SGLANG_PROFILES

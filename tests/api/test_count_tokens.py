@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.settings.client_keys import ClientKey
+from proxy.sim.engine import SimulatedEngine
 from tests.dialects.messages import TOOLS, ask, message, question, story
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ async def test_it_is_what_the_message_is_charged(deploy: Deploy, body: dict[str,
 
 
 async def test_sglang_counts_by_itself(deploy: Deploy) -> None:
-    """Its tokenizer takes no chats."""
-    gateway = await deploy(connector="sglang_bootstrap")
+    """Before 0.5.12 its tokenizer takes no chats."""
+    engines = [SimulatedEngine(role=role, profile_name="sglang-0.5.11") for role in ("prefill", "decode")]
+    gateway = await deploy(engines[:1], engines[1:], connector="sglang_bootstrap")
     answer = await ask(gateway, of(question()), path=PATH)
     assert (answer.status, [*answer.json]) == (200, ["input_tokens"])
     assert answer.json["input_tokens"] > 10

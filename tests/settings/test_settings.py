@@ -513,6 +513,16 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
                 " or *, not 'https://a.example/'"
             ),
         ),
+        *(
+            (
+                *("PROXY_SGLANG__CHAT_SAMPLING", value),
+                (
+                    "PROXY_SGLANG__CHAT_SAMPLING must be a list of name=number, such as temperature=0.6, of"
+                    f" temperature, top_p, top_k, min_p, not {value!r}"
+                ),
+            )
+            for value in ("temperature", "temperature=hot", "temperature=-1", "top_k=0.5", "repetition_penalty=1.1")
+        ),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "inf", "PROXY_TIMEOUTS__IDLE_SECONDS must be a finite number, not 'inf'"),
         ("PROXY_TIMEOUTS__IDLE_SECONDS", "5s", "PROXY_TIMEOUTS__IDLE_SECONDS must be a valid number, not '5s'"),
     ],

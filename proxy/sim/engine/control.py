@@ -167,9 +167,11 @@ class ControlRoutes:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
-        takes_chats = not self._core.options.profile.is_sglang
-        if not isinstance(body, dict) or not ("prompt" in body or (takes_chats and "messages" in body)):
+        profile = self._core.options.profile
+        if not isinstance(body, dict) or not ("prompt" in body or (profile.tokenizes_chats and "messages" in body)):
             return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body"))
+        if profile.is_sglang and body.get("stream"):
+            return refusal(EngineError(501, "does not support streaming requests", "NotImplementedError"))
         tokens = render_chat(body) if "messages" in body else encode(str(body["prompt"]))
         max_model_len = self._core.options.max_model_len
         return json_response(

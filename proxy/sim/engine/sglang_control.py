@@ -65,6 +65,8 @@ class SglangRoutes:
                 "disaggregation_mode": _MODES[options.role],
                 "disaggregation_bootstrap_port": self._bootstrap_port(),
                 "enable_deterministic_inference": False,
+                "reasoning_parser": options.reasoning_parser or None,
+                "tool_call_parser": options.tool_call_parser or None,
                 "dp_size": options.dp_size,
                 "max_running_requests": options.max_num_seqs,
                 "max_total_num_tokens": options.kv_blocks * options.block_size,

@@ -1,0 +1,140 @@
+"""A chat that is asked for as a completion, whose stream tells token ids where that of a chat does not. No IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from proxy.dialects.segment import Meaning, Segment
+from proxy.resume.call_options import calls_tools, has_media, output_limit
+from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.wire.document import REMOVED
+from proxy.wire.openai import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.call import Call
+    from proxy.dialects.grammars.base import Grammar
+    from proxy.resume.engine import Engine
+    from proxy.wire.sse import Event
+
+_CHAT_ONLY: Final = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "documents", "reasoning_effort"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("mm_processor_kwargs", "media_io_kwargs"),
+    *("include_reasoning", "max_completion_tokens", "top_logprobs", "functions", "function_call"),
+)
+# What a chat is told, or is to tell, in a way that is the engine's own.
+_OF_THE_ENGINE: Final = (
+    *("input_ids", "echo", "continue_final_message", "return_hidden_states", "return_routed_experts"),
+    *("return_cached_tokens_details", "return_meta_info", "return_prompt_token_ids"),
+)
+# What engines do unless they are told not to.
+_EXPECTED: Final = ("separate_reasoning", "stream_reasoning", "include_reasoning", "parallel_tool_calls")
+_ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
+
+
+def may_be_completion(engine: Engine, call: Call) -> bool:
+    """Whether a chat could be a completion, and would go on from its token ids then."""
+    values = call.values
+    return not (
+        call.api is not Api.CHAT
+        or call.shows_single_tokens
+        or engine.is_structured(call)
+        or engine.inexact(call) is not None
+        or any(values.get(name) for name in _OF_THE_ENGINE)
+        or any(values.get(name) is False for name in _EXPECTED)
+        or has_media(call)
+    )
+
+
+def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict[str, object]:
+    """What turns a chat into a completion of at most `limit` tokens. `reads_markers`: its text is to have them."""
+    values = call.values
+    changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
+    changes["max_tokens"] = limit  # without one a completion would end after 16 tokens
+    changes["add_special_tokens"] = False
+    if values.get("logprobs"):
+        changes["logprobs"] = values.get("top_logprobs") or 0
+    elif "logprobs" in values:
+        changes["logprobs"] = REMOVED
+    if reads_markers:
+        changes.update(skip_special_tokens=False, spaces_between_special_tokens=False)
+    return changes
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a chat as its engines render it, and what else it takes to ask for a completion instead."""
+
+    engine: Engine
+    ids: bytes
+    """Token ids, a JSON array."""
+    tokens: int
+    """How many."""
+    room: int
+    """Tokens that an answer may have at most, in an engine's context."""
+    sampling: Mapping[str, float]
+    """What chats are sampled by that do not say so themselves."""
+    grammar: Grammar
+    in_reasoning: bool
+    """The answer begins there."""
+    keeps_length: bool
+    """An answer that ends for length says so even if it calls tools."""
+
+    def completion(self, chat: Call) -> Call:
+        """The completion that is the same answer."""
+        limit = output_limit(chat)
+        changes = {
+            **self.engine.as_completion(chat, self.sampling),
+            **as_completion(chat, self.room if limit is None else limit, reads_markers=True),
+            "prompt": orjson.Fragment(self.ids),
+        }
+        return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
+
+    def segment(self, chat: Call) -> Segment:
+        """What reads its stream."""
+        parser = self.grammar.parser(
+            in_reasoning=self.in_reasoning,
+            calls_tools=calls_tools(chat),
+            shows_blanks=False,
+            tells_half_calls=True,
+            one_call=False,
+        )
+        field = self.engine.reasoning_field
+        return _CompletionStream(CompletionAsChat(parser, keeps_length=self.keeps_length, reasoning_field=field))
+
+
+class _CompletionStream(Segment):
+    """A completion's stream, read as that of the chat that it answers."""
+
+    __slots__ = ("_as_chat", "_has_role")
+
+    def __init__(self, as_chat: CompletionAsChat) -> None:
+        super().__init__()
+        self._as_chat = as_chat
+        self._has_role = False
+
+    def read(self, event: Event) -> Meaning:
+        """See Segment. The role comes with what is said first."""
+        meaning = super().read(event)
+        if meaning not in (Meaning.CONTENT, Meaning.USAGE):
+            return meaning
+        payload = self.payload
+        payload["object"] = "chat.completion.chunk"
+        if payload.get("usage") is None:
+            payload.pop("usage", None)
+        try:
+            for choice in payload["choices"]:
+                is_last = choice.get("finish_reason") is not None
+                delta = self._as_chat.delta(choice, is_last=is_last)
+                if (delta or is_last) and not self._has_role:
+                    self._has_role = True
+                    delta = {"role": "assistant", **delta}
+                choice["delta"] = delta
+        except _ODD_SHAPES:
+            return Meaning.MALFORMED
+        return meaning
