@@ -31,6 +31,7 @@ Delivery     what the client has of one answer; the only one that gives it more
 Seam         how the stream of another decoder is joined to what the client has
 Suspicion    what is known of one client request under which engines went down, for all of its units
 Canary       a prompt of the gateway's own that shows whether a hand-over between two engines works
+Topology     a fleet as its operator describes it: nodes, roles, groups of ranks; commands and configuration follow
 RequestRecord what happened to one request, for its log line and the metrics; it has a Timeline for each unit
 Trace        what a sampled request's spans are made of beside its record: its ids, and the legs sent for it
 """

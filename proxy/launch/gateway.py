@@ -26,6 +26,8 @@ def gateway_tree(plan: Plan) -> dict[str, Any]:
         tree["prefill" if role == "prefill" else "decode"] = [
             told for each in plan.of(role) if (told := _told(plan, each))
         ]
+    for name in tree.keys() & topology.gateway.settings.keys():
+        raise SettingsError(f"gateway.settings: {name} follows from the rest of the topology: leave it out")
     tree |= topology.gateway.settings
     try:
         Settings.model_validate(tree)

@@ -28,8 +28,6 @@ def options(values: Mapping[str, OptionValue]) -> Iterator[str]:
                 continue
             case True:
                 yield option(flag)
-            case False:
-                yield option(flag, "false")
             case dict():
                 yield option(flag, json.dumps(value))
             case list():

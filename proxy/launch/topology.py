@@ -21,7 +21,7 @@ RoleName = Literal["prefill", "decode", "both"]
 Engine = Literal["vllm-ascend", "sglang"]
 Launcher = Literal["launch_online_dp", "serve_ranks", "serve_nodes"]
 
-OptionValue = bool | int | float | str | list[Any] | dict[str, Any] | None
+OptionValue = bool | int | float | str | list[int | float | str] | dict[str, Any] | None
 """true is the flag alone, a list several words behind it, a mapping JSON; null takes a common option away."""
 
 _LAUNCHERS: Final = "launch_online_dp, serve_ranks or serve_nodes"
@@ -38,6 +38,13 @@ _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
 """What follows from the rest of the file."""
 
 
+_UNHEARD: Final[Mapping[Engine, frozenset[str]]] = {
+    "vllm-ascend": frozenset({"bootstrap_port"}),
+    "sglang": frozenset({"connector", "connector_options", "kv_port", "engine_id", "ranks"}),
+}
+"""Members that only the other engines have."""
+
+
 def _span(value: object) -> range:
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", str(value)) if isinstance(value, int | str) else None
     if match is None:
@@ -52,6 +59,14 @@ def _flag(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9.-]*", name):
         raise ValueError(f"{name!r} must be a flag without its dashes, as in max-model-len")
     return name
+
+
+def _not_false(value: OptionValue) -> OptionValue:
+    if value is False:
+        raise ValueError(
+            "must not be false: leave it out, or name the flag that says no, as in no-enable-prefix-caching"
+        )
+    return value
 
 
 def _variable(name: str) -> str:
@@ -85,7 +100,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Span = Annotated[range, PlainValidator(_span)]
 Line = Annotated[str, AfterValidator(_one_line)]
 Word = Annotated[str, BeforeValidator(_text), AfterValidator(_one_line)]
-Options = dict[Annotated[str, AfterValidator(_flag)], OptionValue]
+Options = dict[Annotated[str, AfterValidator(_flag)], Annotated[OptionValue, AfterValidator(_not_false)]]
 Environment = dict[Annotated[str, AfterValidator(_variable)], Word]
 
 
@@ -198,6 +213,7 @@ class Topology(Common):
             raise ValueError("roles must be prefill and decode, or both alone")
         if (self.launcher is None) == (self.engine == "vllm-ascend"):
             raise ValueError(f"launcher must be {_LAUNCHERS} for vllm-ascend, and is nothing of SGLang's")
+        self._check_engine()
         self._check_nodes()
         self._check_connector()
         parts: list[Common] = [self, *self.roles.values()]
@@ -208,6 +224,16 @@ class Topology(Common):
             if "ASCEND_RT_VISIBLE_DEVICES" in part.environment:
                 raise ValueError("ASCEND_RT_VISIBLE_DEVICES follows from the devices of nodes: leave it out")
         return self
+
+    def _check_engine(self) -> None:
+        """Nothing is said that the engines would not hear."""
+        unheard = _UNHEARD[self.engine]
+        told: list[Section] = [self, *self.roles.values()]
+        told += [group for part in self.roles.values() for group in part.groups]
+        told += [share for part in self.roles.values() for group in part.groups for share in group.nodes]
+        for section in told:
+            if names := sorted(section.model_fields_set & unheard):
+                raise ValueError(f"{names[0]} means nothing to engine {self.engine}")
 
     def _check_nodes(self) -> None:
         shares = [share.node for part in self.roles.values() for group in part.groups for share in group.nodes]
@@ -228,8 +254,6 @@ class Topology(Common):
     def _check_connector(self) -> None:
         is_split = "both" not in self.roles
         if self.engine == "sglang":
-            if self.connector is not None:
-                raise ValueError("connector is nothing of SGLang's: it is --disaggregation-transfer-backend in options")
             return
         if is_split != (self.connector is not None):
             raise ValueError(
@@ -237,9 +261,10 @@ class Topology(Common):
                 if is_split
                 else "connector is for prefill and decode: engines of both hand nothing over"
             )
+        listens = self.connector is not None and self.connector.startswith("Mooncake")
         for role, part in self.roles.items():
             given = [share.kv_port or part.kv_port for group in part.groups for share in group.nodes]
-            if is_split and None in given:
+            if listens and None in given:
                 raise ValueError(f"{role} needs a kv_port")
 
 

@@ -133,7 +133,7 @@ def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
     return {
         "kv_connector": topology.connector,
         "kv_role": _KV_ROLES[launch.role],
-        "kv_port": str(launch.kv_port),
+        **({} if launch.kv_port is None else {"kv_port": str(launch.kv_port)}),
         "engine_id": launch.engine_id,
         "kv_connector_extra_config": {**topology.connector_options, **sizes},
     }

@@ -65,7 +65,10 @@ def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str
 
 
 def _flags(told: str, all_flags: str = "") -> str:
-    """Those that begin a line, or stand behind a shorter name there, and the program's, where they are taken, too."""
+    """The words of which one comes first, the flags that begin a line, or stand behind a shorter name there, and the
+    program's, where they are taken, too.
+    """
+    choices = ",".join(re.findall(r"^  \{([a-z,]+)\}", told, re.MULTILINE)).split(",")
     own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", told, re.MULTILINE)
     more = all_flags.split() if "[flags of pdproxy]" in told else []
-    return " ".join(dict.fromkeys([*own, *more]))
+    return " ".join(dict.fromkeys([*filter(None, choices), *own, *more]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,10 +19,11 @@ from proxy.launch.plan import planned
 from proxy.launch.render import rendered
 from proxy.launch.topology import parse_topology
 from proxy.sim.engine import SimulatedEngine
+from tests.doctor.fleets import examine
 from tests.launch.reading import engines, plan_of, tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from proxy.doctor.findings import Finding
@@ -73,25 +74,32 @@ def options_of(command: Command) -> dict[str, Any]:
 class Looked:
     """What the comparison of a fleet has found."""
 
+    fleet: list[SimulatedEngine]
     findings: list[Finding]
-    started: list[SimulatedEngine] = field(default_factory=list)
 
     def told(self, least: Severity = Severity.WARNING) -> list[tuple[str, str]]:
         return sorted((each.check, each.words) for each in self.findings if each.severity >= least)
 
 
-async def looked_at(plan: Plan, change: Change = lambda node, options: options) -> Looked:
-    """Start what the rendered commands start, with options changed, nothing where they become None, and compare."""
+@asynccontextmanager
+async def started(plan: Plan, change: Change = lambda node, options: options) -> AsyncIterator[list[SimulatedEngine]]:
+    """What the rendered commands start, with options changed; nothing where they become None."""
     async with AsyncExitStack() as stack:
-        started = []
+        fleet = []
         for node, command in engines(rendered(plan)):
             if "--headless" in command.words or int(command.flags.get("--node-rank", 0)) > 0:
                 continue
             options = change(node, options_of(command))
             if options is not None:
                 engine = SimulatedEngine(host=plan.topology.nodes[node].address, **options)
-                started.append(await stack.enter_async_context(engine))
-        return Looked(await compared(plan, load_gateway(plan, {}), idle_seconds=0.05), started)
+                fleet.append(await stack.enter_async_context(engine))
+        yield fleet
+
+
+async def looked_at(plan: Plan, change: Change = lambda node, options: options) -> Looked:
+    """The comparison with what is started."""
+    async with started(plan, change) as fleet:
+        return Looked(fleet, await compared(plan, load_gateway(plan, {}), idle_seconds=0.05))
 
 
 # By topology: engines by role, where another node's endpoint stands for those that have none.
@@ -107,12 +115,23 @@ FLEETS = {
 @pytest.mark.parametrize("name", FLEETS)
 async def test_a_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(name: str) -> None:
     looked = await looked_at(on_loopback(name))
-    assert [engine.options.role for engine in looked.started] == FLEETS[name]
+    assert [engine.options.role for engine in looked.fleet] == FLEETS[name]
     assert looked.told() == []
     well = [each.subject for each in looked.findings if each.severity is Severity.OK]
-    roles = [Role.PREFILL if engine.options.role == "prefill" else Role.DECODE for engine in looked.started]
-    assert well == [f"{role} {each.host}:{each.port}" for role, each in zip(roles, looked.started, strict=True)]
+    roles = [Role.PREFILL if engine.options.role == "prefill" else Role.DECODE for engine in looked.fleet]
+    assert well == [f"{role} {each.host}:{each.port}" for role, each in zip(roles, looked.fleet, strict=True)]
     assert exit_code(looked.findings) == 0
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.6-1p1d", "kimi-k2.6-sglang-1p1d"])
+async def test_the_rendered_gateway_hands_over_between_the_rendered_engines(name: str) -> None:
+    plan = on_loopback(name)
+    async with started(plan) as fleet:
+        found = await examine(load_gateway(plan, {}).settings)
+    prefillers, decoders = ([e for e in fleet if e.options.role == role] for role in ("prefill", "decode"))
+    pairs = {f"{p.host}:{p.port} → {d.host}:{d.port}" for p in prefillers for d in decoders}
+    assert {each.subject for each in found if each.check == "kv"} == pairs
+    assert exit_code(found) == 0
 
 
 def _changed(node: str, port: int, **changes: Any) -> Change:

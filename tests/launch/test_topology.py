@@ -22,6 +22,7 @@ nodes:
 roles:
   both: {port: 8000, tp: 8, groups: [[n0]]}
 """
+SGLANG = LEAST.replace("vllm-ascend", "sglang").replace("launcher: serve_nodes\n", "")
 
 MISTAKES = [
     ("", "must hold a topology"),
@@ -37,6 +38,14 @@ MISTAKES = [
     (LEAST.replace("[[n0]]", "[[{node: n0, ranks: 1-0}]]"), "must not end before it begins"),
     (LEAST.replace("[[n0]]", "[[{node: n0, ranks: all}]]"), "must be a number or a span like 0-7"),
     (LEAST + "connector: MooncakeConnectorV1\n", "engines of both hand nothing over"),
+    (LEAST + "options: {enable-expert-parallel: false}\n", "must not be false: leave it out"),
+    (LEAST.replace("tp: 8", "bootstrap_port: 1"), "bootstrap_port means nothing to engine vllm-ascend"),
+    (SGLANG.replace("[[n0]]", "[[{node: n0, ranks: 0-1}]]"), "ranks means nothing to engine sglang"),
+    (SGLANG + "connector: MooncakeConnectorV1\n", "connector means nothing to engine sglang"),
+    (
+        LEAST + "gateway: {settings: {decode: [a:1]}}\n",
+        "gateway.settings: decode follows from the rest of the topology",
+    ),
     (LEAST + "options: {--seed: 1}\n", "'--seed' must be a flag without its dashes"),
     (LEAST + "options: {port: 1}\n", "--port follows from the rest of the file"),
     (LEAST + "environment: {ASCEND_RT_VISIBLE_DEVICES: 0}\n", "follows from the devices of nodes"),

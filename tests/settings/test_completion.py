@@ -47,6 +47,7 @@ def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str]
     assert complete("pdproxy doctor --js") == {"--json"}
     assert complete("pdproxy doctor --prefiller-h") == {"--prefiller-hosts"}
     assert complete("pdproxy mock-engine --ro") == {"--role"}
+    assert complete("pdproxy launch ") >= {"render", "check", "--output"}
     assert complete("pdproxy completion ") == {"bash", "zsh"}
     assert complete("pdproxy check-config --config /e") == set()  # so that files are completed
 
