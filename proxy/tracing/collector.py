@@ -66,8 +66,9 @@ async def exporting(
         shutdown_on_exit=False,
     )
     theirs = logging.getLogger("opentelemetry")
-    theirs.propagate = False  # for good: a thread that nobody waits for any longer may go on to complain
-    theirs.addHandler(reports)
+    # For good, and with a handler: a thread that nobody waits for any longer may complain, and Python would print it.
+    theirs.propagate = False
+    theirs.handlers[:] = [logging.NullHandler(), reports]
     provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
         yield provider, ids

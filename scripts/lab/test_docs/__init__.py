@@ -1,0 +1,1 @@
+"""scripts/test-docs: the commands of README.md and OPERATING.md, run."""

@@ -1,0 +1,226 @@
+"""The walk: a copy of the tree, the pages from top to bottom, and what became of each command.
+
+Servers are left running, as in a terminal of their own; everything is stopped at the end. Nothing listens but on
+loopback, and each command has a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from lab.common.invocation import unwind_on_signals
+from lab.common.proc import tree
+from lab.common.table import aligned
+from lab.test_docs.pages import Block, Kind, PageError, blocks, unlike, without_comment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).parents[3]
+PAGES = ("README.md", "OPERATING.md")
+# What OPERATING.md calls a file of the reader's own: here one that fits README.md's first engines.
+MY_YAML = "prefill: [localhost:7100]\ndecode: [localhost:7200]\n"
+
+_DEADLINE_SECONDS = 180.0  # of which pip takes most
+_SERVING_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+_LOOKS_SECONDS = 3.0
+_serves = re.compile(r"^pdproxy (?:mock-engine |--)").match
+_is_up = re.compile(r"^simulated .* on http://|ready: http://", re.MULTILINE).search
+_goes_on = re.compile(r"^pdproxy top (?!.*--once)").match
+_error_body = re.compile(r'^\s*\{"error":', re.MULTILINE).search
+
+
+@dataclass
+class Walk:
+    """One reader's way through the pages."""
+
+    home: Path
+    """A directory that has the tree, and will have what the commands write."""
+    stack: ExitStack
+    done: list[Sequence[str]] = field(default_factory=list)
+    """Place, command and seconds of each command that was run."""
+    left_out: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    outputs: dict[str, str] = field(default_factory=dict)
+    """What commands printed, by their text."""
+
+    @property
+    def tree(self) -> Path:
+        return self.home / "pdproxy-tree"
+
+    def environment(self) -> dict[str, str]:
+        """A new user's, with the environment that scripts/demo makes on the path, as README.md says."""
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PROXY_", "OTEL_", "OPENAI_"))
+        }
+        for name in ("PYTHONPATH", "VIRTUAL_ENV", "CALLED_FROM"):
+            kept.pop(name, None)
+        path = f"{self.tree / '.venv' / 'bin'}:{kept['PATH']}"
+        return {**kept, "HOME": str(self.home), "PATH": path, "PROXY_DRAIN__NOT_READY_SECONDS": "0"}
+
+    def read(self, block: Block) -> None:
+        """Do what the block says."""
+        match block.kind:
+            case Kind.COMMANDS:
+                for command in block.commands:
+                    self.run(block.place, command)
+            case Kind.NOT_RUN:
+                first = without_comment(block.text).partition("\n")[0].removesuffix("\\").strip()
+                self.left_out.append(f"{block.place}: {first}  ({block.told})")
+            case Kind.OUTPUT:
+                self.compare(block)
+            case Kind.FILE:
+                yaml.safe_load(block.text)
+                (self.tree / block.told).write_text(block.text + "\n")
+            case Kind.PICTURE:
+                pass
+
+    def run(self, place: str, command: str) -> None:
+        """One command: to its end, or until it serves."""
+        name = without_comment(command)
+        if "…" in name:
+            self.left_out.append(f"{place}: {name}  (… stands for something of the reader's)")
+            return
+        began = time.monotonic()
+        problem = self.serve(name.removesuffix("&").strip()) if _serves(name) else self.finish(name)
+        seconds = f"{time.monotonic() - began:.1f}"
+        self.done.append((place, name.partition("\n")[0][:90], seconds, "failed" if problem else ""))
+        print(f"{place}: {name}  {seconds} s{'  FAILED' if problem else ''}", flush=True)
+        if problem:
+            self.problems.append(f"{place}: {name}\n{problem}")
+
+    def serve(self, command: str) -> str | None:
+        """Start it, and leave it running. Returns what is wrong."""
+        log = self.home / f"server-{len(self.done)}.log"
+        with log.open("wb") as output:
+            process = self.start(command, output.fileno())
+        self.stack.callback(_stop, process)
+        deadline = time.monotonic() + _SERVING_SECONDS
+        while not _is_up(log.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                return log.read_text(errors="replace")
+            time.sleep(0.05)
+        return None
+
+    def finish(self, command: str) -> str | None:
+        """Run it to its end. Returns what is wrong."""
+        process = self.start(command, subprocess.PIPE)
+        goes_on = _goes_on(command) is not None
+        try:
+            output, _ = process.communicate(timeout=_LOOKS_SECONDS if goes_on else _DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # A reader presses Ctrl-C where something goes on, and where something does not end.
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                output, _ = process.communicate(timeout=_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                _stop(process)
+                output, _ = process.communicate()
+            if not goes_on:
+                return f"it did not end within {_DEADLINE_SECONDS:g} s; it printed:\n{output}"
+        self.outputs[command] = output
+        if process.returncode and not (goes_on and process.returncode in (-signal.SIGINT, 130)):
+            return f"exit code {process.returncode}; it printed:\n{output}"
+        return f"it printed:\n{output}" if command.startswith("curl") and _error_body(output) else None
+
+    def start(self, command: str, output: int) -> subprocess.Popen[str]:
+        """In the reader's shell: what one command sets, such as an environment that it enters, the next ones find."""
+        shell = f"[ ! -e ~/.session ] || . ~/.session\n{command}\ncode=$?; export -p >~/.session; exit $code"
+        return subprocess.Popen(
+            ["bash", "-c", shell],
+            cwd=self.tree,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def compare(self, block: Block) -> None:
+        """What a command printed with what the page shows of it."""
+        output = self.outputs.get(block.told)
+        if output is None:
+            self.problems.append(f"{block.place}: `{block.told}`, whose output this is, was not run before it")
+        elif lines := unlike(output, block.text):
+            self.problems.append("\n".join((f"{block.place}: `{block.told}` prints what is not shown:", *lines)))
+
+
+def main() -> None:
+    """Read the pages, and tell."""
+    unwind_on_signals()
+    began = time.monotonic()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdproxy-docs-")))
+        walk = Walk(home, stack)
+        _copy(walk.tree)
+        (walk.tree / "my.yaml").write_text(MY_YAML)
+        try:
+            pages = [blocks(name, (ROOT / name).read_text(encoding="utf-8")) for name in PAGES]
+        except PageError as error:
+            sys.exit(str(error))
+        for block in (block for page in pages for block in page):
+            walk.read(block)
+    print("\n" + aligned([("place", "command", "s", ""), *walk.done]))
+    print("\nnot run:\n  " + "\n  ".join(walk.left_out))
+    for problem in walk.problems:
+        print(f"\n{problem}")
+    seconds = time.monotonic() - began
+    print(
+        f"\n{len(walk.done)} commands in {seconds:.0f} s, {len(walk.left_out)} not run, {len(walk.problems)} problems"
+    )
+    sys.exit(bool(walk.problems))
+
+
+def _copy(tree: Path) -> None:
+    """What a clone has: the files that git knows, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        source = ROOT / name
+        if name and source.is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, tree / name)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """And whatever it has started."""
+    if process.poll() is None:
+        pids = tree(process.pid)
+        for pid in pids:
+            _signal(pid, signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            for pid in pids:
+                _signal(pid, signal.SIGKILL)
+            process.wait()
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What is read out of a page, and which outputs are alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lab.test_docs.pages import Block, Kind, PageError, blocks, unlike, without_comment
+
+ROOT = Path(__file__).parents[3]
+
+PAGE = """# Words
+
+Some of them.
+
+    pdproxy --prefill a:1 \\
+        --decode b:1
+    curl localhost:1999/livez   # is it alive?
+
+<!-- not run: needs engines -->
+    pdproxy top
+
+```
+scripts/demo
+```
+
+<!-- output of: scripts/demo -->
+
+    12 tokens
+
+    in 3 ms
+
+- a list
+    that goes on
+
+<!-- file: keys.yaml -->
+    keys:
+      - name: a
+
+Drawn:
+
+    client ──► gateway
+       │
+"""
+
+
+def test_a_page_has_blocks_of_all_kinds() -> None:
+    assert blocks("P.md", PAGE) == [
+        Block(
+            "P.md:5",
+            Kind.COMMANDS,
+            "",
+            "pdproxy --prefill a:1 \\\n    --decode b:1\ncurl localhost:1999/livez   # is it alive?",
+        ),
+        Block("P.md:10", Kind.NOT_RUN, "needs engines", "pdproxy top"),
+        Block("P.md:13", Kind.COMMANDS, "", "scripts/demo"),
+        Block("P.md:18", Kind.OUTPUT, "scripts/demo", "12 tokens\n\nin 3 ms"),
+        Block("P.md:26", Kind.FILE, "keys.yaml", "keys:\n  - name: a"),
+        Block("P.md:31", Kind.PICTURE, "", "client ──► gateway\n   │"),
+    ]
+
+
+def test_a_command_goes_on_in_the_next_line_and_ends_before_its_comment() -> None:
+    first, second = blocks("P.md", PAGE)[0].commands
+    assert first == "pdproxy --prefill a:1 \\\n    --decode b:1"
+    assert without_comment(second) == "curl localhost:1999/livez"
+
+
+@pytest.mark.parametrize(
+    "page", ["\n    kubectl apply -f x\n", "\n    keys:\n", "<!-- not run: -->\n    pdproxy\n", "```\nmake\n```"]
+)
+def test_what_is_of_no_kind_is_not_passed_over(page: str) -> None:
+    with pytest.raises(PageError, match=r"P\.md:\d: "):
+        blocks("P.md", page)
+
+
+@pytest.mark.parametrize("name", ["README.md", "OPERATING.md"])
+def test_every_block_of_the_pages_is_of_some_kind(name: str) -> None:
+    assert blocks(name, (ROOT / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_shown"),
+    [
+        ("prefill  127.0.0.1:7411   up     0       0      8.1", True),
+        ("first token  p50 -, p95 1,430 ms", True),
+        ("prefill  127.0.0.1:7411   down     0       0      8.1", False),
+        ("first token  p50 70 ms", False),
+        ("another line", False),
+    ],
+)
+def test_outputs_are_alike_that_differ_in_numbers_and_addresses(printed: str, is_shown: bool) -> None:
+    shown = "prefill  localhost:7100  up     13      5,500  0.0\nfirst token  p50 70 ms, p95 430 ms\n"
+    assert unlike(f"\n{printed}\n", shown) == ([] if is_shown else [printed])
