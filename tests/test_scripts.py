@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and os.access(path, os.X_OK))
-WITHOUT_ARGUMENTS = ("check", "demo", "slow-clients", "test-deployment")
+WITHOUT_ARGUMENTS = ("check", "demo", "slow-clients", "test-deployment", "test-dns")
 # All that help takes; whatever else a script wanted to run would not be there.
 NEEDED = "bash", "basename", "dirname", "env", "sed"
 

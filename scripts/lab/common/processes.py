@@ -56,9 +56,14 @@ def clean_environment() -> dict[str, str]:
 
 @contextmanager
 def running(
-    name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+    name: str,
+    command: Sequence[str],
+    port: int,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    host: str = HOST,
 ) -> Iterator[int]:
-    """A process that accepts connections on `port`; yields its id. Stopped on the way out."""
+    """A process that accepts connections on `port` of `host`; yields its id. Stopped on the way out."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -68,7 +73,7 @@ def running(
             env={**clean_environment(), **(environment or {})},
         )
     try:
-        _wait_until_open(name, process, port, log)
+        _wait_until_open(name, process, (host, port), log)
         yield process.pid
     finally:
         assert process.stdin is not None
@@ -82,11 +87,11 @@ def running(
             process.wait()
 
 
-def _wait_until_open(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_until_open(name: str, process: subprocess.Popen[bytes], address: tuple[str, int], log: Path) -> None:
     deadline = time.monotonic() + _READY_SECONDS
     while True:
         try:
-            socket.create_connection((HOST, port), timeout=1).close()
+            socket.create_connection(address, timeout=1).close()
             return
         except OSError:
             pass

@@ -1,0 +1,1 @@
+"""Discovery by DNS, with a real name server."""
