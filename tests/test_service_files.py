@@ -103,6 +103,28 @@ def test_an_autoscaler_adds_no_engine_that_the_configuration_does_not_list() -> 
     assert decoders["spec"]["maxReplicas"] == len(SETTINGS.decode)
 
 
+def test_with_discovery_only_the_engines_come_from_elsewhere() -> None:
+    directory = COMPONENTS / "discovery"
+    found = load(["--config", str(directory / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
+    assert found.kubernetes.selectors.keys() == {"prefill", "decode"}
+    same = {"kubernetes": SETTINGS.kubernetes, "prefill": SETTINGS.prefill, "decode": SETTINGS.decode}
+    assert found.model_copy(update=same) == SETTINGS
+
+
+def test_the_gateways_account_may_list_and_watch_slices_and_nothing_else() -> None:
+    account, role, binding = documents(COMPONENTS / "discovery" / "rbac.yaml")
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [(one["kind"], one["name"]) for one in binding["subjects"]] == [
+        ("ServiceAccount", account["metadata"]["name"])
+    ]
+    (deployment,) = documents(COMPONENTS / "discovery" / "account.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod == {"serviceAccountName": account["metadata"]["name"], "automountServiceAccountToken": True}
+
+
 @pytest.mark.parametrize("line", unit("ExecStart") + unit("ExecReload")[:1])
 def test_the_unit_starts_what_there_is(line: str, tmp_path: Path) -> None:
     program, *words = shlex.split(line)

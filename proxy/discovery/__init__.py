@@ -7,10 +7,12 @@ from typing import Final
 
 from proxy.discovery.dns_names import looked_up_names
 from proxy.discovery.files import WatchedFiles
+from proxy.discovery.kubernetes import watched_slices
 from proxy.discovery.source import MakeSources
 
 SOURCES: Final[dict[str, MakeSources]] = {
     "file": lambda settings: map(WatchedFiles, settings.discovery.files),
     "dns": looked_up_names,
+    "kubernetes": watched_slices,
 }
 """By kind. `kind:name` is a source's origin: what its instances show as such."""

@@ -159,7 +159,7 @@ def _read_key(option: str, path: Path) -> str:
 
 
 def _require_backends(settings: Settings) -> None:
-    may_be_found = settings.discovery.may_name
+    may_be_found = settings.may_find
     missing = {"decode": "decoder"} if not settings.decode and not may_be_found("decode") else {}
     if not settings.prefill and settings.connector_traits.needs_prefillers and not may_be_found("prefill"):
         missing = {"prefill": "prefiller", **missing}

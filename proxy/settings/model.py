@@ -36,6 +36,7 @@ from proxy.settings.kinds import (
     Secret,
     Workers,
 )
+from proxy.settings.kubernetes import Kubernetes
 from proxy.settings.policies import policy_names
 from proxy.settings.section import Section
 
@@ -468,6 +469,7 @@ class Settings(Section):
     health: HealthChecks = HealthChecks()
     doctor: Doctor = Doctor()
     discovery: Discovery = Discovery()
+    kubernetes: Kubernetes = Kubernetes()
     joining: Joining = Joining()
     leaving: Leaving = Leaving()
     fanout: Fanout = Fanout()
@@ -490,12 +492,13 @@ class Settings(Section):
                 if noun != "a prefiller" and endpoint.bootstrap_port is not None:
                     raise ValueError(f"{endpoint} is {noun}: only prefillers have bootstrap ports")
         if self.connector == "auto" and any(
-            self.discovery.may_name(role) and not listed
-            for role, listed in (("prefill", self.prefill), ("decode", self.decode))
+            self.may_find(role) and not listed for role, listed in (("prefill", self.prefill), ("decode", self.decode))
         ):
             raise ValueError("connector auto asks the configured instances: name the connector if all are discovered")
         traits = self.connector_traits
-        if (self.prefill or self.discovery.prefill_dns) and not traits.takes_prefillers:
+        if (
+            self.prefill or self.discovery.prefill_dns or self.kubernetes.prefill_selector
+        ) and not traits.takes_prefillers:
             raise ValueError(f"connector {self.connector} has no prefillers: give every engine as a decoder")
         if self.has_encoders and not traits.takes_encoders:
             its = f"{traits.engine}'s encoders"
@@ -515,13 +518,21 @@ class Settings(Section):
     @property
     def has_encoders(self) -> bool:
         """Whether there is a stage of encoders."""
-        return bool(self.encode or self.discovery.encode_dns)
+        return bool(self.encode or self.discovery.encode_dns or self.kubernetes.encode_selector)
+
+    def may_find(self, role: str) -> bool:
+        """Whether instances of a role may come from a source of discovery."""
+        return self.discovery.may_name(role) or self.kubernetes.may_name(role)
 
     @property
     def fleet(self) -> str:
         """How many instances are configured, and how many sources may name others, for people."""
         told = f"{len(self.prefill)} prefillers, {len(self.decode)} decoders"
-        return f"{told}, {len(sources)} sources of discovery" if (sources := self.discovery.sources) else told
+        return (
+            f"{told}, {len(sources)} sources of discovery"
+            if (sources := self.discovery.sources + self.kubernetes.sources)
+            else told
+        )
 
     @property
     def connector_traits(self) -> ConnectorTraits:

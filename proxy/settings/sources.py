@@ -52,7 +52,12 @@ def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
 OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
 SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
 SECRETS: Final = ("auth.engine_api_key", "auth.admin_key")
-PATHS: Final = (*(f"{option}_file" for option in SECRETS), "auth.client_keys_file")
+PATHS: Final = (
+    *(f"{option}_file" for option in SECRETS),
+    "auth.client_keys_file",
+    "kubernetes.token_file",
+    "kubernetes.ca_file",
+)
 PATH_LISTS: Final = ("discovery.files",)
 
 

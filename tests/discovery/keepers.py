@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import dns.rcode
@@ -11,15 +12,18 @@ import yaml
 from proxy.backend import Role
 from proxy.discovery import SOURCES
 from proxy.discovery.files import WatchedFiles
+from proxy.discovery.kubernetes import WatchedSlices, watched_slices
+from tests.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
 from tests.discovery.name_server import NameServer
 from tests.discovery.test_files import replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     import pytest
 
+    from proxy.settings import Settings
     from proxy.sim.engine import SimulatedEngine
 
 
@@ -68,7 +72,7 @@ class DnsKeeper:
                 "prefill_dns": ["_http._tcp.prefill.test"],
                 "decode_dns": ["_http._tcp.decode.test"],
                 "dns_servers": [server.address],
-                "dns_min_seconds": 0.005,
+                "dns_min_seconds": 0.02,
             }
         }
 
@@ -82,12 +86,53 @@ class DnsKeeper:
         self._server.failure = dns.rcode.NXDOMAIN if turn % 2 else dns.rcode.SERVFAIL
 
 
+def impatient(settings: Settings) -> Iterator[WatchedSlices]:
+    """As they are, without a pause between two watches."""
+    for source in watched_slices(settings):
+        yield replace(source, server=replace(source.server, pause_seconds=0.001))
+
+
+class KubernetesKeeper:
+    """A service for each role, whose engines have slices of their own: their ports differ."""
+
+    def __init__(self, server: KubernetesServer) -> None:
+        self._server = server
+        self._names: set[str] = set()
+        self.settings = {
+            "kubernetes": {
+                "prefill_selector": "kubernetes.io/service-name=prefill",
+                "decode_selector": "kubernetes.io/service-name=decode",
+                "namespace": NAMESPACE,
+                "api_server": server.url,
+            }
+        }
+
+    def say(self, *engines: SimulatedEngine) -> None:
+        self._server.refusal = None
+        wanted = {f"{engine.options.role}-{engine.port}": engine for engine in engines}
+        for name in wanted.keys() - self._names:
+            engine = wanted[name]
+            labels = {"kubernetes.io/service-name": str(engine.options.role)}
+            self._server.put(endpoint_slice(name, engine.host, port=engine.port, labels=labels))
+        for name in self._names - wanted.keys():
+            self._server.delete(name)
+        self._names = {*wanted}
+
+    def fail(self, turn: int) -> None:
+        self._server.refusal = 503, "the server is currently unable to handle the request"
+        self._server.end_watches({"kind": "Status", "code": 500, "message": "no leader"} if turn % 2 else gone())
+
+
 @asynccontextmanager
 async def keeper(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keeper]:
     """Of the sources of one kind, which look often."""
     if kind == "file":
-        monkeypatch.setitem(SOURCES, "file", lambda new: [WatchedFiles(path, 0.002) for path in new.discovery.files])
+        monkeypatch.setitem(SOURCES, "file", lambda new: [WatchedFiles(path, 0.02) for path in new.discovery.files])
         yield FileKeeper(tmp_path / "engines.yaml")
-    else:
+    elif kind == "dns":
         async with NameServer() as server:
             yield DnsKeeper(server)
+    else:
+        monkeypatch.setitem(SOURCES, "kubernetes", impatient)
+        async with KubernetesServer() as server:
+            yield KubernetesKeeper(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,6 @@ import pytest
 from proxy.settings import SettingsError, load
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from proxy.settings import Settings
 
 
@@ -45,6 +44,33 @@ def test_dns_names_are_those_of_a_role_and_may_be_a_stage_of_encoders() -> None:
     assert found.discovery.prefill_dns == ("p:1 8998", "_http._tcp.q")
     assert not found.has_encoders
     assert settings("--prefill p:1 --decode d:1", PROXY_DISCOVERY__ENCODE_DNS="e:1").has_encoders
+
+
+def test_kubernetes_names_the_roles_that_have_a_selector(tmp_path: Path) -> None:
+    (tmp_path / "gateway.yaml").write_text(
+        "kubernetes: {prefill_selector: a=b, decode_selector: c=d, token_file: token, ca_file: /ca}", encoding="utf-8"
+    )
+    found = settings(f"--config {tmp_path}/gateway.yaml")
+    assert found.kubernetes.selectors == {"prefill": "a=b", "decode": "c=d"}
+    assert (found.kubernetes.token_file, found.kubernetes.ca_file) == (tmp_path / "token", Path("/ca"))
+    assert found.fleet == "0 prefillers, 0 decoders, 2 sources of discovery"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"API_SERVER": "https://10.0.0.1/api"},
+            "PROXY_KUBERNETES__API_SERVER must be an address such as https://10.96.0.1:443, without a path, not 'https://10.0.0.1/api'",
+        ),
+        ({"API_SERVER": "https://10.0.0.1"}, "kubernetes: api_server needs a namespace"),
+        ({"NAMESPACE": "a/b"}, "PROXY_KUBERNETES__NAMESPACE must be the name of a namespace, not 'a/b'"),
+    ],
+)
+def test_what_kubernetes_cannot_be_asked_is_refused(given: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings("--prefill p:1 --decode d:1", **{f"PROXY_KUBERNETES__{name}": value for name, value in given.items()})
+    assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize(
