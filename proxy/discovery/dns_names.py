@@ -42,7 +42,11 @@ class LookedUpName:
             resolver = self._resolver()  # anew: the system's may change
             backends, expires_seconds = await _look_up(resolver, self.role, wanted)
             yield backends
-            await asyncio.sleep(min(max(expires_seconds, self.min_seconds), self.max_seconds))
+            await asyncio.sleep(self.pause_seconds(expires_seconds))
+
+    def pause_seconds(self, expires_seconds: float) -> float:
+        """From a look-up to the next, when its records expire after so many seconds."""
+        return min(max(expires_seconds, self.min_seconds), self.max_seconds)
 
     def _resolver(self) -> Resolver:
         # An extra, and slow to import.

@@ -40,6 +40,27 @@ class _Watch:
     task: asyncio.Task[None]
 
 
+def sources_of(kinds: Mapping[str, MakeSources], settings: Settings) -> dict[str, Source]:
+    """Those that the settings want, by the origin of what they name."""
+    return {f"{kind}:{source.name}": source for kind, make in kinds.items() for source in make(settings)}
+
+
+async def look_once(
+    kinds: Mapping[str, MakeSources], roster: Roster, settings: Settings, within_seconds: float
+) -> Mapping[str, str]:
+    """Add what all sources name now to a roster that nobody watches for; what is wrong with those that fail, by
+    origin.
+    """
+    problems: dict[str, str] = {}
+    for origin, source in sources_of(kinds, settings).items():
+        try:
+            async with asyncio.timeout(within_seconds), aclosing(source.watch()) as found:
+                roster.sync(origin, await anext(found))
+        except Exception as error:  # whatever goes wrong in a source is one source's problem
+            problems[origin] = str(error) or type(error).__name__
+    return problems
+
+
 class Watcher(BackgroundOwner):
     """For the one worker that watches. `async with` it."""
 
@@ -72,7 +93,7 @@ class Watcher(BackgroundOwner):
         has named that they do not want any more drains, as soon as those that are new have told theirs.
         """
         self._settings = settings
-        sources = {f"{kind}:{source.name}": source for kind, make in self._kinds.items() for source in make(settings)}
+        sources = sources_of(self._kinds, settings)
         self._states.keep(sources)
         for origin, watch in list(self._watches.items()):
             if sources.get(origin) != watch.source:

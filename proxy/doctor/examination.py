@@ -12,6 +12,8 @@ from proxy.backend import Role
 from proxy.balancer.recognition import EngineReport, recognise
 from proxy.canary import Canary, CanaryPrompt, prompt_bytes
 from proxy.connectors.kv_transfer import KvTransfer
+from proxy.discovery import SOURCES
+from proxy.discovery.watcher import look_once
 from proxy.doctor.asking import Asker, bootstrap_place
 from proxy.doctor.engine import check_engines, well
 from proxy.doctor.findings import Finding, Severity
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.roster import Roster
     from proxy.canary import CanaryResult
     from proxy.settings import Loaded, Settings
     from proxy.worker.balancing import Balancing
     from proxy.worker.engines import Lines, Link
 
 _PAIRS_AT_ONCE: Final = 8
+_SOURCE_SECONDS: Final = 10.0
 _ENGINES_AT_ONCE: Final = 32
 
 
@@ -75,9 +79,11 @@ class Examination:
             balancing = build_balancing(basis)
             lines = await stack.enter_async_context(build_lines(basis, balancing))
             settings = self._loaded.settings
+            not_found = await _discovered(shared.roster, settings)
             asker = Asker(lines.names, lines.session, balancing.keys, settings, self._idle_seconds)
             fleet = Fleet(settings=settings, keys=balancing.keys, engines=await self._ask(asker, balancing))
             fleet, found = self._with_connector(fleet)
+            found += not_found
             fleet = await _with_bootstraps(fleet, asker)
             found += [*check_engines(fleet), *check_fleet(fleet), *self._more(fleet)]
             told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
@@ -194,6 +200,24 @@ async def _linked(
             front = await stack.enter_async_context(http_listener(basis, app, callback_limits))
             await front.listen(callbacks[0])
         yield link
+
+
+async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
+    """Add the instances of sources of discovery to those that are configured; which sources fail, or leave a role
+    without any.
+    """
+    problems = await look_once(SOURCES, roster, settings, _SOURCE_SECONDS)
+    found = [
+        Finding(Severity.FAILURE, "source", origin, words, "what it names was not examined")
+        for origin, words in problems.items()
+    ]
+    if not problems:
+        found += [
+            Finding(Severity.FAILURE, "source", role, "no source names an instance", "are there any?")
+            for role in Role
+            if settings.may_find(role) and settings.needs(role) and not roster.members(role)
+        ]
+    return found
 
 
 def _for_canaries(settings: Settings) -> Settings:

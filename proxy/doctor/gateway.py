@@ -34,10 +34,7 @@ def check_gateway(host: Host) -> list[Finding]:
     found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
     if not any(finding.severity > Severity.NOTE for finding in found):
         settings = host.loaded.settings
-        words = (
-            f"connector {settings.connector}, {len(settings.prefill)} prefillers, {len(settings.decode)} decoders, "
-            f"{settings.workers} workers, configuration in order"
-        )
+        words = f"connector {settings.connector}, {settings.fleet}, {settings.workers} workers, configuration in order"
         found.insert(0, Finding(Severity.OK, "configuration", _SUBJECT, words))
     return found
 

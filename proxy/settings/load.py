@@ -159,10 +159,12 @@ def _read_key(option: str, path: Path) -> str:
 
 
 def _require_backends(settings: Settings) -> None:
-    may_be_found = settings.may_find
-    missing = {"decode": "decoder"} if not settings.decode and not may_be_found("decode") else {}
-    if not settings.prefill and settings.connector_traits.needs_prefillers and not may_be_found("prefill"):
-        missing = {"prefill": "prefiller", **missing}
+    given = (("prefill", "prefiller", settings.prefill), ("decode", "decoder", settings.decode))
+    missing = {
+        role: noun
+        for role, noun, listed in given
+        if not listed and settings.needs(role) and not settings.may_find(role)
+    }
     if missing:
         nouns = " and ".join(f"no {noun}" for noun in missing.values())
         flags = " and ".join(f"--{role}" for role in missing)

@@ -520,6 +520,10 @@ class Settings(Section):
         """Whether there is a stage of encoders."""
         return bool(self.encode or self.discovery.encode_dns or self.kubernetes.encode_selector)
 
+    def needs(self, role: str) -> bool:
+        """Whether nothing is served without an instance of this role."""
+        return role == "decode" or (role == "prefill" and self.connector_traits.needs_prefillers)
+
     def may_find(self, role: str) -> bool:
         """Whether instances of a role may come from a source of discovery."""
         return self.discovery.may_name(role) or self.kubernetes.may_name(role)
