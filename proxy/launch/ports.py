@@ -39,8 +39,7 @@ def claims(plan: Plan) -> Iterator[Claim]:
     topology = plan.topology
     for launch in plan.launches:
         where, label = launch.node_name, f"the API of {launch.name}"
-        if launch.endpoints:
-            yield Claim(where, label, launch.endpoints)
+        yield Claim(where, label, launch.endpoints)
         if topology.engine == "sglang":
             yield from _of_sglang(launch)
             continue
@@ -55,8 +54,15 @@ def claims(plan: Plan) -> Iterator[Claim]:
             last = _TRANSPORT_FIRST + _TRANSPORT_PER_DEVICE * topology.nodes[name].devices
             yield Claim(name, TRANSPORT, range(_TRANSPORT_FIRST, last))
     if topology.gateway.node is not None:
-        listen = Settings.model_validate(topology.gateway.settings).listen
-        yield Claim(topology.gateway.node, "the gateway", range(listen.port, listen.port + 1))
+        settings = Settings.model_validate(topology.gateway.settings)
+        listens = {
+            "the gateway": settings.listen.port,
+            "the gateway's admin.port": settings.admin.port,
+            "the gateway's admin.probe_port": settings.admin.probe_port,
+        }
+        for what, port in listens.items():
+            if port:
+                yield Claim(topology.gateway.node, what, range(port, port + 1))
 
 
 def meets(plan: Plan, launch: Launch) -> bool:

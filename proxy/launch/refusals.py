@@ -5,6 +5,7 @@ A FAILURE is refused, and a WARNING told.
 
 from __future__ import annotations
 
+import ipaddress
 from collections import defaultdict
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
@@ -40,11 +41,16 @@ def refusals(plan: Plan) -> list[Finding]:
 def check_nodes(plan: Plan) -> Iterator[Finding]:
     """No two nodes are one host, and each has something to do."""
     places: dict[str, str] = {}
+    # HCCL_IF_IP, which is the address where there is a nic, takes IPv4 and IPv6 addresses only (CANN's documentation).
+    needs_addresses = plan.topology.engine == "vllm-ascend"
     for name, node in plan.topology.nodes.items():
         place = canonical_host(node.address)
         if (first := places.setdefault(place, name)) != name:
             words = f"has the address of node {first}, {node.address}"
             yield Finding(_REFUSED, "address", f"node {name}", words, "each node has an address of its own")
+        if needs_addresses and node.nic is not None and not _is_address(node.address):
+            words = f"has a nic and the address {node.address}, which HCCL takes only as an IP address"
+            yield Finding(_REFUSED, "address", f"node {name}", words, "write the IP address")
         busy = {launch.node_name for launch in plan.launches} | {plan.topology.gateway.node}
         if name not in busy:
             yield Finding(Severity.WARNING, "idle", f"node {name}", "starts nothing", "name it in a group")
@@ -70,6 +76,14 @@ def check_ranks(plan: Plan) -> Iterator[Finding]:
         if missing := [rank for rank in range(dp) if rank not in owners]:
             words = f"{_ranks(missing)} of {dp} would be started by nobody, and the others wait for all"
             yield Finding(_REFUSED, "ranks", label, words, "give every rank to a node")
+
+
+def check_single_ranks(plan: Plan) -> Iterator[Finding]:
+    """launch_online_dp.py tells every rank its number, which vLLM refuses of a single one (ParallelConfig)."""
+    for role, part in plan.topology.roles.items() if plan.topology.launcher == "launch_online_dp" else ():
+        if part.dp == 1:
+            words = "dp is 1, with which launch_online_dp.py starts nothing: vLLM takes no --data-parallel-rank then"
+            yield Finding(_REFUSED, "ranks", role, words, "take launcher serve_ranks")
 
 
 def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
@@ -194,6 +208,7 @@ def check_speculation(plan: Plan) -> Iterator[Finding]:
 CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
     check_nodes,
     check_ranks,
+    check_single_ranks,
     check_dp_addresses,
     check_devices,
     check_ports,
@@ -209,6 +224,14 @@ CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
 def _member(topology: Topology, role: RoleName, flag: str, name: str) -> Any:
     value = topology.options_of(role).get(flag)
     return value.get(name) if isinstance(value, dict) else None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _resume_mode(topology: Topology) -> object:

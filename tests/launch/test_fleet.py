@@ -149,6 +149,10 @@ DRIFTS: dict[str, tuple[Change, list[tuple[str, str]]]] = {
         _changed("p0", 7101, max_model_len=4096),
         [("length", "takes 4096 tokens, and the topology says 16384")],
     ),
+    "a longer one": (
+        _changed("d0", 7100, max_model_len=32768),
+        [("length", "takes 32768 tokens, and the topology says 16384")],
+    ),
     "another connector": (
         _changed("d0", 7101, connector_name="nixl"),
         [("connector", "runs NixlConnector, and the topology says MooncakeConnectorV1")],
@@ -175,6 +179,11 @@ async def test_engines_that_do_not_tell_their_role_are_a_note() -> None:
     assert looked.told() == []
     (note,) = looked.told(Severity.NOTE)
     assert note == ("role", "4 of 4 engines do not tell role and connector")
+
+
+async def test_engines_that_hand_nothing_over_need_not_tell_their_role() -> None:
+    looked = await looked_at(on_loopback("kimi-k2-thinking"), lambda _, options: options | {"dev_mode": False})
+    assert looked.told(Severity.NOTE) == []
 
 
 def examined(port: int, **told: Any) -> Examined:

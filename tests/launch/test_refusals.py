@@ -30,6 +30,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "ranks 8 to 15 would be started on d1, and there are 0 to 7 with dp 8",
     ),
     (
+        "a node that lacks one device",
+        {"nodes__d0__devices": 15},
+        "decode d0",
+        "wants devices 0-15, and the node has 15: dp 8, tp 4",
+    ),
+    (
         "ranks that start twice",
         {DECODERS: [[{"node": "d0", "ranks": "0-3"}, {"node": "d1", "ranks": "3-6"}]]},
         "decode group 0",
@@ -52,6 +58,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         {"nodes__d0__address": "127.0.0.1"},
         "decode d1",
         "the ranks would meet at 127.0.0.1, which is every node's own",
+    ),
+    (
+        "a place of the guide that is not filled in",
+        {"nodes__d1__address": "141.xx.xx.4"},
+        "node d1",
+        "has a nic and the address 141.xx.xx.4, which HCCL takes only as an IP address",
+    ),
+    (
+        "launch_online_dp.py for a single rank",
+        {"roles__prefill__dp": 1},
+        "prefill",
+        "dp is 1, with which launch_online_dp.py starts nothing: vLLM takes no --data-parallel-rank then",
     ),
     (
         "two nodes with one address",
@@ -96,6 +114,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "rpc_port of prefill-0 (12321) would collide with the gateway (12321)",
     ),
     (
+        "probes where there is an engine",
+        {"gateway__settings": {"admin": {"probe_port": 7102}}},
+        "node p0",
+        "the API of prefill-0 (7100-7103) would collide with the gateway's admin.probe_port (7102)",
+    ),
+    (
+        "an endpoint of one node where its ranks meet",
+        {DECODERS: [[{**BOTH[0], "port": 12320}, BOTH[1]]]},
+        "node d0",
+        "the API of decode-0 (12320-12323) would collide with rpc_port of decode-0 (12321)",
+    ),
+    (
         "ports past the end",
         {f"{DECODE}kv_port": 65530},
         "node d0",
@@ -112,6 +142,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         {f"{DECODE}dp": 4, f"{DECODE}tp": 8},
         "fleet",
         "MooncakeConnectorV1 cannot join prefillers with tp 4 and decoders with tp 8",
+    ),
+    (
+        "tensor parallel sizes of which one is no multiple of the other",
+        {f"{DECODE}tp": 3},
+        "fleet",
+        "MooncakeConnectorV1 cannot join prefillers with tp 4 and decoders with tp 3",
     ),
     (
         "lengths that differ",
@@ -167,3 +203,43 @@ def test_a_decoder_with_fewer_devices_for_each_rank_is_joined() -> None:
     assert (
         refusals(plan_of(GUIDE, roles__decode__dp=16, roles__decode__tp=2, roles__decode__groups=[["d0", "d1"]])) == []
     )
+
+
+# The same of topologies in which every engine does both stages: the topology, the changes, and what is said.
+MIXED: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "kimi-k2.5-two-nodes",
+        {"nodes__n0__address": "::1", "nodes__n1__address": "::2"},
+        [
+            "the ranks would meet at ::1, which is every node's own",
+        ],
+    ),
+    (
+        "kimi-k2.5-two-nodes",
+        {"roles__both__groups": [{"nodes": ["n0", "n1"], "dp_address": "141.0.0.9"}]},
+        [
+            "dp_address is 141.0.0.9, and rank 0 of the group is on node n0, 141.0.0.1",
+        ]
+        * 2,
+    ),
+    (
+        "kimi-k2.5-two-nodes",
+        {"roles__both__rpc_port": 1999},
+        [
+            "rpc_port of both-0 (1999) would collide with the gateway (1999)",
+        ],
+    ),
+    (
+        "kimi-k2-thinking",
+        {"options__additional-config": {"recompute_scheduler_enable": True}},
+        [
+            "recompute_scheduler_enable is for decoders: vLLM-Ascend does not start with it elsewhere",
+        ],
+    ),
+    ("kimi-k2-thinking", {"nodes__n0__address": "127.0.0.1", "roles__both__dp": 4, "roles__both__tp": 4}, []),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), MIXED)
+def test_a_fleet_that_hands_nothing_over_is_looked_at_too(name: str, changes: dict[str, Any], words: list[str]) -> None:
+    assert [each.words for each in refusals(plan_of(name, **changes))] == words

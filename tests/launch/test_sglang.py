@@ -40,3 +40,8 @@ def test_the_ports_behind_the_meeting_place_are_taken() -> None:
     assert [each.words for each in found] == [
         "the API of decode-0 (8001) would collide with rpc_port of decode-0 (7997-8002)"
     ]
+
+
+def test_a_bootstrap_server_has_a_port_of_its_own() -> None:
+    (found,) = refusals(plan_of(GUIDE, roles__prefill__bootstrap_port=8000))
+    assert found.words == "the API of prefill-0 (8000) would collide with bootstrap_port of prefill-0 (8000)"
