@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import sys
 from typing import TYPE_CHECKING, Final
@@ -70,10 +71,13 @@ def _haproxy(directory: Path) -> Peer:
     if shutil.which(HAPROXY) is None:
         sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
 
+    # It takes two descriptors for each, and does not start where they may not be opened.
+    most = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)
+
     def spelling(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
         servers = [f"  server d{index} {HOST}:{engine}" for index, engine in enumerate(decode)]
         configuration = [
-            *("global", "  nbthread 1", "  maxconn 20000", "defaults", "  mode http", "  balance roundrobin"),
+            *("global", "  nbthread 1", f"  maxconn {most}", "defaults", "  mode http", "  balance roundrobin"),
             *("  timeout client 1h", "  timeout server 1h", "  timeout connect 5s", "  http-reuse always"),
             *("frontend front", f"  bind {HOST}:{port}", "  default_backend engines", "backend engines", *servers),
         ]
