@@ -1,6 +1,8 @@
-"""What an administrator tells all engines at once: to empty their prefix caches, to begin and to end a profile.
+"""What an administrator tells many engines at once: to empty their prefix caches, to begin and to end a profile,
+to give their memory away and to take it back.
 
-Each engine gets the caller's query and body, and its answer counts only as a yes or a no.
+Each engine gets the caller's query and body, and its answer counts only as a yes or a no. `?role=decode` and
+`?instance=host:port`, which may be given several times, are for us: they say which engines are meant.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import orjson
 from aiohttp import hdrs, web
 
 from proxy.api.administrators import author
+from proxy.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Listen
 from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import aiohttp
     from aiohttp.typedefs import Handler
+    from multidict import MultiMapping
 
     from proxy.api.administrators import Administrators
     from proxy.backend import Backend, Role
@@ -37,6 +41,13 @@ RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 START_PROFILE: Final = "/start_profile"
 STOP_PROFILE: Final = "/stop_profile"
 """Of both. vLLM has these routes only if it was started with a profiler, SGLang takes options in the body."""
+_SLEEPING: Final = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
+"""Of vLLM (with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode), and of SGLang (with --enable-memory-saver)."""
+
+_FOR_US: Final[Mapping[str, Callable[[Backend], str]]] = {
+    "role": lambda backend: backend.role.value,
+    "instance": lambda backend: backend.name,
+}
 
 # SGLang may be told to wait until it is idle before it empties its cache; its benchmark lets it wait for 60 s. What a
 # profiler has recorded is written out before the engine answers, which takes minutes.
@@ -58,7 +69,7 @@ class _Message:
 
 
 class BroadcastApi:
-    """The routes that reach every engine there is, whatever its role and state.
+    """The routes that reach every engine there is, or those that are named, whatever their states.
 
     `cache_path`: the engines' route that empties their prefix caches; callers may use that name, too.
     """
@@ -79,21 +90,36 @@ class BroadcastApi:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
-        engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE)}
+        engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEPING)}
         engines_paths |= dict.fromkeys((RESET_PREFIX_CACHE, self._cache_path), self._cache_path)
         return [web.post(path, self._handler(engines_path)) for path, engines_path in engines_paths.items()]
 
     def _handler(self, path: str) -> Handler:
         async def tell_all(request: web.Request) -> web.Response:
             body = await read_body(request, _BODY, option=None)
-            logger.info("sent to all instances: %s", path, extra={"fields": {"by": author(request)}})
-            message = _Message(path, list(request.query.items()), body, request.headers.get(hdrs.CONTENT_TYPE, ""))
-            backends = [backend for pool in self._pools.values() for backend in pool.backends()]
+            backends = self._named(request.query)
+            told = "all" if len(backends) == len(self._backends()) else len(backends)
+            logger.info("sent to %s instances: %s", told, path, extra={"fields": {"by": author(request)}})
+            query = [(name, value) for name, value in request.query.items() if name not in _FOR_US]
+            message = _Message(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
             done = await asyncio.gather(*(self._tell(backend, message) for backend in backends))
             failed = [backend.url for backend, ok in zip(backends, done, strict=True) if not ok]
             return _json({"failed": failed}, status=500) if failed else web.Response()
 
         return self._administrators.only(tell_all)
+
+    def _backends(self) -> list[Backend]:
+        return [backend for pool in self._pools.values() for backend in pool.backends()]
+
+    def _named(self, query: MultiMapping[str]) -> list[Backend]:
+        """Those whom a query means. Raises BadRequest for a name that nobody has."""
+        backends = self._backends()
+        for name, of in _FOR_US.items():
+            wanted = query.getall(name, [])
+            if unknown := sorted({*wanted}.difference(map(of, backends))):
+                raise BadRequest(f"there is no instance with {name} {unknown[0]!r}", param=name)
+            backends = [backend for backend in backends if not wanted or of(backend) in wanted]
+        return backends
 
     async def _tell(self, backend: Backend, message: _Message) -> bool:
         headers = dict(self._keys.headers(backend))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.journal import Seat
     from proxy.balancer.scoreboard import Scoreboard
+    from proxy.settings import Balance
 
 
 class Subject(Protocol):
@@ -203,6 +204,9 @@ class Policy(ABC):
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
+
+    def configure(self, settings: Balance) -> None:  # noqa: B027 - need not be overridden
+        """Take settings, which may be changed ones."""
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:

@@ -1,4 +1,4 @@
-"""The command line: flat flags, those of vLLM-Ascend's example proxy among them with the same meaning.
+"""The command line: flat flags, those of vLLM-Ascend's example proxies among them with the same meaning.
 
 Values stay text here; the model judges them, as it does those of the other sources. Secrets have no flag, because
 anybody on the host can read a command line.
@@ -37,6 +37,8 @@ _FLAGS: Final = {
     "--policy": ["balance.prefill_policy", "balance.decode_policy"],
     "--prefill-policy": ["balance.prefill_policy"],
     "--decode-policy": ["balance.decode_policy"],
+    "--server-group-threshold": ["balance.long_prompt_tokens"],
+    "--max-request-tokens": ["balance.longest_prompt_tokens"],
     "--max-retries": ["retry.max_attempts"],
     "--retry-delay": ["retry.base_delay_seconds"],
     "--max-waiting-retries": ["joining.max_attempts"],
@@ -48,6 +50,26 @@ _FLAGS: Final = {
 
 # The option, the noun, and the port of a host that is given without ports.
 _ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("encode", "encoder", 8003))
+
+# What the examples for engines that do both stages, and for encoders, call our flags.
+_ALIASES: Final = {
+    **{f"--{noun}-{what}": f"--decoder-{what}" for noun in ("pd", "server") for what in ("hosts", "ports")},
+    **{f"--{role}-servers-urls": f"--{role}" for role, _, _ in _ROLES},
+}
+_BOTH_STAGES: Final = ("--pd-hosts", "--pd-ports", "--server-hosts", "--server-ports")
+"""Flags of engines that prefill and decode."""
+_OTHER_SPELLINGS: Final = """\
+--pd-hosts, --pd-ports, --server-hosts, --server-ports: --decoder-hosts and --decoder-ports, with --connector plain;
+--encode-servers-urls, --prefill-servers-urls (or `disable`) and --decode-servers-urls take URLs with commas between."""
+_NO_PREFILLERS: Final = ("disable", "none")
+"""What the encoders' example is told instead of prefillers if engines do both stages."""
+_LENGTH_GROUPS: Final = "--enable-dynamic-bucket"
+_DISPATCH_MODE: Final = "--encoder-dispatch-mode"
+
+_OF_OTHER_EXAMPLES: Final = (
+    *_ALIASES,
+    *("--server-group-threshold", "--max-request-tokens", _LENGTH_GROUPS, _DISPATCH_MODE),
+)
 
 _REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
 
@@ -107,7 +129,8 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     `--help` and `--version` print and raise SystemExit.
     """
     parser, known_flags = _parser(command)
-    in_full = _in_full(argv, known_flags)
+    spelled = _in_full(argv, known_flags)
+    in_full = [_translated(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
     if unknown:
         # Only the flag: what follows it, or its =, may be a secret.
@@ -123,29 +146,43 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
         if given[flag] is not None
         for option in options
     }
+    both_stages = [flag for flag in map(_flag_of, spelled) if flag in _BOTH_STAGES]
+    if given["--prefill"] and given["--prefill"][0] in _NO_PREFILLERS:
+        both_stages.append("--prefill-servers-urls")
+        given["--prefill"] = None
+    if both_stages:
+        values.setdefault("connector", Sourced("plain", both_stages[0]))
+    if given[_LENGTH_GROUPS]:
+        values.setdefault("balance.decode_policy", Sourced("length_groups", _LENGTH_GROUPS))
     for role, noun, default_port in _ROLES:
         flags = [f"--{noun}-hosts", f"--{noun}-ports", f"--{role}"]
         if origin := ", ".join(flag for flag in flags if given[flag]):
             hosts = _each(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
             ports = _each(flags[1], port_range, given[flags[1]])
-            words = given[flags[2]]
+            words = [part for word in given[flags[2]] or () for part in word.split(",") if part]
             urls = _each(flags[2], parse_endpoints, _with_bootstrap_ports(words) if role == "prefill" else words)
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
-    return CommandLine(values, given["--config"], tuple(_given_again(in_full, known_flags)))
+    warnings = list(_given_again(in_full, known_flags))
+    if given[_DISPATCH_MODE] == "single":
+        warnings.append(f"{_DISPATCH_MODE} single: here each item goes to an encoder by itself, as with fanout")
+    return CommandLine(values, given["--config"], tuple(warnings))
 
 
 def _in_full(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
-    """The words, with each flag as it is called: its beginning is enough where no other flag begins so.
+    """The words, with each flag spelled out: its beginning is enough where no other flag begins so.
 
-    That is what argparse does with the example's flags, and guides write `--prefiller-port`. Raises SettingsError.
+    That is what argparse does with the example's flags, and guides write `--prefiller-port`; those of the other
+    examples come second, as they would make its flags ambiguous. Raises SettingsError.
     """
+    first = [flag for flag in known_flags if flag not in _OF_OTHER_EXAMPLES]
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag != "--" and flag not in known_flags:
-            meant = [known for known in known_flags if known.startswith(flag)]
+        if flag.startswith("--") and flag != "--" and flag not in (*known_flags, *_ALIASES):
+            meant = [known for known in first if known.startswith(flag)]
+            meant = meant or [known for known in _OF_OTHER_EXAMPLES if known.startswith(flag)]
             if len(meant) > 1:
                 raise SettingsError(f"{flag} is short for {' and '.join(meant)}: write out which one")
             flag = meant[0] if meant else flag
@@ -153,9 +190,19 @@ def _in_full(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
     return words
 
 
+def _translated(word: str) -> str:
+    """Our flag for one of another example's."""
+    flag = _flag_of(word)
+    return _ALIASES.get(flag, flag) + word[len(flag) :]
+
+
+def _flag_of(word: str) -> str:
+    return word.partition("=")[0]
+
+
 def _given_again(words: Sequence[str], known_flags: Sequence[str]) -> Iterator[str]:
     """The words are flags in full and their values."""
-    flags = [word.partition("=")[0] for word in words]
+    flags = [_flag_of(word) for word in words]
     for flag in known_flags:
         if flags.count(flag) > 1 and flag not in _REPEATABLE:
             yield f"{flag} is given {flags.count(flag)} times, and only the last one counts"
@@ -224,7 +271,15 @@ def _parser(command: str | None) -> tuple[_Parser, list[str]]:
     group = parser.add_argument_group("other options")
     for flag, options in _FLAGS.items():
         group.add_argument(flag, dest=flag, metavar="VALUE", help=_help(options))
-    return parser, [*flags, *_FLAGS]
+    group = parser.add_argument_group("as vLLM-Ascend's other examples have it", _OTHER_SPELLINGS)
+    group.add_argument(_LENGTH_GROUPS, dest=_LENGTH_GROUPS, action="store_true", help="--decode-policy length_groups")
+    group.add_argument(
+        _DISPATCH_MODE,
+        dest=_DISPATCH_MODE,
+        choices=("single", "fanout"),
+        help="always fanout: each item goes to an encoder by itself",
+    )
+    return parser, [*flags, *_FLAGS, _LENGTH_GROUPS, _DISPATCH_MODE]
 
 
 def _help(options: Sequence[str]) -> str:

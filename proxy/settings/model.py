@@ -147,6 +147,20 @@ class Balance(Section):
     whose engines report their ranks."""
     decode_dp_ranks: Positive = 1
     """Data-parallel ranks behind the address of each vLLM decoder; see prefill_dp_ranks."""
+    long_prompt_tokens: Positive = 32 * 1024
+    """Policy length_groups: estimated tokens from which a prompt belongs to the second half of the instances."""
+    longest_prompt_tokens: Positive = 128 * 1024
+    """Policy length_groups: the longest prompt there may be. How near a prompt's length is to those of the other half
+    decides how much freer that half must be for the prompt to go there."""
+
+    @model_validator(mode="after")
+    def _long_is_below_longest(self) -> Self:
+        if self.long_prompt_tokens >= self.longest_prompt_tokens:
+            raise ValueError(
+                f"long_prompt_tokens {self.long_prompt_tokens} is not below longest_prompt_tokens"
+                f" {self.longest_prompt_tokens}"
+            )
+        return self
 
 
 class Cost(Section):

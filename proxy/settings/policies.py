@@ -13,6 +13,7 @@ POLICIES: Final = {
     "round_robin": "proxy.balancer.policies:RoundRobin",
     "power_of_two": "proxy.balancer.policies:PowerOfTwo",
     "random": "proxy.balancer.policies:Random",
+    "length_groups": "proxy.balancer.length_groups:LengthGroups",
 }
 DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.least_decode_seconds:LeastDecodeSeconds"}
 """The same for decoders: what they do is not what prefillers do."""

@@ -68,9 +68,11 @@ def build_balancing(basis: Basis) -> Balancing:
             journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
         )
+        policy = make_policy(_policy_name(settings, role), context)
+        policy.configure(settings.balance)
         made = Pool(
             role,
-            policy=make_policy(_policy_name(settings, role), context),
+            policy=policy,
             scoreboard=shared.scoreboard,
             row=row,
             roster=shared.roster,
@@ -152,6 +154,7 @@ def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Call
         if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps what it remembers
             name = newest
             pool.use(make_policy(name, context))
+        pool.policy.configure(new.balance)
 
     return configure
 

@@ -95,3 +95,28 @@ async def test_engines_without_a_profiler_are_named(gateway: Gateway) -> None:
     client = await client_of(gateway)
     async with client.post("/start_profile") as answer:
         assert (answer.status, await answer.json()) == (500, {"failed": [f"http://{decoder.name}"]})
+
+
+@pytest.mark.parametrize(
+    "path", ["/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation", "/reset_prefix_cache"]
+)
+async def test_engines_may_be_told_by_role_or_by_name(gateway: Gateway, path: str) -> None:
+    prefiller, *decoders = [await gateway.engine(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
+    client = await client_of(gateway)
+    for query in ("role=decode&level=1", f"instance={prefiller.name}&level=1&instance={decoders[0].name}"):
+        async with client.post(f"{path}?{query}") as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+    assert [len(engine.asked) for engine in (prefiller, *decoders)] == [1, 2, 1]
+    assert {(asked.path, asked.query) for asked in (*prefiller.asked, *decoders[0].asked)} == {(path, "level=1")}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("role=decoder", "role"), ("instance=d:1", "instance"), ("role=decode&instance={}", "instance")],
+)
+async def test_a_name_that_no_instance_has_is_refused(gateway: Gateway, query: str, param: str) -> None:
+    engines = [await gateway.engine(role) for role in (Role.PREFILL, Role.DECODE)]
+    client = await client_of(gateway)
+    async with client.post(f"/sleep?{query.format(engines[0].name)}") as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, param)
+    assert not any(engine.asked for engine in engines)

@@ -40,7 +40,7 @@ def test_a_single_candidate_is_chosen(name: str) -> None:
     assert [choose(policy, EIGHT[3:4], [99]) for _ in range(3)] == EIGHT[3:4] * 3
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "length_groups"])
 def test_idle_backends_all_get_work(name: str) -> None:
     policy = make_policy(name)
     assert {choose(policy, EIGHT, IDLE) for _ in range(500)} == set(EIGHT)

@@ -79,6 +79,59 @@ def test_hosts_without_ports_and_ports_without_hosts_take_the_example_proxys_def
     assert texts(found.prefill + found.decode) == ["a:8001", "localhost:9000"]
 
 
+# As in the headers of vLLM-Ascend's hybrid_proxy_server.py, epd_load_balance_proxy_layerwise_server_example.py and
+# disagg_epd_proxy.py, and in disagg_1e1pd_example.sh.
+@pytest.mark.parametrize(
+    ("line", "encode", "prefill", "decode", "connector"),
+    [
+        ("--server-hosts a b --server-ports 8100 8101", [], [], ["a:8100", "b:8101"], "plain"),
+        (
+            "--encoder-hosts e --encoder-ports 81 --pd-hosts a b --pd-ports 82 83",
+            ["e:81"],
+            [],
+            ["a:82", "b:83"],
+            "plain",
+        ),
+        (
+            "--encode-servers-urls http://e:1,http://f:1 --prefill-servers-urls disable --decode-servers-urls http://d:8",
+            *(["e:1", "f:1"], [], ["d:8"], "plain"),
+        ),
+        (
+            "--encode-servers-urls e:1 --prefill-servers-urls http://p:3,http://p:4 --decode-servers-urls=http://d:5,d:6",
+            *(["e:1"], ["p:3", "p:4"], ["d:5", "d:6"], "vllm_pull"),
+        ),
+    ],
+)
+def test_the_lines_of_the_other_examples_are_taken_as_they_are(
+    line: str, encode: list[str], prefill: list[str], decode: list[str], connector: str
+) -> None:
+    found = settings(line)
+    assert (texts(found.encode), texts(found.prefill), texts(found.decode)) == (encode, prefill, decode)
+    assert found.connector == connector
+
+
+def test_the_dynamic_buckets_of_the_hybrid_example_are_a_policy() -> None:
+    line = "--server-hosts a b --server-ports 1 2 --server-group-threshold 1000 --max-request-tokens 9000"
+    balance = settings(f"{line} --enable-dynamic-bucket").balance
+    assert (balance.decode_policy, balance.long_prompt_tokens, balance.longest_prompt_tokens) == (
+        *("length_groups", 1000, 9000),
+    )
+    assert settings(line).balance.decode_policy == "least_load"
+    assert "long_prompt_tokens 1000 is not below" in mistake("--server-group-threshold 1000 --max-request-tokens 1000")
+
+
+def test_another_connector_for_engines_that_do_both_stages_is_the_operators() -> None:
+    assert loaded("--pd-hosts a --pd-ports 1").origins["connector"] == "--pd-hosts"
+    assert "no prefiller given" in mistake("--pd-hosts a --pd-ports 1 --connector vllm_pull")
+
+
+def test_items_are_never_encoded_as_one_request() -> None:
+    line = "--encode e:1 --prefill p:1 --decode d:1 --encoder-dispatch-mode"
+    (warning,) = loaded(f"{line} single").warnings
+    assert warning.endswith("each item goes to an encoder by itself, as with fanout")
+    assert not loaded(f"{line} fanout").warnings
+
+
 @pytest.mark.parametrize("option", ["port", "por"])
 def test_a_flag_may_be_cut_short_as_argparse_has_it(option: str) -> None:
     line = f"--prefiller-{option} 13700 13701 --prefiller-h a b --decoder-{option}=13702 --decoder-host c --max-r 2"
@@ -556,7 +609,10 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
         ),
         (
             "--policy best",
-            "--policy must be 'least_load', 'least_tokens', 'round_robin', 'power_of_two' or 'random', not 'best'",
+            (
+                "--policy must be 'least_load', 'least_tokens', 'round_robin', 'power_of_two', 'random' or"
+                " 'length_groups', not 'best'"
+            ),
         ),
         ("--max-retries 1.5", "--max-retries must be a valid integer, not '1.5'"),
         ("--config /nowhere.yaml", "/nowhere.yaml cannot be read: no such file or directory"),
