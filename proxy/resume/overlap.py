@@ -32,6 +32,13 @@ class Overlap:
         """All of it was repeated, apart from token ids."""
         return not (any(self._texts.values()) or any(self._arguments) or self._calls_left)
 
+    @property
+    def content_left(self) -> str:
+        """The content that was not repeated, if that is all that was not; otherwise nothing."""
+        rest = self._texts["content"]
+        is_rest = not (any(self._arguments) or self._calls_left or sum(map(bool, self._texts.values())) > 1)
+        return rest if is_rest else ""
+
     def beyond(self, delta: dict[str, Any]) -> dict[str, Any]:
         """What of a delta is new. Raises Mismatch when it is not what the client has."""
         new = {name: value for name, value in delta.items() if name not in (*TEXTS, "tool_calls")}
@@ -82,6 +89,18 @@ def beyond(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
     if not overlap.is_exhausted:
         raise Mismatch
     return new
+
+
+def beyond_or_behind(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """As `beyond`, where the delta may lack the end of the content that the client has; and that end.
+
+    Raises Mismatch when it says something else.
+    """
+    overlap = Overlap(transcript)
+    new, known = overlap.beyond(said), overlap.content_left
+    if not (known or overlap.is_exhausted):
+        raise Mismatch
+    return new, known
 
 
 def _after(text: str, known: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from proxy.resume.call_options import calls_tools, has_media
 from proxy.resume.completion_as_chat import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut
-from proxy.resume.overlap import Mismatch, beyond
+from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
 from proxy.resume.resumption import CannotResume, Resumption
 from proxy.resume.seam import Seam
 from proxy.resume.situation import ChatTokens
@@ -86,7 +86,7 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
         channel = transcript.reasoning_field if in_reasoning else "content"
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
-        parser, new = _parsed(situation, text, in_reasoning)
+        parser, new, _ = _parsed(situation, text, in_reasoning)
         if parser.in_tools or parser.unsaid.strip():
             raise Mismatch
         return new, parser.unsaid
@@ -116,7 +116,8 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
     try:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:
             raise Mismatch  # what is reasoning was shown as content
-        parser, pending = _parsed(situation, text, begins_in_reasoning)
+        is_cut = kept < len(transcript.ids) and situation.engine.shows_half_tokens
+        parser, pending, known = _parsed(situation, text, begins_in_reasoning, is_cut=is_cut)
     except Mismatch:
         # There may be no parser at all: then what the client has is the text without special tokens.
         if transcript.reasoning or transcript.tools:
@@ -126,12 +127,17 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
     action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
     channel = "content" if "content" in pending else _last_channel(transcript)
     held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
-    cut = Cut(kept, held, channel=channel)
+    cut = Cut(kept, held, channel=channel, known=known)
     return from_tokens(situation, action, cut, pending=pending, parser=parser, late=len(parser.unsaid))
 
 
-def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[Parser, dict[str, Any]]:
-    """A parser that has read the answer's text, and what of that the client does not have. Raises Mismatch."""
+def _parsed(
+    situation: Situation, text: str, in_reasoning: bool, *, is_cut: bool = False
+) -> tuple[Parser, dict[str, Any], str]:
+    """A parser that has read the answer's text, what of that the client does not have, and what of its content that
+    lacks. `is_cut`: it may lack something. Raises Mismatch.
+    """
+    compare = beyond_or_behind if is_cut else lambda transcript, said: (beyond(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):
         parser = situation.transcript.grammar.parser(
             in_reasoning=in_reasoning,
@@ -143,7 +149,7 @@ def _parsed(situation: Situation, text: str, in_reasoning: bool) -> tuple[Parser
         )
         try:
             said = with_reasoning_as(situation.transcript.reasoning_field, parser.feed(text))
-            return parser, beyond(situation.transcript, said)
+            return parser, *compare(situation.transcript, said)
         except Mismatch:
             continue
     raise Mismatch

@@ -201,7 +201,7 @@ async def differences(
             decoder.faults.clear()
             decoder.faults.add(fault, tokens=place, times=1)
             if then is not None:
-                decoder.faults.add(fault, tokens=then, skip=1, times=1)
+                decoder.faults.add(fault, tokens=then, times=1)
             gateway.expects_inexact_pins |= place == 0
             answer = await gateway.ask(dict(body))
             try:

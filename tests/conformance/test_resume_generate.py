@@ -97,15 +97,25 @@ async def test_it_goes_on_however_it_breaks_off(fault: str) -> None:
         assert actions(gateway) == ["completion_tokens"] * 2
 
 
-async def test_it_goes_on_behind_every_token() -> None:
-    body = asked(**STREAM)
+WHOLE = asked(sampling={"max_new_tokens": 100})
+
+
+@pytest.mark.covering(
+    "body begin then",
+    [(body, begin, then) for body in (asked(**STREAM), WHOLE) for begin in (0, 1) for then in (None, 2)],
+    lambda row: {row[2], repr(row[0])},
+)
+async def test_it_goes_on_behind_every_token(body: dict[str, Any], begin: int, then: int | None) -> None:
+    places = range(64 + begin, 98, 2) if body is WHOLE else range(1 + begin, 38, 2)
     async with serving(NOW, connector="sglang_bootstrap", decoders=1) as gateway:
         expected = got(await ask(gateway, body))
-        for place in range(1, 40, 2):
+        for place in places:
             gateway.decoders[0].faults.clear()
             gateway.decoders[0].faults.add("error_event", tokens=place, times=1, path="/generate")
+            if then is not None:
+                gateway.decoders[0].faults.add("error_event", tokens=then, times=1, path="/generate")
             assert got(await ask(gateway, body)) == expected, place
-        assert actions(gateway) == ["completion_tokens"] * 20
+        assert actions(gateway) == ["completion_tokens"] * len(places) * (1 if then is None else 2)
 
 
 async def test_what_the_next_decoder_is_asked_for() -> None:

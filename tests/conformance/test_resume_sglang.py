@@ -85,6 +85,29 @@ async def test_an_answer_goes_on_wherever_and_however_it_breaks_off(row: Row, pr
     await check(profile, row, **SGLANG, **(SHORT if row.fault == "stall_after_tokens" else {}))
 
 
+MATRIX: dict[str, tuple[dict[str, Any], range, str]] = {
+    "completion": (completion(**WITH_USAGE), range(1, 40), TOKENS),
+    "whole-completion": (completion(max_tokens=100), range(64, 100), TOKENS),
+    "greedy-chat": (story(**WITH_USAGE, **GREEDY), range(1, 137), "replay"),
+}
+"""Each kind of answer, behind each of these tokens."""
+
+
+@pytest.mark.covering(
+    "kind tokens", [(kind, n) for kind in MATRIX for n in MATRIX[kind][1]], lambda row: {row[0], row[1] % len(FAULTS)}
+)
+async def test_an_answer_goes_on_behind_every_token_and_once_more(kind: str, tokens: int) -> None:
+    """The faults take turns. Those that end no engine come twice, as long as there is something left to write."""
+    body, places, does = MATRIX[kind]
+    fault = FAULTS[tokens % len(FAULTS)]
+    then = 1 + tokens % 9 if fault in ("error_event", "end_without_finish") else None
+    if then is not None and does == TOKENS and tokens + then >= places.stop:
+        then = None
+    times = does if then is None else f"{does}+{does}"
+    row = Row(kind, body, f"{tokens}", after(tokens), times, fault, {}, then)
+    await check(NOW, row, decoders=3, **SGLANG, **(SHORT if fault == "stall_after_tokens" else {}))
+
+
 BEGUN = rows(
     *("completion", completion(**WITH_USAGE)),
     *[("before the first token", after(0), REPEATED, fault) for fault in ("kill", "reset_after_tokens", "error_event")],

@@ -144,7 +144,7 @@ async def differing(body: Mapping[str, Any], places: Iterable[int], *, then: int
             decoder.faults.clear()
             decoder.faults.add("error_event", tokens=place, times=1)
             if then is not None:
-                decoder.faults.add("error_event", tokens=then, skip=1, times=1)
+                decoder.faults.add("error_event", tokens=then, times=1)
             if wrong := unlike(got(await gateway.ask(dict(body))), expected):
                 found[place] = wrong
     return found

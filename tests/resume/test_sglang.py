@@ -11,7 +11,9 @@ from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
 from proxy.resume.engine import Watch
 from proxy.resume.overlap import Mismatch
 from proxy.resume.sglang import SGLANG
+from proxy.resume.situation import ChatTokens
 from proxy.resume.transcript import Transcript
+from proxy.sim.model.tokenizer import ASSISTANT, MIDDLE, THINK_END
 from proxy.terms import Action
 from proxy.wire.document import joined
 from proxy.wire.openai import Api
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.capabilities import Capability
     from proxy.resume.resumption import Resumption
+    from proxy.resume.seam import Seam
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 WHOLE = request(Api.CHAT)
@@ -102,6 +105,32 @@ def test_text_of_half_a_token_is_generated_again_and_told_once(
         for chunk, _ in resumption.seam.rewrite(_chunk(text, ids), recomputed=False):
             told += chunk["choices"][0]["text"]
     assert told == new
+
+
+def test_so_it_is_in_a_chat_that_is_asked_for_as_a_completion() -> None:
+    transcript = Transcript("reasoning_content")
+    transcript.prompt_ids = b"[%d,%d]" % (ASSISTANT, MIDDLE)
+    transcript.take({"delta": {"reasoning_content": "He"}}, [1])
+    transcript.take({"delta": {}}, [THINK_END])
+    for text, ids in [(" said", [2]), (" ", [3])]:
+        transcript.take({"delta": {"content": text}}, ids)
+    facts: dict[str, Any] = {"chats": ChatTokens.COMPLETIONS, "chat_sampling": {"top_k": 20}}
+
+    def tell(ids: Sequence[int]) -> str:
+        markers = {MIDDLE: "<think>", THINK_END: "</think>"}
+        return "".join(markers.get(token) or text_of([token] if token in TEXTS else []) for token in ids)
+
+    resumption, _ = decided(situation(CHAT, [], engine=SGLANG, transcript=transcript, **facts), tell)
+    assert resumption.action is Action.RAW_TOKENS
+    body = body_of(resumption)
+    assert (body["prompt"], body["top_k"]) == ([ASSISTANT, MIDDLE, 1, THINK_END, 2], 20)
+    assert resumption.seam is not None
+    chunks = [chunk for text, ids in [(" ", [3]), ("“yes", [4])] for chunk in _rewritten(resumption.seam, text, ids)]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "“yes"
+
+
+def _rewritten(seam: Seam, text: str, ids: list[int]) -> list[dict[str, Any]]:
+    return [chunk for chunk, _ in seam.rewrite(_chunk(text, ids), recomputed=False)]
 
 
 @pytest.mark.parametrize(("text", "finish"), [("-", None), ("", "length")])
