@@ -4,7 +4,7 @@ The nouns, used in this sense everywhere; DESIGN.md has the same list:
 
 Role         `prefill`, `decode` or `encode`; an instance of it is a prefiller, a decoder or an encoder
 Backend      one engine endpoint: role, host, port, scoreboard slot; a frozen value
-Roster       which backends there are, the same for all workers: joining, enabled, draining
+Roster       which backends there are, the same for all workers: joining, enabled, disabled, draining
 Pool         the backends of one role; the only one that knows which are eligible now
 Load         what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
 Scoreboard   load per backend across workers; each worker writes its own row

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
 from aiohttp import web
 
 from proxy.api.administrators import author
+from proxy.api.instance_changes import is_dry_run
 from proxy.errors import BadRequest
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.api.administrators import Administrators
     from proxy.configuration import Change
@@ -26,20 +27,24 @@ if TYPE_CHECKING:
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
-class AdminApi:
-    """The routes for operators of the gateway itself.
+class Reload(Protocol):
+    """Reads the configuration again and applies it, or only says what that would change."""
 
-    `configuration` tells what is in force, for anybody to see. `reload` reads it again and applies it, for the author
-    who is named to it. It raises SettingsError.
-    """
+    async def __call__(self, by: str, *, is_dry_run: bool = False) -> Change:
+        """`by`: who wants it. Raises SettingsError."""
+
+
+class AdminApi:
+    """The routes for operators of the gateway itself."""
 
     def __init__(
         self,
         metrics: Metrics,
         configuration: Callable[[], dict[str, Any]],
-        reload: Callable[[str], Awaitable[Change]],
+        reload: Reload,
         administrators: Administrators,
     ) -> None:
+        """`configuration` tells what is in force, for anybody to see."""
         self._metrics = metrics
         self._one_scrape = asyncio.Lock()
         self._configuration = configuration
@@ -66,8 +71,10 @@ class AdminApi:
 
     async def _reload(self, request: web.Request) -> web.Response:
         """The change, or in one sentence why there is none."""
+        dry_run = is_dry_run(request)
         try:
-            change = await self._reload_configuration(author(request))
+            change = await self._reload_configuration(author(request), is_dry_run=dry_run)
         except SettingsError as error:
             raise BadRequest(str(error), code="invalid_configuration") from None
-        return _json({"changed": change.options, "instances": {"added": change.added, "removed": change.removed}})
+        instances = {"added": change.added, "removed": change.removed}
+        return _json({"dry_run": dry_run, "changed": change.options, "instances": instances})

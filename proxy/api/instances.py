@@ -1,11 +1,10 @@
-"""The instances: which there are and how they are, and adding and removing them while the gateway runs."""
+"""The instances: which there are and how they are, and changing that while the gateway runs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,34 +12,33 @@ import orjson
 from aiohttp import web
 
 from proxy.api.administrators import author
+from proxy.api.instance_changes import read_change
+from proxy.api.instance_view import InstanceView, membership_of
 from proxy.backend import Backend, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.roster import ADMIN
 from proxy.discovery.static import configured
 from proxy.errors import BadRequest
-from proxy.listener.body import read_body
-from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.api.administrators import Administrators
+    from proxy.api.instance_changes import Change
     from proxy.balancer.health import Health
     from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.misfits import Misfits
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Member, Roster
+    from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.balancer.source_states import SourceStates
     from proxy.discovery.joining import Joiner
-    from proxy.settings import Settings
+    from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
 
 logger = logging.getLogger(__name__)
 
-_BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
-_LONGEST_SECONDS: Final = 1e9  # as much as for ever
+_State = dict[str, object]
+"""What can be changed of an instance: its `membership` and its `weight`."""
+
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
@@ -67,20 +65,18 @@ class InstancesApi:
         self._pools = pools
         self._roster = roster
         self._scoreboard = scoreboard
-        self._health = health
-        self._health_board = health_board
-        self._misfits = misfits
         self._joiner = joiner
         self._sources = sources
         self._drop_drained = drop_drained
         self._names = names
         self._administrators = administrators
+        self._view = InstanceView(pools, roster, scoreboard, health, health_board, misfits, joiner)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take notice of which instances are configured from now on, and when those that are removed are evacuated."""
         self._evacuate_after_seconds = settings.leaving.evacuate_after_seconds
-        self._configured = frozenset(configured(settings))
+        self._view.configured = frozenset(configured(settings))
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -89,80 +85,43 @@ class InstancesApi:
             web.get("/instances", administrators.only(self._show)),
             web.post("/instances/add", administrators.only_few(self._add)),
             web.post("/instances/remove", administrators.only_few(self._remove)),
+            web.post("/instances/enable", administrators.only_few(self._enable)),
+            web.post("/instances/disable", administrators.only_few(self._disable)),
+            web.post("/instances/weight", administrators.only_few(self._weigh)),
         ]
-
-    # Looking
 
     async def _show(self, request: web.Request) -> web.Response:
         """All instances, whose loads are those of all workers and whose health is as the worker sees it that was asked,
         and the sources of discovery.
         """
-        shown: list[dict[str, Any]] = []
-        for role, pool in self._pools.items():
-            pool.backends()  # brings what is known up to date
-            shown += map(self._describe, self._roster.members(role))
-            shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
         wanted = self._roster.wanted()
         sources = [
             {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
-        return _json({"instances": shown, "sources": sources})
+        return _json({"instances": self._view.everything(), "sources": sources})
 
-    def _describe(self, member: Member) -> dict[str, Any]:
-        board, backend, now = self._scoreboard, member.backend, time.monotonic()
-        health = self._health.of(backend)
-        membership = "draining" if member.draining else "enabled"
-        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at
-        facts = health.facts or EngineFacts()
-        return {
-            **_described(backend, membership, health.state, health.reason),
-            "configured": backend in self._configured,
-            "origins": member.origins,
-            "states": Counter(state.value for state in self._health_board.states(backend)),
-            "since_seconds": None if changed_at is None else round(now - changed_at, 3),
-            "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
-            "load": {
-                "inflight": board.requests(backend.slot),
-                "running": board.running(backend.slot),
-                "max_running": self._pools[backend.role].limit(backend),
-                "compute_tokens": charged.compute,
-                "kv_tokens": charged.kv,
-                "pinned_kv": pinned.count,
-                "pinned_kv_tokens": pinned.tokens,
-            },
-            "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
-            "kv_from": self._misfits.pairs(backend) if backend.role is Role.DECODE else None,
-            "misfits": [
-                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
-                for misfit in self._misfits.of(backend)
-            ],
-            "engine": {
-                "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
-                "max_model_len": facts.max_model_len,
-                "max_num_seqs": facts.max_num_seqs,
-                "kv_tokens": facts.kv_tokens,
-            },
-        }
-
-    # Changing
+    # Changing: each says what it comes to, and does it unless that is all that was asked for
 
     async def _add(self, request: web.Request) -> web.Response:
-        change = _parse(await read_body(request, _BODY, option=None), self._pools.keys())
-        role, endpoints = change.role, change.endpoints
-        for endpoint in endpoints:
+        change = await read_change(request, self._pools.keys())
+        for endpoint in change.endpoints:
             await self._check_address(endpoint)
+        before = self._states(change)
         try:
-            joining = [e for e in endpoints if self._join(role, e, is_trusted=change.send_key)]
+            joining = [endpoint for endpoint in change.endpoints if self._join(change, endpoint)]
         except ValueError as error:
             raise BadRequest(str(error)) from None
+        told = f"add {change.role} instances: {_names(change.endpoints)}."
         if joining:
-            return self._members(request, f"Instances {_names(joining)} are waiting to be added.")
-        return self._members(request, f"add {role} instances: {_names(endpoints)}.")
+            told = f"Instances {_names(joining)} are waiting to be added."
+        return self._answer(request, change, told, _compare(before, joining, {"membership": "joining"}))
 
-    def _join(self, role: Role, endpoint: Endpoint, *, is_trusted: bool) -> bool:
-        host, port, bootstrap_port = endpoint.host, endpoint.port, endpoint.bootstrap_port
-        return self._joiner.join(role, host, port, trusted=is_trusted, bootstrap_port=bootstrap_port)
+    def _join(self, change: Change, endpoint: Endpoint) -> bool:
+        role, host, port = change.role, endpoint.host, endpoint.port
+        if change.is_dry_run:
+            return self._joiner.is_new(role, host, port)
+        return self._joiner.join(role, host, port, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port)
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
@@ -173,44 +132,108 @@ class InstancesApi:
             raise BadRequest(message, code="address_not_allowed", param="instances") from None
 
     async def _remove(self, request: web.Request) -> web.Response:
-        body = await read_body(request, _BODY, option=None)
-        change = _parse(body, self._pools.keys(), self._evacuate_after_seconds)
-        role, there, not_there = change.role, list[Endpoint](), list[Endpoint]()
-        seconds = change.evacuate_after_seconds
-        leaves_at = None if seconds is None else time.monotonic() + seconds
-        for endpoint in change.endpoints:
-            is_there = self._joiner.remove(role, endpoint.host, endpoint.port, leaves_at)
-            (there if is_there else not_there).append(endpoint)
-        self._drop_drained()
-        told = []
-        if there:
-            is_left = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
-            told.append(
-                f"Instances {_names(there)} are isolated and waiting to be removed."
-                if is_left
-                else f"remove {role} instances: {_names(there)}."
-            )
-        if not_there:
-            told.append(f"There are no {role} instances {_names(not_there)}.")
-        return self._members(request, " ".join(told), self._warnings(role, there), _names(not_there))
-
-    def _warnings(self, role: Role, removed: Sequence[Endpoint]) -> list[str]:
-        """What the administrator who has removed these instances should know."""
-        warnings = []
-        if removed and all(member.draining for member in self._roster.members(role)):
-            warnings.append(f"No {role} instance is left: requests that need one are refused until one is added.")
-        returning = [endpoint for endpoint in removed if _backend(role, endpoint) in self._configured]
+        change = await read_change(request, self._pools.keys(), self._evacuate_after_seconds)
+        role, before = change.role, self._states(change)
+        there = [endpoint for endpoint in change.endpoints if before[str(endpoint)]["membership"] is not None]
+        warnings = self._warnings(role, there, "added")
+        returning = [endpoint for endpoint in there if _backend(role, endpoint) in self._view.configured]
         if returning:
             warnings.append(f"{_names(returning)} are in the configuration, so that the next reload adds them again.")
-        return warnings
+        if not change.is_dry_run:
+            for endpoint in there:
+                self._joiner.remove(role, endpoint.host, endpoint.port, _leaves_at(change))
+            self._drop_drained()
+        told = ""
+        if there:
+            is_left = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
+            told = (
+                f"Instances {_names(there)} are isolated and waiting to be removed."
+                if is_left and not change.is_dry_run
+                else f"remove {role} instances: {_names(there)}."
+            )
+        changes = _compare(before, there, {"membership": "draining"})
+        return self._answer(request, change, told, changes, warnings, there)
 
-    def _members(
-        self, request: web.Request, message: str, warnings: Sequence[str] = (), not_found: Sequence[str] = ()
+    async def _enable(self, request: web.Request) -> web.Response:
+        change = await read_change(request, self._pools.keys())
+        return self._modify(request, change, "enabled", {"membership": "enabled"}, self._roster.enable)
+
+    async def _disable(self, request: web.Request) -> web.Response:
+        change = await read_change(request, self._pools.keys(), self._evacuate_after_seconds)
+        disable = partial(self._roster.disable, leaves_at=_leaves_at(change))
+        return self._modify(request, change, "disabled", {"membership": "disabled"}, disable)
+
+    async def _weigh(self, request: web.Request) -> web.Response:
+        change = await read_change(request, self._pools.keys())
+        if change.weight is None:
+            raise BadRequest("weight is missing: a whole number from 1 to 100", param="weight")
+        weigh = partial(self._roster.weigh, weight=change.weight)
+        return self._modify(request, change, f"given weight {change.weight}", {"weight": change.weight}, weigh)
+
+    def _modify(
+        self,
+        request: web.Request,
+        change: Change,
+        verb: str,
+        becomes: Mapping[str, object],
+        apply: Callable[[Role, str, int], bool],
     ) -> web.Response:
-        """The answer to a change, which is one line in the log, too."""
+        """Change what members are like that do not drain. `apply` makes of one what `becomes` says."""
+        before = self._states(change)
+        there = [e for e in change.endpoints if before[str(e)]["membership"] in ("enabled", "disabled")]
+        warnings = self._warnings(change.role, there, "enabled") if verb == "disabled" else []
+        if not change.is_dry_run:
+            for endpoint in there:
+                apply(change.role, endpoint.host, endpoint.port)
+        told = f"Instances {_names(there)} are {verb}." if there else ""
+        return self._answer(request, change, told, _compare(before, there, becomes), warnings, there)
+
+    def _warnings(self, role: Role, taken: Sequence[Endpoint], remedy: str) -> list[str]:
+        """What an administrator who is about to take these away should know."""
+        left = {member.backend for member in self._roster.members(role) if member.serves}
+        left -= {_backend(role, endpoint) for endpoint in taken}
+        if not taken or left:
+            return []
+        return [f"No {role} instance is left: requests that need one are refused until one is {remedy}."]
+
+    def _states(self, change: Change) -> dict[str, _State]:
+        """What can be changed of the instances that are named; membership None: there is no such instance."""
+        members = {member.backend: member for member in self._roster.members(change.role)}
+        joining = self._joiner.joining(change.role)
+        states: dict[str, _State] = {}
+        for endpoint in change.endpoints:
+            backend = _backend(change.role, endpoint)
+            if (member := members.get(backend)) is not None:
+                states[str(endpoint)] = {"membership": membership_of(member), "weight": member.weight}
+            else:
+                states[str(endpoint)] = {"membership": "joining" if backend in joining else None, "weight": None}
+        return states
+
+    def _answer(
+        self,
+        request: web.Request,
+        change: Change,
+        told: str,
+        changes: Sequence[Mapping[str, object]],
+        warnings: Sequence[str] = (),
+        there: Sequence[Endpoint] | None = None,
+    ) -> web.Response:
+        """The answer to a change, which is one line in the log, too. `there` None: it does not matter who was there."""
+        role = change.role
+        not_found = [] if there is None else [endpoint for endpoint in change.endpoints if endpoint not in there]
+        missing = f"There are no {role} instances {_names(not_found)}." if not_found else ""
+        message = " ".join(filter(None, (told, missing)))
+        if change.is_dry_run:
+            message = f"Dry run, nothing is changed: {message}"
         level = logging.WARNING if warnings or not_found else logging.INFO
         logger.log(level, "%s", " ".join((message, *warnings)), extra={"fields": {"by": author(request)}})
-        answer: dict[str, Any] = {"message": message, "warnings": warnings, "not_found": not_found}
+        answer: dict[str, Any] = {
+            "message": message,
+            "dry_run": change.is_dry_run,
+            "changes": changes,
+            "warnings": warnings,
+            "not_found": _names(not_found),
+        }
         for role in (role for role in Role if role is not Role.ENCODE or role in self._pools):
             answer[f"current_{role}_instances"] = [backend.name for backend in self._backends(role)]
             answer[f"joining_{role}_instances"] = [backend.name for backend in self._joiner.joining(role)]
@@ -220,90 +243,18 @@ class InstancesApi:
         return self._pools[role].backends() if role in self._pools else ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What an administrator asks for. `send_key`: the added instances may be sent the engine key.
-    `evacuate_after_seconds`: see Leaving.
-    """
-
-    role: Role
-    endpoints: list[Endpoint]
-    send_key: bool
-    evacuate_after_seconds: float | None
+def _compare(
+    before: Mapping[str, _State], changed: Sequence[Endpoint], becomes: Mapping[str, object]
+) -> list[dict[str, object]]:
+    """What changes for each of these instances, if anything does, when `becomes` takes the place of what was."""
+    both = [(name, before[name], {**before[name], **becomes}) for name in _names(changed)]
+    return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
 
-def _parse(raw: bytes, roles: Collection[Role], evacuate_after_seconds: float | None = None) -> _Change:
-    """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest.
-
-    Behind a prefiller may stand its bootstrap port, as in the settings. `evacuate_after_seconds` counts where the body
-    says nothing.
-    """
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    try:
-        role = Role(body.get("type", ""))
-    except ValueError:
-        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
-    if role not in roles:
-        raise BadRequest(f"this gateway has no {role} instances", param="type")
-    listed = body.get("instances")
-    texts = [listed] if isinstance(listed, str) else listed
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
-    send_key = body.get("send_key", False)
-    if not isinstance(send_key, bool):
-        raise BadRequest("send_key must be true or false", param="send_key")
-    evacuate_after = body.get("evacuate_after", evacuate_after_seconds)
-    if evacuate_after is not None and not _is_duration(evacuate_after):
-        raise BadRequest("evacuate_after must be a number of seconds, 0 or more, or null", param="evacuate_after")
-    try:
-        return _Change(role, [_endpoint(text, role) for text in texts], send_key, evacuate_after)
-    except ValueError as error:
-        raise BadRequest(str(error), param="instances") from None
-
-
-def _is_duration(value: object) -> bool:
-    """Whether that is a number of seconds; in Python True is a number, too."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST_SECONDS
-
-
-def _described(
-    backend: Backend, membership: str, state: HealthState = HealthState.UNKNOWN, reason: str | None = None
-) -> dict[str, Any]:
-    """What is known of any instance, also of one that has not answered yet."""
-    return {
-        "role": backend.role,
-        "address": backend.name,
-        "bootstrap_port": backend.bootstrap_port,
-        "configured": False,
-        "origins": [ADMIN],
-        "membership": membership,
-        "state": state,
-        "reason": reason,
-        "states": {},
-        "since_seconds": None,
-        "evacuated_in_seconds": None,
-        "load": None,
-        "kv": None,
-        "kv_from": None,
-        "misfits": [],
-        "engine": None,
-    }
-
-
-def _endpoint(text: str, role: Role) -> Endpoint:
-    if "/" in text:
-        raise ValueError(f"{text!r} must be host:port without scheme and path")
-    found = parse_endpoints(text)
-    if len(found) != 1:
-        raise ValueError(f"{text!r} must name one port")
-    if found[0].bootstrap_port is not None and role is not Role.PREFILL:
-        raise ValueError(f"{text!r} has a bootstrap port, which only prefillers have")
-    return found[0]
+def _leaves_at(change: Change) -> float | None:
+    """See Member."""
+    seconds = change.evacuate_after_seconds
+    return None if seconds is None else time.monotonic() + seconds
 
 
 def _backend(role: Role, endpoint: Endpoint) -> Backend:

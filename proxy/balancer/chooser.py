@@ -1,7 +1,7 @@
 """Which of a role's eligible backends a request gets: what holds for every policy, around the policy's own choice.
 
 Backends that are short of KV memory are passed over for a while, and so are those at their limit, as long as there are
-others. Backends that came back start slowly.
+others. Backends that came back start slowly, and those with a weight get as much less.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Chooser:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`share_percent`: of its share of requests what a backend gets now, while it starts slowly."""
+        """`share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start."""
         self.use(policy)
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""

@@ -9,12 +9,14 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.balancer.backend_health import HealthState
+from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.backend import Backend, Role
     from proxy.balancer.health import Health, Transition
+    from proxy.balancer.member import Member
     from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.roster import Roster
 
@@ -44,8 +46,11 @@ class Members:
         backends that leave. `on_change` is called when anything may be another.
         """
         self.all: tuple[Backend, ...] = ()
-        """Also those that are down or draining."""
+        """Also those that are down, disabled or draining."""
         self.enabled: tuple[Backend, ...] = ()
+        """Those that neither drain nor are disabled."""
+        self.weights: Mapping[Backend, int] = {}
+        """Of those that are to get less than their share: how much of it, in per cent."""
         self.eligible: tuple[Backend, ...] = ()
         self.awaiting_trial: tuple[Backend, ...] = ()
         self.gone_at: float | None = None
@@ -58,6 +63,7 @@ class Members:
         self._on_transition = on_transition
         self._on_change = on_change
         self._has_looked = False
+        self._disabled: frozenset[Backend] = frozenset()
         self.seen_roster = self.seen_health = -1
         """The versions of both when all above was computed."""
 
@@ -74,8 +80,9 @@ class Members:
         if roster_version == self.seen_roster and self._health.version == self.seen_health:
             return
         members = self._roster.members(self._role)
-        self._meet(tuple(member.backend for member in members))
-        self.enabled = tuple(member.backend for member in members if not member.draining)
+        self._meet(members)
+        self.enabled = tuple(member.backend for member in members if member.serves)
+        self.weights = {member.backend: member.weight for member in members if member.weight < FULL}
         for transition in self._health.relieve(self.enabled):
             self._on_transition(transition)
         health = self._health
@@ -92,8 +99,15 @@ class Members:
         self.seen_roster, self.seen_health = roster_version, health.version
         self._on_change()
 
-    def _meet(self, backends: tuple[Backend, ...]) -> None:
-        """Forget who has left, whichever worker finalised that, and note who came later than the first look."""
+    def _meet(self, members: Sequence[Member]) -> None:
+        """Forget who has left, whichever worker finalised that, and note who came later than the first look. One that
+        is enabled again may be another process than the one that was disabled, so that nothing is known of its health.
+        """
+        backends = tuple(member.backend for member in members)
+        for back in self._disabled.intersection(member.backend for member in members if member.serves):
+            self._health.forget(back)
+            self._health.on_added(back)
+        self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self.all).difference(backends):
             self._health.forget(gone)
             for notes in self._notes:

@@ -140,9 +140,9 @@ class Candidate:
     """Requests it works on at a time; None: any number."""
     scoreboard: Scoreboard = field(repr=False)
     weight: int = 0
-    """Its load in one number, lower is freer. It is raised while the backend starts slowly."""
+    """Its load in one number, lower is freer. It is raised where the backend is to get less than its share."""
     share_percent: int = 100
-    """How many of the requests that it would get otherwise: less than 100 while it starts slowly."""
+    """How many of the requests that it would get otherwise: less than 100 by its weight, or while it starts slowly."""
 
     @property
     def running(self) -> int:

@@ -20,6 +20,7 @@ from proxy.balancer.lease import Lease
 from proxy.balancer.members import Members
 from proxy.balancer.outcomes import Outcomes
 from proxy.balancer.pick import PickRequest, Policy
+from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
     import random
@@ -100,7 +101,7 @@ class Pool:
             on_transition=on_transition,
             on_change=self._on_change,
         )
-        self._chooser = Chooser(role, policy, scoreboard, health.share_percent, clock=clock, rng=rng)
+        self._chooser = Chooser(role, policy, scoreboard, self._share_percent, clock=clock, rng=rng)
         self.outcomes = Outcomes(
             self._members, self._chooser, health, fitness=fitness, on_transition=on_transition, on_end=on_end
         )
@@ -191,7 +192,7 @@ class Pool:
         return self._members.eligible
 
     def backends(self) -> tuple[Backend, ...]:
-        """All backends in slot order, also those that are down or draining."""
+        """All backends in slot order, also those that are down, disabled or draining."""
         self._members.refresh()
         return self._members.all
 
@@ -290,11 +291,21 @@ class Pool:
         serving = (HealthState.UP, HealthState.PROBATION)
         return any(self._health.of(backend).state in serving for backend in self._members.enabled)
 
+    def weight(self, backend: Backend) -> int:
+        """How much of its share of requests it is let to get, in per cent; 0: none, it is disabled or drains."""
+        return self._members.weights.get(backend, FULL) if backend in self._members.enabled else 0
+
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
         return self._scoreboard.requests(backend.slot)
 
     # How
+
+    def _share_percent(self, backend: Backend) -> int:
+        """Of its share of requests what it is to get now: by its weight, and by how long ago it came back."""
+        percent = self._health.share_percent(backend)
+        weight = self._members.weights.get(backend)
+        return percent if weight is None else max(1, percent * weight // FULL)
 
     def _on_change(self) -> None:
         """Backends, their health, or what settings say of them may be other ones than before."""

@@ -5,21 +5,25 @@ Origins do not know each other, so one that two of them want stays when one does
 administrator's word is the last: what is removed by hand leaves, whichever other origin wants it, until the
 configuration is read again, or an origin that had ceased to want it wants it anew.
 
+An administrator may also disable a member, which then gets no new requests until it is enabled again, and give it a
+weight. Both stay with it for as long as somebody wants it.
+
 The roster owns the scoreboard's slots. A member that no origin wants drains: it gets no new requests, keeps its slot
 until its own last request has ended, and is then dropped by `finalize`. Build the roster before forking.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Backend, Load, Role
+from proxy.balancer.member import Member
 from proxy.balancer.shared import SharedValue
 from proxy.balancer.waiting_list import WaitingList
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from proxy.balancer.scoreboard import Scoreboard
 
@@ -31,32 +35,6 @@ _BYTES_PER_MEMBER = 1024  # its host name, of at most 253 bytes, stands in it an
 
 Address = tuple[str, int] | tuple[str, int, int | None]
 """Host and port of a backend, and its bootstrap port if it may have one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A backend and who wants it."""
-
-    backend: Backend
-    origins: tuple[str, ...] = ()
-    """The origins that want it, in alphabetical order. Empty: it drains."""
-    leaves_at: float | None = None
-    """When it is to be evacuated, if it drains, in seconds of the system's monotonic clock, which all workers share;
-    None: its requests may come to their end."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether it is to get no new requests, because no origin wants it any more."""
-        return not self.origins
-
-    def wanted_by(self, origin: str) -> Member:
-        """The same, enabled, with one more origin."""
-        return Member(self.backend, tuple(sorted({*self.origins, origin})))
-
-    def given_up_by(self, origin: str, leaves_at: float | None) -> Member:
-        """The same without this origin; it drains if there is no other, and is then evacuated at `leaves_at`."""
-        left = tuple(other for other in self.origins if other != origin)
-        return Member(self.backend, left, None if left else leaves_at)
 
 
 class Roster:
@@ -150,20 +128,52 @@ class Roster:
                 self._write((leaving if member is known else member for member in members), self._wanted)
             return True
 
+    def disable(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
+        """Give a backend no new requests until it is enabled, and have it evacuated at `leaves_at`, see Member; False
+        when there is no such backend, or it drains. For one that is disabled already the time is the last one given.
+        """
+        return self._change(role, host, port, lambda known: replace(known, is_disabled=True, leaves_at=leaves_at))
+
+    def enable(self, role: Role, host: str, port: int) -> bool:
+        """Let a disabled backend get requests again; False when there is no such backend, or it drains."""
+        return self._change(role, host, port, lambda known: replace(known, is_disabled=False, leaves_at=None))
+
+    def weigh(self, role: Role, host: str, port: int, weight: int) -> bool:
+        """Give a backend a weight, see Member; False when there is no such backend, or it drains."""
+        return self._change(role, host, port, lambda known: replace(known, weight=weight))
+
+    def _change(self, role: Role, host: str, port: int, change: Callable[[Member], Member]) -> bool:
+        with self._shared.exclusive():
+            members = self._read()
+            known = _find(members, Backend(role, host, port))
+            if known is None or known.backend.role is not role or known.draining:
+                return False
+            changed = change(known)
+            if changed != known:
+                self._write((changed if member is known else member for member in members), self._wanted)
+            return True
+
     def sync(
-        self, origin: str, wanted: Collection[Backend], leaves_at: float | None = None, *, restores: bool = False
+        self,
+        origin: str,
+        wanted: Collection[Backend],
+        leaves_at: float | None = None,
+        *,
+        restores: bool = False,
+        is_dry_run: bool = False,
     ) -> tuple[list[Backend], list[Backend]]:
         """Let an origin want these backends and no others, in one step. Returns those that are enabled now and were not
         before, and those that drain now, which are evacuated at `leaves_at`, see Member.
 
         What the origin has ceased to want drains unless another origin wants it. What it wanted before and still wants
         is left alone if an administrator has removed it; `restores`: it is enabled again, and has the bootstrap port
-        that is given, also none. One that is trusted by one origin is trusted until it is dropped.
+        that is given, also none. One that is trusted by one origin is trusted until it is dropped. `is_dry_run`:
+        nothing is changed.
 
         Raises ValueError, and changes nothing, when a backend has another role or there is no room.
         """
         with self._shared.exclusive():
-            rows = [_row(member) for member in self._read()]
+            rows = [member.row for member in self._read()]
             members = {member.backend: member for member in self._members}
             before, added, removed = self._wanted.get(origin, frozenset()), list[Backend](), list[Backend]()
             gone = [members[backend] for backend in before.difference(wanted) & members.keys()]
@@ -185,7 +195,8 @@ class Roster:
                 if left.draining:
                     removed.append(member.backend)
                 members[member.backend] = left
-            if before != frozenset(wanted) or rows != [_row(member) for member in sorted(members.values(), key=_slot)]:
+            after = [member.row for member in sorted(members.values(), key=_slot)]
+            if not is_dry_run and (before != frozenset(wanted) or rows != after):
                 self._write(members.values(), {**self._wanted, origin: frozenset(wanted)})
             return added, removed
 
@@ -218,10 +229,7 @@ class Roster:
     def _read(self) -> tuple[Member, ...]:
         if self._shared.version != self._read_version:
             self._read_version, (rows, wanted) = self._shared.read()
-            self._members = tuple(
-                Member(Backend(Role(role), host, port, slot, trusted, bootstrap_port), tuple(origins), leaves_at)
-                for role, host, port, bootstrap_port, slot, trusted, origins, leaves_at in rows
-            )
+            self._members = tuple(Member.of_row(*row) for row in rows)
             self._wanted = {
                 origin: frozenset(Backend(Role(role), host, port) for role, host, port in backends)
                 for origin, backends in wanted.items()
@@ -233,19 +241,13 @@ class Roster:
         return self._members
 
     def _write(self, members: Iterable[Member], wanted: Mapping[str, Collection[Backend]]) -> None:
-        rows = [_row(member) for member in sorted(members, key=_slot)]
+        rows = [member.row for member in sorted(members, key=_slot)]
         by_origin = {origin: [(b.role, b.host, b.port) for b in those] for origin, those in wanted.items() if those}
         self._shared.write([rows, by_origin])
 
 
 def _slot(member: Member) -> int:
     return member.backend.slot
-
-
-def _row(member: Member) -> tuple[object, ...]:
-    """A member as it lies in shared memory."""
-    b = member.backend
-    return b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted, member.origins, member.leaves_at
 
 
 def _find(members: Iterable[Member], backend: Backend) -> Member | None:

@@ -69,9 +69,11 @@ class Configuration:
             self._current = from_json(value)
         return self._current
 
-    async def reload(self) -> Change:
-        """Read everything again and publish it. Raises SettingsError, and then nothing has changed."""
-        while (change := await self._replace(self._load)) is None:
+    async def reload(self, *, is_dry_run: bool = False) -> Change:
+        """Read everything again and publish it. Raises SettingsError, and then nothing has changed. `is_dry_run`:
+        nothing is published, and what is returned or raised is what would be.
+        """
+        while (change := await self._replace(self._load, is_dry_run=is_dry_run)) is None:
             pass
         return change
 
@@ -97,7 +99,7 @@ class Configuration:
                 self._publish(before, replace(before, keys_stamp=stamp))
             raise
 
-    async def _replace(self, load: Callable[[], Loaded]) -> Change | None:
+    async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> Change | None:
         """Publish what `load` gives. None: somebody else published meanwhile, perhaps what is newer."""
         before, version, read_at = self.current(), self._read_version, time.time()
         stamp = _stamp(before.settings)
@@ -105,9 +107,10 @@ class Configuration:
         loaded = await asyncio.to_thread(load)
         after = _current(loaded, before.slots, stamp, read_at)
         with self._shared.exclusive():
-            return self._publish(before, after) if self._shared.version == version else None
+            is_newest = self._shared.version == version
+            return self._publish(before, after, is_dry_run=is_dry_run) if is_newest else None
 
-    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot) -> Change:
+    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> Change:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
@@ -124,10 +127,15 @@ class Configuration:
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
             wanted = configured(after.settings)
-            came, went = ((), ()) if is_same else self._roster.sync(CONFIG, wanted, leaves_at, restores=True)
+            came, went = (
+                ((), ())
+                if is_same
+                else self._roster.sync(CONFIG, wanted, leaves_at, restores=True, is_dry_run=is_dry_run)
+            )
         except ValueError as error:
             raise SettingsError(str(error)) from None
-        commit()
+        if not is_dry_run:
+            commit()
         return Change(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 

@@ -43,11 +43,14 @@ class ConfigWatcher(BackgroundOwner):
         self._metrics.config_last_reload_successful.set(1)
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
 
-    async def reload(self, by: str) -> Change:
+    async def reload(self, by: str, *, is_dry_run: bool = False) -> Change:
         """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.
+        `is_dry_run`: only what would change is returned, or raised.
 
         Raises SettingsError, and then nothing has changed.
         """
+        if is_dry_run:
+            return await self._configuration.reload(is_dry_run=True)
         with self._telling_of_failure(by):
             change = await self._configuration.reload()
         self._succeeded(change, by)

@@ -66,19 +66,21 @@ class Joiner(BackgroundOwner):
         have, the other role.
         """
         candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
-        waiting = self._roster.waiting
-        for other in (*waiting.backends(), *(backend for pool in self._pools.values() for backend in pool.backends())):
-            if other.place == candidate.place and other.role is not role:
-                raise ValueError(f"{other.name} is already a {other.role} instance")
-        members = {member.backend: member for member in self._roster.members(role)}
-        if candidate in members and not members[candidate].draining:
+        self._check_role(candidate)
+        if self._is_member(candidate):
             self._roster.add(role, host, port)  # it may be somebody else's, who will want it no more
             return False
-        ticket = waiting.enter(candidate, self._longest_wait_seconds)
+        ticket = self._roster.waiting.enter(candidate, self._longest_wait_seconds)
         if ticket is None:
             return False
         self._waits[candidate] = self._background.start(self._join(candidate, ticket))
         return True
+
+    def is_new(self, role: Role, host: str, port: int) -> bool:
+        """What `join` would return, and raise."""
+        candidate = Backend(role, host, port)
+        self._check_role(candidate)
+        return not self._is_member(candidate) and candidate not in self._roster.waiting.backends()
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
@@ -94,6 +96,18 @@ class Joiner(BackgroundOwner):
     def joining(self, role: Role) -> list[Backend]:
         """Instances that have been added, to whichever worker, and did not answer yet."""
         return [backend for backend in self._roster.waiting.backends() if backend.role is role]
+
+    def _check_role(self, candidate: Backend) -> None:
+        """Raise ValueError when something at the same place has, or is about to have, another role."""
+        members = (backend for pool in self._pools.values() for backend in pool.backends())
+        for other in (*self._roster.waiting.backends(), *members):
+            if other.place == candidate.place and other.role is not candidate.role:
+                raise ValueError(f"{other.name} is already a {other.role} instance")
+
+    def _is_member(self, candidate: Backend) -> bool:
+        """Whether it is there, and does not drain."""
+        members = {member.backend: member for member in self._roster.members(candidate.role)}
+        return candidate in members and not members[candidate].draining
 
     @property
     def _longest_wait_seconds(self) -> float:

@@ -90,6 +90,11 @@ class Instances:
             "asked has learned it; no series where that was not seen.",
             labels=labels,
         )
+        weight = GaugeMetricFamily(
+            "pdproxy_instance_weight",
+            "How much of its share of requests an instance is to get, in per cent; 0 while it is disabled or drains.",
+            labels=labels,
+        )
         now = time.monotonic()
         for pool, backend in self._all():
             key = (backend.role.value, backend.name)
@@ -99,6 +104,7 @@ class Instances:
             health = self._health.of(backend)
             up.add_metric(key, health.is_confirmed)
             state.add_metric(key, _STATES[health.state])
+            weight.add_metric(key, pool.weight(backend))
             inflight.add_metric(key, self._scoreboard.requests(backend.slot))
             load.add_metric((*key, "compute"), charged.compute)
             load.add_metric((*key, "kv"), charged.kv)
@@ -109,4 +115,5 @@ class Instances:
             pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
             for misfit in self._misfits.of(backend):
                 misfits.add_metric((*key, misfit.kind), 1)
-        yield from (up, state, inflight, load, failures, pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)
+        yield from (up, state, weight, inflight, load, failures)
+        yield from (pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)

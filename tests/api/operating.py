@@ -18,11 +18,12 @@ from proxy.upstream.addresses import AddressRules
 from proxy.upstream.names import Names
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Collection
 
     from aiohttp import web
     from aiohttp.test_utils import TestClient
 
+    from proxy.api.admin import Reload
     from proxy.balancer.engine_keys import EngineKeys
     from tests.api.conftest import Gateway
 
@@ -32,7 +33,7 @@ NO_INSTANCES = Settings()
 RULES = AddressRules(Admin().networks)
 
 
-async def nothing_to_reload(by: str) -> Change:
+async def nothing_to_reload(by: str, *, is_dry_run: bool = False) -> Change:
     return Change()
 
 
@@ -45,7 +46,7 @@ async def client_of(
     is_draining: bool = False,
     keys: EngineKeys | None = None,
     names: Names | None = None,
-    reload: Callable[[str], Awaitable[Change]] = nothing_to_reload,
+    reload: Reload = nothing_to_reload,
     cache_path: str = RESET_PREFIX_CACHE,
     settings: Settings = NO_INSTANCES,
 ) -> Client:

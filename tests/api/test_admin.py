@@ -148,21 +148,26 @@ async def test_a_scrape_holds_up_nobody_but_the_next_scrape(gateway: Gateway) ->
 # Reloading
 
 
-async def test_a_reload_tells_what_it_has_changed(gateway: Gateway) -> None:
-    async def reload(by: str) -> Change:
+@pytest.mark.parametrize("is_dry_run", [False, True])
+async def test_a_reload_tells_what_it_has_changed(gateway: Gateway, is_dry_run: bool) -> None:
+    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
+        asked.append(is_dry_run)
         return Change(("decode", "timeouts.idle_seconds"), ("10.0.0.2:1",), ("10.0.0.1:1",))
 
+    asked: list[bool] = []
     client = await client_of(gateway, reload=reload)
-    async with client.post("/admin/reload") as answer:
+    async with client.post(f"/admin/reload?dry_run={str(is_dry_run).lower()}") as answer:
         assert answer.status == 200
         assert await answer.json() == {
+            "dry_run": is_dry_run,
             "changed": ["decode", "timeouts.idle_seconds"],
             "instances": {"added": ["10.0.0.2:1"], "removed": ["10.0.0.1:1"]},
         }
+    assert asked == [is_dry_run]
 
 
 async def test_a_reload_that_is_refused_tells_why(gateway: Gateway) -> None:
-    async def reload(by: str) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
         raise SettingsError("my.yaml: workers must be a number, not 'many'")
 
     client = await client_of(gateway, reload=reload)

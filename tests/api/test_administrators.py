@@ -203,7 +203,7 @@ async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFi
 async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None:
     begun, go_on = 0, asyncio.Event()
 
-    async def reload(by: str) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
         nonlocal begun
         begun += 1
         await go_on.wait()
@@ -226,7 +226,7 @@ async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None
 async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     authors = []
 
-    async def reload(by: str) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
         authors.append(by)
         return Change()
 

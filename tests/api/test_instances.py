@@ -63,6 +63,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "configured": False,
         "origins": ["admin"],
         "membership": "enabled",
+        "weight": 100,
         "state": "up",
         "reason": "passed its health check",
         "evacuated_in_seconds": None,
@@ -128,6 +129,14 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     assert status == 200
     assert told == {
         "message": f"Instances ['{engine.name}'] are waiting to be added.",
+        "dry_run": False,
+        "changes": [
+            {
+                "instance": engine.name,
+                "was": {"membership": None, "weight": None},
+                "becomes": {"membership": "joining", "weight": None},
+            }
+        ],
         "warnings": [],
         "not_found": [],
         "current_prefill_instances": [],

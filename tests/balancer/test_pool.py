@@ -428,6 +428,74 @@ def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Bal
         assert balancer.pool(Role.DECODE, policy).pick(avoid=[two]) == one
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("least_tokens", (79, 81)),  # 25 of 125
+        ("power_of_two", (70, 90)),
+        ("round_robin", (30, 80)),  # it takes part every fourth time, and is then chosen every second time
+        ("random", (30, 75)),
+    ],
+)
+def test_a_weight_is_a_share_of_the_requests(balancer: Balancer, policy: str, expected: tuple[int, int]) -> None:
+    one, two = balancer.decoders.backends()
+    assert balancer.roster.weigh(Role.DECODE, one.host, one.port, 25)
+    assert expected[0] <= shares(balancer, policy)[one.name] <= expected[1]
+    assert balancer.roster.weigh(Role.DECODE, one.host, one.port, 100)
+    assert 160 <= shares(balancer, policy)[two.name] <= 240
+
+
+def test_one_with_the_least_weight_that_just_came_back_is_still_one(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.roster.weigh(Role.DECODE, one.host, one.port, 1)
+    came_back(balancer, one)
+    for policy in POLICIES:
+        assert balancer.pool(Role.DECODE, policy).pick(avoid=[two]) == one
+
+
+# Disabled
+
+
+def test_a_disabled_backend_gets_nothing_new_and_stays(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    with balancer.decoders.lease(PickRequest.of(Load(1, 1), prefer=one)):
+        balancer.roster.disable(Role.DECODE, one.host, one.port)
+        assert balancer.decoders.eligible() == (two,)
+        assert balancer.decoders.in_flight(one) == 1
+    assert balancer.roster.finalize() == []
+    assert balancer.decoders.backends() == (one, two)
+    balancer.roster.disable(Role.DECODE, two.host, two.port)
+    with pytest.raises(NoBackendAvailable):
+        balancer.decoders.pick()
+
+
+def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balancer: Balancer) -> None:
+    one, two = balancer.decoders.backends()
+    balancer.eject(one)
+    balancer.roster.disable(Role.DECODE, one.host, one.port)
+    assert balancer.decoders.eligible() == (two,)
+    balancer.roster.enable(Role.DECODE, one.host, one.port)
+    assert balancer.decoders.eligible() == (two,)
+    balancer.health.on_probe(one, False, "refused", is_refused=True)
+    assert balancer.decoders.eligible() == (two,)
+    for _ in range(2):
+        balancer.health.on_probe(one, True, "200")
+    assert balancer.decoders.eligible() == (one, two)
+    assert balancer.health.share_percent(one) == 10
+
+
+def test_what_was_disabled_and_is_removed_is_still_known(balancer: Balancer) -> None:
+    """The health of what drains is that of its streams."""
+    one, _ = balancer.decoders.backends()
+    balancer.health.on_probe(one, True, "200")
+    with balancer.decoders.lease(PickRequest.of(Load(1, 1), prefer=one)):
+        balancer.roster.disable(Role.DECODE, one.host, one.port)
+        balancer.decoders.eligible()
+        balancer.roster.remove(Role.DECODE, one.host, one.port)
+        balancer.decoders.eligible()
+        assert balancer.health.of(one).is_confirmed
+
+
 # Limits
 
 

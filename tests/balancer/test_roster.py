@@ -7,7 +7,8 @@ import os
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.roster import ADMIN, CONFIG, Member, Roster
+from proxy.balancer.member import Member
+from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.scoreboard import Scoreboard
 from tests.forking import in_child
 
@@ -333,3 +334,64 @@ def test_all_processes_know_what_an_origin_wanted_before() -> None:
     roster = roster_of(Scoreboard(slots=8))
     in_child(lambda: roster.sync("dns", backends(D, 0, 1)))
     assert roster.sync("dns", backends(D, 1)) == ([], backends(D, 0))
+
+
+# Disabled members, and weights
+
+
+def states(roster: Roster) -> list[tuple[str, bool, int, float | None]]:
+    return [(m.backend.name, m.serves, m.weight, m.leaves_at) for m in roster.members(D)]
+
+
+def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=2)
+
+    def change() -> None:
+        assert roster.disable(D, "d", 0, 7.0)
+        assert roster.weigh(D, "d", 1, 30)
+
+    in_child(change)
+    assert states(roster) == [("d:0", False, 100, 7.0), ("d:1", True, 30, None)]
+    assert [member.backend.port for member in roster.leaving()] == [0]
+    roster.disable(D, "d", 0)
+    assert states(roster)[0] == ("d:0", False, 100, None)
+    roster.enable(D, "d", 0)
+    assert states(roster) == [("d:0", True, 100, None), ("d:1", True, 30, None)]
+
+
+def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=2)
+    roster.disable(D, "d", 0, 7.0)
+    roster.weigh(D, "d", 0, 30)
+    assert roster.add(D, "d", 0) is False
+    roster.sync("file", [Backend(D, "d", 0)])
+    roster.sync(CONFIG, [Backend(D, "d", 1)], restores=True)
+    assert states(roster)[0] == ("d:0", False, 30, 7.0)
+    assert roster.finalize() == []
+    roster.remove(D, "d", 0)
+    assert roster.add(D, "d", 0) is True
+    assert states(roster)[0] == ("d:0", True, 100, None)
+
+
+def test_what_is_not_there_or_drains_is_not_changed() -> None:
+    scoreboard = Scoreboard(slots=3)
+    roster = roster_of(scoreboard, decoders=1)
+    before = roster.version
+    assert not roster.disable(D, "d", 5)
+    assert not roster.enable(P, "d", 0)
+    assert roster.enable(D, "d", 0)
+    assert roster.weigh(D, "d", 0, 100)
+    assert roster.version == before
+    roster.remove(D, "d", 0, leaves_at=3.0)
+    assert not roster.enable(D, "d", 0)
+    assert not roster.disable(D, "d", 0)
+    assert states(roster) == [("d:0", False, 100, 3.0)]
+
+
+def test_a_dry_run_of_a_source_changes_nothing() -> None:
+    roster = roster_of(Scoreboard(slots=3), decoders=2)
+    before = roster.version
+    came, went = roster.sync(CONFIG, [Backend(D, "d", 1), Backend(D, "d", 2)], is_dry_run=True)
+    assert ([b.port for b in came], [b.port for b in went]) == ([2], [0])
+    assert roster.version == before
+    assert states(roster) == [("d:0", True, 100, None), ("d:1", True, 100, None)]

@@ -149,6 +149,19 @@ async def test_a_reload_tells_what_has_changed(files: Files) -> None:
     assert files.members() == ["p:1", "p:2 draining", "p:3", "d:1", "d:2"]
 
 
+async def test_a_dry_run_tells_what_would_change(files: Files) -> None:
+    before, roster = files.configuration.current(), files.roster.version
+    files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}")
+    change = await files.configuration.reload(is_dry_run=True)
+    assert change == Change(("prefill", "timeouts.idle_seconds"), ("p:3",), ("p:2",))
+    assert files.configuration.current() is before
+    assert files.roster.version == roster
+    assert await files.configuration.reload() == change
+    files.write("decode: [p:1]\nconnector: plain")
+    with pytest.raises(SettingsError, match="connector cannot change"):
+        await files.configuration.reload(is_dry_run=True)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -1,0 +1,125 @@
+"""What is shown of the instances."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from proxy.backend import Role
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.roster import ADMIN
+from proxy.balancer.slow_start import FULL
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from proxy.backend import Backend
+    from proxy.balancer.health import Health
+    from proxy.balancer.health_board import HealthBoard
+    from proxy.balancer.member import Member
+    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.discovery.joining import Joiner
+
+
+class InstanceView:
+    """Of the instances of the roles that the connector uses, which have these `pools`."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        roster: Roster,
+        scoreboard: Scoreboard,
+        health: Health,
+        health_board: HealthBoard,
+        misfits: Misfits,
+        joiner: Joiner,
+    ) -> None:
+        self._pools = pools
+        self._roster = roster
+        self._scoreboard = scoreboard
+        self._health = health
+        self._health_board = health_board
+        self._misfits = misfits
+        self._joiner = joiner
+        self.configured: Collection[Backend] = ()
+        """Those in the configuration."""
+
+    def everything(self) -> list[dict[str, Any]]:
+        """All instances. Loads are those of all workers; health is as this worker sees it."""
+        shown: list[dict[str, Any]] = []
+        for role, pool in self._pools.items():
+            pool.backends()  # brings what is known up to date
+            shown += map(self._describe, self._roster.members(role))
+            shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
+        return shown
+
+    def _describe(self, member: Member) -> dict[str, Any]:
+        board, backend, now = self._scoreboard, member.backend, time.monotonic()
+        health = self._health.of(backend)
+        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at
+        facts = health.facts or EngineFacts()
+        return {
+            **_described(backend, membership_of(member), health.state, health.reason),
+            "configured": backend in self.configured,
+            "origins": member.origins,
+            "weight": member.weight,
+            "states": Counter(state.value for state in self._health_board.states(backend)),
+            "since_seconds": None if changed_at is None else round(now - changed_at, 3),
+            "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
+            "load": {
+                "inflight": board.requests(backend.slot),
+                "running": board.running(backend.slot),
+                "max_running": self._pools[backend.role].limit(backend),
+                "compute_tokens": charged.compute,
+                "kv_tokens": charged.kv,
+                "pinned_kv": pinned.count,
+                "pinned_kv_tokens": pinned.tokens,
+            },
+            "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
+            "kv_from": self._misfits.pairs(backend) if backend.role is Role.DECODE else None,
+            "misfits": [
+                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
+                for misfit in self._misfits.of(backend)
+            ],
+            "engine": {
+                "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
+                "max_model_len": facts.max_model_len,
+                "max_num_seqs": facts.max_num_seqs,
+                "kv_tokens": facts.kv_tokens,
+            },
+        }
+
+
+def membership_of(member: Member) -> str:
+    """In one word."""
+    return "draining" if member.draining else "disabled" if member.is_disabled else "enabled"
+
+
+def _described(
+    backend: Backend, membership: str, state: HealthState = HealthState.UNKNOWN, reason: str | None = None
+) -> dict[str, Any]:
+    """What is known of any instance, also of one that has not answered yet."""
+    return {
+        "role": backend.role,
+        "address": backend.name,
+        "bootstrap_port": backend.bootstrap_port,
+        "configured": False,
+        "origins": [ADMIN],
+        "weight": FULL,
+        "membership": membership,
+        "state": state,
+        "reason": reason,
+        "states": {},
+        "since_seconds": None,
+        "evacuated_in_seconds": None,
+        "load": None,
+        "kv": None,
+        "kv_from": None,
+        "misfits": [],
+        "engine": None,
+    }
