@@ -66,6 +66,10 @@ def _run(words: list[str]) -> int:
             from proxy.launch import main as launch
 
             return launch(flags, os.environ)
+        case ["roll", *flags]:
+            from proxy.roll import main as roll
+
+            return roll(flags, os.environ)
         case ["mock-engine", *flags]:
             from proxy.sim.engine import main as mock_engine
 

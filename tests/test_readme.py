@@ -24,6 +24,7 @@ from proxy.observe.metrics import TERMS
 from proxy.observe.outcome import Outcome
 from proxy.observe.record import RequestRecord
 from proxy.observe.trace import Trace
+from proxy.roll.command import read_flags as read_roll_flags
 from proxy.settings import load
 from proxy.sim.engine.cli import parse_arguments
 from proxy.terms import Action, Stage
@@ -76,6 +77,9 @@ def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) 
         return
     if words[0] == "advise":
         read_flags(words[1:])
+        return
+    if words[0] == "roll":
+        read_roll_flags(words[1:])
         return
     if words[0] == "launch":
         assert read_launch_flags(words[1:]).topology.exists()

@@ -87,6 +87,13 @@ class Health:
             condition.awaits_first_probe = True
             self.version += 1
 
+    def on_enabled(self, backend: Backend) -> Transition | None:
+        """A backend that was disabled is enabled again, perhaps as another process: it is as one that was added."""
+        old = self.of(backend).state
+        self.forget(backend)
+        self.on_added(backend)
+        return self._changed(backend, self._condition(backend), old, "it is enabled again")
+
     def on_probe(
         self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False, is_unavailable: bool = False
     ) -> Transition | None:

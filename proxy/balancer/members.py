@@ -105,8 +105,9 @@ class Members:
         """
         backends = tuple(member.backend for member in members)
         for back in self._disabled.intersection(member.backend for member in members if member.serves):
-            self._health.forget(back)
-            self._health.on_added(back)
+            transition = self._health.on_enabled(back)
+            if transition is not None:
+                self._on_transition(transition)
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self.all).difference(backends):
             self._health.forget(gone)

@@ -88,6 +88,7 @@ _WITH_OTHERS: Final = {
     "top": "show what a running gateway does",
     "advise": "watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck",
     "launch": "make the commands of every node and the configuration of one description of the fleet",
+    "roll": "restart the instances of a role one after the other, while gateways serve",
     "mock-engine": "run a simulated engine",
     "completion": "print a script by which bash or zsh completes all of this",
 }

@@ -476,6 +476,8 @@ def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balan
     assert balancer.decoders.eligible() == (two,)
     balancer.roster.enable(Role.DECODE, one.host, one.port)
     assert balancer.decoders.eligible() == (two,)
+    told = balancer.transitions[-1]
+    assert (told.new, told.reason) == (HealthState.UNKNOWN, "it is enabled again")
     balancer.health.on_probe(one, False, "refused", is_refused=True)
     assert balancer.decoders.eligible() == (two,)
     for _ in range(2):

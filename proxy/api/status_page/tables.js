@@ -79,7 +79,7 @@ function instance(before, after, { role, address }, state, details) {
     role,
     address,
     state: details?.membership === "joining" ? "joining" : (STATES[state] ?? "unknown"),
-    isDraining: details?.membership === "draining",
+    isAway: ["draining", "disabled"].includes(details?.membership),
     inFlight: total(after, "pdproxy_instance_inflight", its),
     most: details?.load?.max_running ?? null,
     compute: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "compute" }),
@@ -94,7 +94,7 @@ function instance(before, after, { role, address }, state, details) {
 
 function levelOf(one) {
   if (one.state === "down" || one.state === "ejected") return "bad";
-  return one.state !== "up" || one.misfits.length || one.isDraining || elsewhere(one).length ? "warn" : "well";
+  return one.state !== "up" || one.misfits.length || one.isAway || elsewhere(one).length ? "warn" : "well";
 }
 
 const LEVELS_FIRST = ["bad", "warn", "well"];
@@ -134,7 +134,7 @@ function elsewhere({ state, details }) {
 
 function stateOf(one) {
   const since = one.details?.since_seconds ?? null;
-  const state = one.isDraining ? `${one.state}, draining` : one.state;
+  const state = one.isAway ? `${one.state}, ${one.details.membership}` : one.state;
   return [since === null ? state : `${state} for ${duration(since)}`, ...elsewhere(one)].join("; ");
 }
 

@@ -1,0 +1,108 @@
+"""`pdproxy roll` as an operator says it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.__main__ import main
+from tests.asking import until
+from tests.roll.test_walk import PROBED, memberships, name_of, slow
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+
+async def roll(gateway: Deployment, path: Path, *words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", "roll", "--role", "decode", "--url", gateway.url, *words),
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
+async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy: Deploy, tmp_path: Path) -> None:
+    gateway = await deploy(1, [slow(), slow()], health=PROBED)
+    first, second = gateway.decoders
+    hook = "echo {role} {host} {port} {address} >> hooks; while test ! -e go; do sleep 0.05; done"
+    words = ("--hook", hook, "--settle-seconds", "0")
+    rolling = await roll(gateway, tmp_path, *words)
+    async with asyncio.timeout(15):
+        await until((tmp_path / "hooks").exists, "the hook", 10)
+        rolling.send_signal(signal.SIGINT)
+        assert rolling.stdout is not None
+        while b"Ctrl-C once more" not in await rolling.stdout.readline():
+            pass
+        assert await memberships(gateway) == ["disabled", "enabled"]
+        (tmp_path / "go").touch()
+        said, _ = await rolling.communicate()
+    assert rolling.returncode == 1
+    assert said.decode().endswith("pdproxy roll: stopped by hand\n1 are restarted; say the same again to go on\n")
+    assert await memberships(gateway) == ["enabled", "enabled"]
+    rolling = await roll(gateway, tmp_path, *words)
+    said, _ = await rolling.communicate()
+    assert said.decode().startswith("taking up what began at ")
+    assert said.decode().endswith("all 1 are restarted; clients have seen 0 requests fail meanwhile\n")
+    asked = [f"decode 127.0.0.1 {engine.port} {name_of(engine)}" for engine in (first, second)]
+    assert (tmp_path / "hooks").read_text().splitlines() == asked
+    assert not (tmp_path / "pdproxy-roll-decode.json").exists()
+
+
+async def test_a_hook_that_fails_is_told(deploy: Deploy, tmp_path: Path) -> None:
+    gateway = await deploy(1, [slow(), slow()], health=PROBED)
+    rolling = await roll(gateway, tmp_path, "--hook", "exit 3")
+    said, _ = await rolling.communicate()
+    name = name_of(gateway.decoders[0])
+    assert rolling.returncode == 1
+    assert f"pdproxy roll: the hook of {name} ended with code 3\n{name} is away, and may still be disabled" in (
+        said.decode()
+    )
+
+
+async def test_a_dry_run_tells_the_plan(
+    deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gateway = await deploy(1, [slow(), slow()])
+    words = ["roll", "--role", "decode", "--url", gateway.url, "--hook", "restart {address}", "--dry-run"]
+    assert await asyncio.to_thread(main, words) == 0
+    one, two = map(name_of, gateway.decoders)
+    assert capsys.readouterr().out == (
+        "2 decode instances, one at a time, each while at least 1 others serve:\n"
+        f"  {one}  0 in flight now; restarted: restart {one}\n"
+        f"  {two}  0 in flight now; restarted: restart {two}\n"
+    )
+    assert await memberships(gateway) == ["enabled", "enabled"]
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--role", "both"],
+        ["--role", "decode", "--url", "gateway:1999"],
+        ["--role", "decode", "--url", "http://gateway/metrics"],
+        ["--role", "decode", "--hook", "restart {name}"],
+        ["--role", "decode", "--hook", "for i in ${i}; do"],
+        ["--role", "decode", "--min-serving", "-1"],
+        ["--role", "decode", "--settle-seconds", "soon"],
+        ["--role", "decode", "--admin-key-file", "/nowhere"],
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["roll", *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("pdproxy: error: ")
+    assert told.count("\n") == 1
