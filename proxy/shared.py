@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
@@ -18,6 +20,7 @@ from proxy.balancer.source_states import SourceStates
 from proxy.balancer.suspect_memory import SuspectMemory
 from proxy.configuration import Configuration
 from proxy.observe.receipts import Receipts
+from proxy.takeover import Successor, command_line
 
 if TYPE_CHECKING:
     import socket
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.settings import Loaded
+    from proxy.takeover import Predecessor
+
+logger = logging.getLogger(__name__)
 
 _CELL_BYTES: Final = 8
 REASONS: Final = ("died", "frozen")
@@ -49,6 +55,13 @@ class Listeners:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def passed_on(self) -> Mapping[str, socket.socket]:
+        """Those that a successor takes over, by name. Not where engines call back: what they have to say is for those
+        who work for them now.
+        """
+        named = {"clients": self.clients, "admin": self.admin, "probes": self.probes}
+        return {name: listener for name, listener in named.items() if listener is not None}
 
     def close(self) -> None:
         """Close this process's copies. May be called again."""
@@ -101,6 +114,8 @@ class Shared:
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
+    predecessor: Predecessor | None = None
+    """Who has started this process to take over from it."""
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
@@ -114,7 +129,24 @@ RunWorker = Callable[[Shared, int, int | None], int]
 end of a pipe that closes when the supervisor is gone, None without a supervisor."""
 
 
-def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> Shared:
+def start_successor(shared: Shared) -> Successor | None:
+    """Start a process that is to take over; None: that cannot be, and one line says why."""
+    settings = shared.configuration.current().settings
+    if os.getpid() == 1:
+        logger.error("SIGUSR2: process 1 of a container cannot be replaced: start another container")
+    elif shared.listeners.callbacks and settings.layerwise.port:
+        logger.error("SIGUSR2: another process cannot listen on layerwise.port while this one does: set it to 0")
+    else:
+        try:
+            return Successor(shared.listeners.passed_on(), shared.roster.state())
+        except OSError as error:
+            logger.error("SIGUSR2: %s cannot be started: %s", " ".join(command_line()[:1]), error)
+    return None
+
+
+def share(
+    loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners, predecessor: Predecessor | None = None
+) -> Shared:
     """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
     settings = loaded.settings
     prefill = [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill]
@@ -122,7 +154,7 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
     encode = [(endpoint.host, endpoint.port) for endpoint in settings.encode]
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots)
-    roster = Roster(prefill, decode, scoreboard, encode)
+    roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
     return Shared(
         configuration=Configuration(loaded, load, roster),
         listeners=listeners,
@@ -133,4 +165,5 @@ def share(loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners) -> S
         health_board=HealthBoard(settings.workers, slots),
         journal=Journal(settings.workers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
+        predecessor=predecessor,
     )

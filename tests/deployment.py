@@ -352,7 +352,7 @@ async def deployed(
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = await stack.enter_async_context(AsyncExitStack())
             worker = await gateway.enter_async_context(build(shared, settle_seconds=settle_seconds))
-            stop_accepting = await gateway.enter_async_context(listening(worker, shared.listeners))
+            doors = await gateway.enter_async_context(listening(worker, shared.listeners))
             url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(
                 cast("list[SimulatedEngine]", prefillers),
@@ -363,7 +363,7 @@ async def deployed(
                 shared.sources,
                 url,
                 session,
-                stop_accepting,
+                doors.stop_accepting,
                 end=gateway.aclose,
                 problems=problems,
             )

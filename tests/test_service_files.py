@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from proxy.settings import load
+from proxy.supervisor.activation import CLIENTS
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "configs" / "kubernetes" / "base"
@@ -148,3 +149,12 @@ def test_what_is_listed_is_there(path: Path) -> None:
         listed += [file for made in document.get("configMapGenerator", ()) for file in made["files"]]
         missing = [name for name in listed if isinstance(name, str) and not (path.parent / name).exists()]
         assert missing == []
+
+
+def test_systemds_socket_is_where_the_gateway_listens_by_default() -> None:
+    """And it is called what the gateway calls it."""
+    listen = load(["--decode", "a:1", "--connector", "plain"], {}).settings.listen
+    lines = (ROOT / "configs" / "systemd" / "pdproxy.socket").read_text().splitlines()
+    assert f"ListenStream={listen.host}:{listen.port}" in lines
+    assert f"FileDescriptorName={CLIENTS}" in lines
+    assert f"Backlog={listen.backlog}" in lines

@@ -43,7 +43,11 @@ class ProbeApi:
 
     def is_ready(self) -> bool:
         """Whether new requests should come here."""
-        return not self._drain.is_draining and all(pool.is_ready() for pool in self._pools.values())
+        return not self._is_leaving and all(pool.is_ready() for pool in self._pools.values())
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._drain.is_draining and not self._drain.has_successor
 
     async def _live(self, request: web.Request) -> web.Response:
         """This process answers, whatever the engines do."""
@@ -52,7 +56,7 @@ class ProbeApi:
     async def ready(self, request: web.Request) -> web.Response:
         """Answer whether new requests should come here; of several routes."""
         # Answered and not raised: a probe is no request that was refused.
-        if self._drain.is_draining:
+        if self._is_leaving:
             return error_response(ShuttingDown())
         for role, pool in self._pools.items():
             if not pool.is_ready():

@@ -14,8 +14,9 @@ until its own last request has ended, and is then dropped by `finalize`. Build t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.member import Member
@@ -46,8 +47,11 @@ class Roster:
         decode: Iterable[Address],
         scoreboard: Scoreboard,
         encode: Iterable[Address] = (),
+        *,
+        before: Any = None,
     ) -> None:
-        """The configured endpoints, which are trusted with the engine key.
+        """The configured endpoints, which are trusted with the engine key. `before`: the `state` of another roster,
+        which this one goes on with: its instances stay, but for what the configuration has otherwise.
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
         """
@@ -63,6 +67,7 @@ class Roster:
         self._leaving: tuple[Member, ...] = ()
         self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
         self._write((), {})
+        self._go_on_with(before)
         configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
@@ -210,6 +215,24 @@ class Roster:
             if finished:
                 self._write((member for member in members if member not in finished), self._wanted)
             return [member.backend for member in finished]
+
+    def state(self) -> Any:
+        """What there is, for a roster of another process to go on with; JSON."""
+        with self._shared.exclusive():
+            rows = [member.row for member in self._read() if not member.draining]
+            return [rows, {origin: [(b.role, b.host, b.port) for b in those] for origin, those in self._wanted.items()}]
+
+    def _go_on_with(self, before: Any) -> None:
+        """What cannot be read, as it comes from another version, is as if there were nothing."""
+        with suppress(TypeError, ValueError, LookupError, AttributeError):
+            rows, wanted = before
+            members = [Member.of_row(*row) for row in rows]
+            fresh = [
+                replace(member, backend=replace(member.backend, slot=slot))
+                for slot, member in enumerate(members[: self._scoreboard.slots])
+            ]
+            by_origin = {o: [Backend(Role(r), host, port) for r, host, port in those] for o, those in wanted.items()}
+            self._write(fresh, by_origin)
 
     def _has_drained(self, member: Member) -> bool:
         return member.draining and self._scoreboard.requests(member.backend.slot) == 0

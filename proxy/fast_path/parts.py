@@ -53,6 +53,8 @@ class FastParts:
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float] = time.monotonic
     """Seconds of the clock that request records have."""
+    closing: set[str] = field(default_factory=set, init=False)
+    """The requests under way whose answers have said that the connection ends with them."""
     _date: bytes = field(default=b"", init=False)
     _date_second: int = field(default=-1, init=False)
 
@@ -62,24 +64,38 @@ class FastParts:
         """The head of a streamed answer."""
         if int(self.clock()) != self._date_second:
             self._tick()
-        return _STREAM_HEAD % (request_id.encode(), self._date, _CLOSE if self.listener.is_closing else b"")
+        closing = self._announced(request_id) if self.listener.is_closing else b""
+        return _STREAM_HEAD % (request_id.encode(), self._date, closing)
 
     def body_head(self, request_id: str, body_bytes: int) -> bytes:
         """The head of an answer that is one JSON body."""
         if int(self.clock()) != self._date_second:
             self._tick()
-        closing = _CLOSE if self.listener.is_closing else b""
+        closing = self._announced(request_id) if self.listener.is_closing else b""
         return _BODY_HEAD % (body_bytes, self._date, request_id.encode(), closing)
 
     def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str) -> bytes:
         """The whole answer in place of one that failed, which is counted as refused if it was."""
         replies.count_rejection(self.metrics, error)
         response = replies.error_response(error, dialect.error_body(error))
-        return replies.written(response, request_id, closes=self.listener.is_closing)
+        closes = bool(self.listener.is_closing and self._announced(request_id))
+        return replies.written(response, request_id, closes=closes)
 
     def unexpected(self, dialect: OpenAi, error: BaseException) -> GatewayError:
         """Log what nobody expected; the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
+
+    def is_to_close(self, request_id: str) -> bool:
+        """Whether its answer said that the connection ends with it. An answer that had begun before may be followed by
+        another request, which is told.
+        """
+        is_told = request_id in self.closing
+        self.closing.discard(request_id)
+        return is_told
+
+    def _announced(self, request_id: str) -> bytes:
+        self.closing.add(request_id)
+        return _CLOSE
 
     def _tick(self) -> None:
         self._date_second, self._date = int(self.clock()), formatdate(usegmt=True).encode()

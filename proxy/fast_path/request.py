@@ -332,7 +332,7 @@ class FastRequest(FastAttempt):
         parts.gateway.admission.buffers.give_back(self._held_bytes)
         if self._quota is not None:
             self._quota.__exit__(None, None, None)
-        self._client.done(parts.clock())
+        self._client.done(parts.clock(), parts.is_to_close(record.request_id) if parts.closing else False)
         # Each knows this request: they would be cycles of garbage, with the whole body.
         self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
         del self._legs, self._stream

@@ -23,7 +23,7 @@ class Client(Protocol):
     async def drained(self) -> None:
         """Wait until the client has read enough."""
 
-    def done(self, now: float) -> None:
+    def done(self, now: float, is_last: bool) -> None:
         """The request under way has ended, and its answer was written."""
 
 

@@ -38,6 +38,8 @@ class Drain:
 
     def __init__(self) -> None:
         self.is_draining = False
+        self.has_successor = False
+        """Another process accepts on the same sockets, so that the gateway as a whole is ready for what comes."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._without_task: set[CutOff] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()

@@ -127,6 +127,13 @@ class HttpListener:
         self._listening.append((listener, sock))
         self.is_closing = self._close_after_each_answer
 
+    def leave_listening(self) -> None:
+        """Stop listening, where another process goes on. Connections stay open, each until its next answer."""
+        for listener, _ in self._listening:
+            listener.close()
+        self._listening.clear()
+        self.is_closing = True
+
     async def stop_accepting(self) -> None:
         """Stop listening, and close each connection when nothing is being answered on it.
 

@@ -43,6 +43,7 @@ class ProbeServer:
         self._sock = sock
         self._is_alive = is_alive
         self._is_ready = is_ready
+        self._has_left = False
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
 
     def __enter__(self) -> Self:
@@ -56,8 +57,12 @@ class ProbeServer:
         self._thread.join()
         self._stopped.close()
 
+    def leave(self) -> None:
+        """Accept no further connection, since somebody else does; who is connected is answered."""
+        self._has_left = True
+
     def _run(self) -> None:
-        while self._waits_for(self._sock):
+        while self._waits_for(self._sock) and not self._has_left:
             try:
                 connection, _ = self._sock.accept()
             except BlockingIOError:

@@ -6,17 +6,19 @@ import errno
 import os
 import socket
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.settings import SettingsError
 from proxy.shared import Listeners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from proxy.settings import Settings
 
 _ADMIN_BACKLOG: Final = 128
+_NONE: Final[Mapping[str, socket.socket]] = MappingProxyType({})
 
 
 class PortInUse(OSError):
@@ -28,19 +30,25 @@ class PortInUse(OSError):
         self.port = port
 
 
-def listen(settings: Settings) -> Listeners:
-    """The listening sockets. Raises OSError whose text is one sentence for the operator, and SettingsError."""
+def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Listeners:
+    """The listening sockets. `given`: those that are open already, by their names in Listeners. Raises OSError whose
+    text is one sentence for the operator, and SettingsError, also when one that is given is not where the settings say.
+    """
     admin = settings.admin
     with ExitStack() as stack:
 
-        def open_if(port: int | None) -> socket.socket | None:
-            return None if port is None else stack.enter_context(create_listener(admin.host, port))
+        def open_if(name: str, host: str, port: int | None, backlog: int = _ADMIN_BACKLOG) -> socket.socket | None:
+            if port is None:
+                return None
+            if name in given:
+                return stack.enter_context(_checked(name, given[name], host, port))
+            return stack.enter_context(create_listener(host, port, backlog))
 
-        clients = stack.enter_context(
-            create_listener(settings.listen.host, settings.listen.port, settings.listen.backlog)
-        )
+        clients = open_if("clients", settings.listen.host, settings.listen.port, settings.listen.backlog)
+        assert clients is not None
+        admins, probes = open_if("admin", admin.host, admin.port), open_if("probes", admin.host, admin.probe_port)
         callbacks = [stack.enter_context(listener) for listener in _callback_listeners(settings)]
-        listeners = Listeners(clients, open_if(admin.port), open_if(admin.probe_port), callbacks)
+        listeners = Listeners(clients, admins, probes, callbacks)
         stack.pop_all()  # all of them are there: from here on they are closed together
         return listeners
 
@@ -57,6 +65,26 @@ def _callback_listeners(settings: Settings) -> Iterator[socket.socket]:
         yield create_listener(host, first and first + worker, settings.listen.backlog)
 
 
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+def _checked(name: str, listener: socket.socket, host: str, port: int) -> socket.socket:
+    """A listener that was given, if it is where the settings say: who may administer depends on that."""
+    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    bound = listener.getsockname()
+    try:
+        _, wanted = _address(host, port)
+    except OSError:
+        wanted = (host, port)
+    if not is_listening or bound[0] != wanted[0] or port not in (0, bound[1]):
+        where, given = f"{host}:{port}", ":".join(map(str, bound[:2]))
+        raise SettingsError(f"the socket for {name} that this process was given is at {given}, and not at {where}")
+    return listener
+
+
 def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> socket.socket:
     """A listening socket. Raises OSError whose text is one sentence for the operator.
 
@@ -64,8 +92,7 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
     on IPv4, too.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        family, address = _address(host, port)
         return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=host == "::")
     except OSError as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)

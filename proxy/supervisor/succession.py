@@ -5,13 +5,15 @@ from __future__ import annotations
 import http.client
 import logging
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings import reachable
 from proxy.supervisor.listening import PortInUse, listen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import socket
+    from collections.abc import Callable, Mapping
 
     from proxy.settings import Settings
     from proxy.shared import Listeners
@@ -26,6 +28,7 @@ _LETTING_GO_SECONDS: Final = 3.0
 
 def listen_in_succession(
     settings: Settings,
+    given: Mapping[str, socket.socket] = MappingProxyType({}),
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
@@ -41,7 +44,7 @@ def listen_in_succession(
     is_told = is_drain = False
     while True:
         try:
-            return listen(settings)
+            return listen(settings, given)
         except PortInUse as error:
             if not is_told:
                 is_told = True

@@ -18,20 +18,24 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from proxy import __version__, logs
 from proxy.configuration import secrets_of
-from proxy.shared import share
+from proxy.shared import share, start_successor
+from proxy.supervisor.activation import activated
 from proxy.supervisor.succession import listen_in_succession
 from proxy.supervisor.watchdog import Watchdog
+from proxy.takeover import Predecessor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.settings import Loaded
     from proxy.shared import RunWorker, Shared
+    from proxy.takeover import Successor
 
 logger = logging.getLogger(__name__)
 
 # Where prometheus-client keeps what the workers share.
 _METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
+_SUCCESSOR_LOOK_SECONDS: Final = 0.05
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 # A worker ends by itself after its drain, or at once after the second signal; one that hangs is killed this much later.
 _STOP_GRACE_SECONDS = 10.0
@@ -58,9 +62,12 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
 
     `load` reads the configuration, now and whenever it is to be read again. Raises SettingsError.
     """
-    # Until there is somebody to reload, a hang-up must not end the program.
+    # Until there is somebody to reload, or to be taken over from, these must not end the program.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     _raise_fd_limit()
+    predecessor = Predecessor.of(os.environ)
+    given = activated(os.environ) if predecessor is None else predecessor.sockets
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
@@ -75,7 +82,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             connector = find_connector(settings)
             loaded = with_connector(loaded, connector)
             settings = loaded.settings
-            listeners = stack.enter_context(listen_in_succession(settings))
+            listeners = stack.enter_context(listen_in_succession(settings, given))
         except OSError as error:
             print(f"pdproxy: error: {error}", file=sys.stderr)
             return 1
@@ -86,7 +93,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             from proxy import worker
 
             run = worker.run
-        shared = share(loaded, lambda: with_connector(load(), connector), listeners)
+        shared = share(loaded, lambda: with_connector(load(), connector), listeners, predecessor)
         if settings.workers == 1:
             return run(shared, 0, None)
         return _Supervisor(shared, run, restarts or RestartPolicy()).keep_alive()
@@ -139,10 +146,11 @@ class _Supervisor:
         self._stop_signals = 0
         self._kill_at: float | None = None
         self._exit_code = 0
+        self._successor: Successor | None = None
 
     def keep_alive(self) -> int:
         """Start the workers and replace the dead until a signal says stop or one dies too often; the exit code."""
-        waited_for = _STOP_SIGNALS | {signal.SIGHUP, signal.SIGCHLD}
+        waited_for = _STOP_SIGNALS | {signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD}
         # Blocked, not handled: a blocked signal waits for sigtimedwait and cannot fall between two lines.
         self._signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
         # The workers share the memory of everything imported so far as long as their collectors leave it alone.
@@ -153,6 +161,7 @@ class _Supervisor:
                 received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
                 if received is not None:
                     self._pass_on(signal.Signals(received.si_signo))
+                self._look_for_successor()
                 self._reap_dead()
                 self._start_due()
                 self._kill_frozen()
@@ -173,6 +182,8 @@ class _Supervisor:
             deadlines.append(self._kill_at)
         if self._watchdog is not None:
             deadlines.append(self._watchdog.next_look)
+        if self._successor is not None:
+            deadlines.append(time.monotonic() + _SUCCESSOR_LOOK_SECONDS)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -186,6 +197,18 @@ class _Supervisor:
             living = [seat for seat in self._seats if seat.pid is not None]
             for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
                 self._signal(seat, number)
+
+        elif number is signal.SIGUSR2 and self._successor is None and not self._is_stopping:
+            self._successor = start_successor(self._shared)
+
+    def _look_for_successor(self) -> None:
+        """Let the workers drain when another process has taken over."""
+        if self._successor is None or (has_taken_over := self._successor.look()) is None:
+            return
+        self._successor = None
+        if has_taken_over and not self._is_stopping:
+            self._stop(now=False)
+            self._signal_workers(signal.SIGUSR2)
 
     def _stop(self, *, now: bool) -> None:
         """No more replacements; the workers, about to be told to leave, get this long for it."""
@@ -286,7 +309,7 @@ class _Supervisor:
             # Its own process group, or a Ctrl-C would arrive twice, from the terminal and from the supervisor.
             os.setpgid(0, 0)
             # Until the worker has handlers of its own there is nothing to drain.
-            for number in _STOP_SIGNALS:
+            for number in (*_STOP_SIGNALS, signal.SIGUSR2):
                 signal.signal(number, lambda *_: os._exit(0))
             signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
             exit_code = self._run(self._shared, worker, self._alive_reader)

@@ -8,22 +8,44 @@ from typing import TYPE_CHECKING
 from proxy.monitor import ProbeServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from proxy.shared import Listeners
     from proxy.worker.assembly import Worker
 
 
-@asynccontextmanager
-async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Serve on the listening sockets, and yield what stops accepting clients; all others are served on.
+class Doors:
+    """Where a worker listens. Leaving `listening` cuts what is still being answered."""
 
-    Leaving cuts what is still being answered.
-    """
+    def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
+        self._front = worker.front
+        self._admin_front = worker.admin_front
+        self._probes = probes
+
+    async def stop_accepting(self) -> None:
+        """Accept no clients; all others are served on. See HttpListener."""
+        await self._front.stop_accepting()
+
+    def leave(self) -> None:
+        """Accept nobody but engines that call back, where another process goes on. Connections stay open, each until
+        its next answer.
+        """
+        if self._probes is not None:
+            self._probes.leave()
+        for front in (self._front, self._admin_front):
+            if front is not None:
+                front.close_after_each_answer = True
+                front.leave_listening()
+
+
+@asynccontextmanager
+async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors]:
+    """Serve on the listening sockets."""
     async with AsyncExitStack() as stack:
+        probes = None
         if listeners.probes is not None:
             monitor = worker.monitor
-            stack.enter_context(ProbeServer(listeners.probes, monitor.is_alive, monitor.was_ready))
+            probes = stack.enter_context(ProbeServer(listeners.probes, monitor.is_alive, monitor.was_ready))
         if listeners.admin is not None:
             assert worker.admin_front is not None
             await stack.enter_async_context(worker.admin_front)
@@ -37,4 +59,4 @@ async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Calla
                     listener.close()  # or engines would wait for another worker's answer when it has ended
         await stack.enter_async_context(worker.front)
         await worker.front.listen(listeners.clients)
-        yield worker.front.stop_accepting
+        yield Doors(worker, probes)

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import uvloop
@@ -15,9 +16,11 @@ from proxy import __version__, logs
 from proxy.configuration import secrets_of
 from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
+from proxy.shared import start_successor
 from proxy.worker.assembly import build
 from proxy.worker.listening import listening
 from proxy.worker.service_manager import READY, STOPPING, ServiceManager
+from proxy.worker.stop import Stop
 from proxy.worker.tuning import tune
 
 if TYPE_CHECKING:
@@ -56,7 +59,7 @@ def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
 
 
 async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
-    stop = _Stop(alive_fd)
+    stop = Stop(alive_fd, partial(start_successor, shared))
     loop = asyncio.get_running_loop()
     async with build(shared, index) as worker:
         logs.precede(worker.observers.settle)
@@ -65,22 +68,33 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
     return stop.exit_code
 
 
-async def _serve_until_told(shared: Shared, worker: Worker, stop: _Stop) -> None:
+async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
     loop = asyncio.get_running_loop()
     manager = ServiceManager(os.environ)
-    async with manager.told_that_it_lives(), listening(worker, shared.listeners) as stop_accepting:
+    if shared.predecessor is not None:
+        # It serves until then. If it is gone, somebody who is not ready is better than nobody.
+        await _first_of(worker.monitor.became_ready.wait(), shared.predecessor.gone(), stop.requested.wait())
+    async with manager.told_that_it_lives(), listening(worker, shared.listeners) as doors:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         tune()
         if worker.index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
             for told in (*worker.settings.doors, *shortages(worker.settings)):
                 logger.warning("%s", told)
-        manager.tell(READY, "listening")
+        if shared.predecessor is None:
+            manager.tell(READY, "listening")
+        else:
+            manager.tell(f"{READY}\nMAINPID={os.getppid() if stop.is_supervised else os.getpid()}", "listening")
+            shared.predecessor.tell_accepting(worker.settings.workers)
         telling = loop.create_task(_tell_when_ready(worker, shared, manager))
         await stop.requested.wait()
         telling.cancel()
-        manager.tell(STOPPING, "draining")
-        await _drain(worker, stop, stop_accepting)
+        if stop.has_successor:
+            worker.drain.has_successor = True
+            doors.leave()
+        else:
+            manager.tell(STOPPING, "draining")
+        await _drain(worker, stop, doors.stop_accepting)
 
 
 async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
@@ -98,12 +112,13 @@ def _on_hang_up(worker: Worker) -> None:
         worker.watcher.begin_reload("SIGHUP")
 
 
-async def _drain(worker: Worker, stop: _Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:
+async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:
     """Let what is being answered come to its end, as long as it may take, and then end it."""
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = worker.front.close_after_each_answer = True
     _tell_left(drain)
-    # Load balancers in front learn from /readyz; until they have, what they still send is served.
+    # Load balancers in front learn from /readyz; until they have, what they still send is served. Where somebody else
+    # listens already it is for idle connections, on which a request may be under way.
     await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
     await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
     loop = asyncio.get_running_loop()
@@ -120,34 +135,7 @@ def _tell_left(drain: Drain) -> None:
     logger.info("draining", extra={"fields": {"left": drain.in_flight}})
 
 
-class _Stop:
-    """What tells a worker to stop. The first signal asks it to drain; the second, or the supervisor's end, to leave
-    now.
-    """
-
-    def __init__(self, alive_fd: int | None) -> None:
-        self.requested = asyncio.Event()
-        self.now = asyncio.Event()
-        self.exit_code = 0
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        if alive_fd is not None:
-            loop.add_reader(alive_fd, self._on_supervisor_gone, alive_fd)
-
-    def _on_signal(self, number: int) -> None:
-        if self.requested.is_set():
-            self.now.set()
-            self.exit_code = 128 + number
-        self.requested.set()
-
-    def _on_supervisor_gone(self, alive_fd: int) -> None:
-        asyncio.get_running_loop().remove_reader(alive_fd)
-        self.requested.set()
-        self.now.set()
-
-
-async def _first_of(*waits: Awaitable[object], seconds: float) -> None:
+async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
     """Wait until one of them is done, for at most `seconds`. Raises what it raised."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -395,3 +395,41 @@ def test_a_dry_run_of_a_source_changes_nothing() -> None:
     assert ([b.port for b in came], [b.port for b in went]) == ([2], [0])
     assert roster.version == before
     assert states(roster) == [("d:0", True, 100, None), ("d:1", True, 100, None)]
+
+
+# Going on with what another process had
+
+
+def after(before: Roster, decoders: int = 2) -> Roster:
+    return Roster([], [("d", port) for port in range(decoders)], Scoreboard(slots=4), before=before.state())
+
+
+def test_a_roster_goes_on_with_the_state_of_another() -> None:
+    before = roster_of(Scoreboard(slots=8), decoders=2)
+    before.add(D, "added", 1)
+    before.remove(D, "d", 0)
+    before.weigh(D, "d", 1, 30)
+    before.disable(D, "added", 1, 5.0)
+    went_on = after(before)
+    assert states(went_on) == [("d:1", True, 30, None), ("added:1", False, 100, 5.0)]
+    assert sorted(slots(went_on)) == [0, 1]
+    went_on.sync(CONFIG, [Backend(D, "d", 0), Backend(D, "d", 1)])  # removed by hand, and not by mistake
+    assert names(went_on) == ["d:1", "added:1"]
+    went_on.sync(CONFIG, [Backend(D, "d", 0), Backend(D, "d", 1)], restores=True)
+    assert "d:0" in names(went_on)
+
+
+def test_what_the_configuration_has_otherwise_counts() -> None:
+    before = roster_of(Scoreboard(slots=4), decoders=2)
+    before.sync("file", [Backend(D, "found", 1)])
+    went_on = after(before, decoders=1)
+    assert names(went_on) == ["d:0", "d:1 draining", "found:1"]
+    went_on.sync("file", [])
+    went_on.finalize()
+    assert names(went_on) == ["d:0"]
+
+
+@pytest.mark.parametrize("state", [7, [], [[[1, 2]], {}], [[], {"config": [["nobody", "d", 1]]}], {"rows": []}])
+def test_a_state_that_nobody_understands_is_none(state: object) -> None:
+    roster = Roster([], [("d", 0)], Scoreboard(slots=4), before=state)
+    assert names(roster) == ["d:0"]

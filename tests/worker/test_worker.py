@@ -19,6 +19,7 @@ from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import POLICIES, ClientKey, Settings
 from proxy.wire.openai import Api
 from proxy.worker import engines, process
+from proxy.worker.stop import Stop
 from tests.asking import answer_alone, read, request, until
 from tests.deployment import generations
 
@@ -266,7 +267,7 @@ async def test_a_drain_tells_every_so_often_how_much_is_left(
     caplog.set_level("INFO", "proxy.worker")
     gateway = await deploy(drain={"not_ready_seconds": 0.0})
     gateway.prefillers[0].faults.add("hang_before_headers")
-    stop = process._Stop(None)
+    stop = Stop(None, lambda: None)
     try:
         async with gateway.asking(request(Api.CHAT)) as client:
             await until(lambda: gateway.worker.drain.in_flight == 1, "the request")
@@ -276,7 +277,7 @@ async def test_a_drain_tells_every_so_often_how_much_is_left(
             await client.leave()
             await drain
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             asyncio.get_running_loop().remove_signal_handler(number)
     lines = [record for record in caplog.records if record.name == process.__name__]
     assert {(line.getMessage(), vars(line)["fields"]["left"]) for line in lines} == {("draining", 1)}

@@ -1,0 +1,195 @@
+"""A running gateway is replaced by another process, and nobody notices: neither clients nor those who look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, ask, request, until
+from tests.scenarios.program import gateway
+from tests.scenarios.test_stopping import is_ready
+from tests.worker.test_service_manager import systemd
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from proxy.sim.engine import SimulatedEngine
+    from tests.asking import Answer
+    from tests.scenarios.program import Program
+
+BODY = request(Api.CHAT, stream=True, max_tokens=40)
+STARTED = r"process (\d+) is started to take over"
+# What a process does that is given its clients' socket as systemd gives it.
+ACTIVATED = """\
+import os, socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+os.dup2(listener.fileno(), 3)
+os.set_inheritable(3, True)
+os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "pdproxy.socket"}
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def newest(program: Program) -> int:
+    """The process that serves last, the first one if nobody has taken over from it."""
+    return int((re.findall(r"process (\d+) has taken over", program.output) or [program.pid])[-1])
+
+
+@asynccontextmanager
+async def replaceable(*words: str, **options: Any) -> AsyncIterator[Program]:
+    """A gateway, and whoever takes over from it, until the end of the block."""
+    async with gateway(*words, **options) as program:
+        try:
+            yield program
+        finally:
+            for pid in map(int, re.findall(STARTED, program.output)):
+                if is_there(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:  # one that nobody has waited for yet is no process any more
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+async def replace(program: Program) -> int:
+    """Have the newest process start one, and wait until that has taken over; the old one."""
+    old, count = newest(program), program.output.count("has taken over")
+    os.kill(old, signal.SIGUSR2)
+    await until(lambda: program.output.count("has taken over") > count, "a successor", 15.0)
+    return old
+
+
+async def look(url: str, failures: list[str]) -> None:
+    """Ask it on a connection of its own."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            await response.read()
+            if response.status != 200:
+                failures.append(f"{url} is {response.status}")
+    except aiohttp.ClientError as error:
+        failures.append(f"{url}: {error!r}")
+
+
+@pytest.mark.fault(95)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_nobody_notices(
+    pytestconfig: pytest.Config, prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str
+) -> None:
+    ports = {"PROXY_ADMIN__PORT": "0", "PROXY_ADMIN__PROBE_PORT": "0"}
+    words = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers)
+    answers: list[Answer] = []
+    failures: list[str] = []
+    is_over = False
+
+    async def client(program: Program, *, keeps: bool) -> None:
+        connector = aiohttp.TCPConnector(force_close=not keeps)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while not is_over:
+                answers.append(await ask(session, program.url, BODY))
+
+    async def onlooker(url: str) -> None:
+        while not is_over:
+            await look(url, failures)
+            await asyncio.sleep(0.01)
+
+    # Idle connections are closed after this long, and a request may be under way just then, as with any server.
+    async with replaceable(*words, PROXY_DRAIN__NOT_READY_SECONDS="5", **ports) as program:
+        places = [(await program.says(rf"{name} on (\S+?:\d+)"))[1] for name in ("operators", "probes")]
+        await until(lambda: "ready: " in program.output, "the first one to be ready", 10.0)
+        urls = [f"{program.url}/readyz", *(f"http://{place}/readyz" for place in places), f"http://{places[0]}/metrics"]
+        tasks = [asyncio.create_task(client(program, keeps=bool(number % 2))) for number in range(8)]
+        tasks += [asyncio.create_task(onlooker(url)) for url in urls]
+        for _ in range(10 if pytestconfig.getoption("full") else 2):
+            await replace(program)
+        is_over = True
+        await asyncio.gather(*tasks)
+    text = await answer_alone(BODY)
+    assert {(answer.status, answer.is_done, answer.text) for answer in answers} == {(200, True, text)}
+    assert not failures
+    assert "ERROR" not in program.output
+
+
+async def test_what_was_changed_at_run_time_stays(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    async def instances() -> list[tuple[str, str, int]]:
+        async with session.get(program.url + "/instances") as response:
+            told = (await response.json())["instances"]
+        return [(one["address"], one["membership"], one["weight"]) for one in told]
+
+    def address(engine: SimulatedEngine) -> str:
+        return f"127.0.0.1:{engine.port}"
+
+    async with replaceable("--prefill", prefiller.url, "--decode", "127.0.0.1:1") as program:
+        changes = [
+            ("add", {"type": "decode", "instances": address(decoder)}),
+            ("remove", {"type": "decode", "instances": "127.0.0.1:1"}),
+            ("weight", {"type": "prefill", "instances": address(prefiller), "weight": 70}),
+        ]
+        for what, body in changes:
+            async with session.post(f"{program.url}/instances/{what}", json=body) as response:
+                assert response.status == 200
+            if what == "add":
+                await program.says("is added")
+        await is_ready(session, program.url)
+        before = await instances()
+        assert before == [(address(prefiller), "enabled", 70), (address(decoder), "enabled", 100)]
+        old = await replace(program)
+        await until(lambda: not is_there(old), "the end of the old process", 10.0)
+        assert await instances() == before
+        assert (await ask(session, program.url, BODY)).is_done
+
+
+async def test_one_that_does_not_come_up_changes_nothing(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+    async with replaceable("--config", str(path)) as program:
+        await is_ready(session, program.url)
+        path.write_text("frobnicate: 1")
+        program.signal(signal.SIGUSR2)
+        await program.says(r"process \d+, which was to take over, has ended: this one goes on")
+        assert "unknown option frobnicate" in program.output
+        assert (await ask(session, program.url, BODY)).is_done
+        path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+        old = await replace(program)
+        await until(lambda: not is_there(old), "the end of the old process", 10.0)
+        assert (await ask(session, program.url, BODY)).is_done
+
+
+async def test_systemd_opens_the_port_and_hears_who_serves_now(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "notify")
+    under = (sys.executable, "-c", ACTIVATED)
+    words = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
+    with systemd(path) as hear:
+        async with replaceable(*words, under=under, NOTIFY_SOCKET=path) as program:
+            await is_ready(session, program.url)
+            await replace(program)
+            assert (await ask(session, program.url, BODY)).is_done
+            told = ""
+            while "MAINPID" not in told:
+                told = await asyncio.to_thread(hear)
+                assert "STOPPING" not in told
+            assert told == f"READY=1\nMAINPID={newest(program)}\nSTATUS=listening"
+            os.kill(newest(program), signal.SIGTERM)
+            while "STOPPING" not in told:
+                told = await asyncio.to_thread(hear)
