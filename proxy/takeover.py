@@ -90,13 +90,16 @@ class Successor:
         self._channel, theirs = socket.socketpair()
         with ExitStack() as stack:
             stack.enter_context(theirs)
-            stack.callback(lambda: self._channel.close() if sys.exc_info()[0] else None)
+            stack.enter_context(self._channel)
             file = stack.enter_context(os.fdopen(os.memfd_create("instances"), "w+b"))
             file.write(orjson.dumps(instances))
             file.flush()
             passed = {name: sock.fileno() for name, sock in sockets.items()}
             told = {"channel": theirs.fileno(), "sockets": passed, "instances": file.fileno()}
             self.pid = _spawn(orjson.dumps(told).decode(), [theirs.fileno(), file.fileno(), *passed.values()])
+            theirs.close()
+            file.close()
+            stack.pop_all()  # from here on it is closed by `look`
         self._channel.setblocking(False)
         logger.info("process %d is started to take over", self.pid)
 

@@ -58,6 +58,14 @@ def test_one_that_does_not_get_ready_is_ended(
     assert os.WTERMSIG(status) == 15
 
 
+def test_a_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "command_line", lambda: ["/nowhere/pdproxy"])
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        Successor({}, [[], {}])
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, str] = {}
     monkeypatch.setattr(takeover, "_spawn", lambda text, fds: told.update(PDPROXY_PREDECESSOR=_kept(text)) or 1)
@@ -106,12 +114,18 @@ def test_a_script_is_started_again_by_itself_as_it_names_its_interpreter(
 
 
 def test_a_socket_that_is_given_is_listened_on() -> None:
-    with create_listener("127.0.0.1", 0) as clients, create_listener("127.0.0.1", 0) as unused:
+    with create_listener("127.0.0.1", 0) as clients:
         settings = Settings(listen=Listen(port=clients.getsockname()[1]), admin=Admin(probe_port=0))
-        with listen(settings, {"clients": clients, "admin": unused}) as listeners:
+        with listen(settings, {"clients": clients}) as listeners:
             assert listeners.clients is clients
-            assert listeners.admin is None
             assert listeners.probes is not None
+            assert listeners.probes is not clients
+
+
+def test_one_that_nobody_would_accept_from_is_refused() -> None:
+    refused = pytest.raises(SettingsError, match="a socket for admin, for which there is no port")
+    with create_listener("127.0.0.1", 0) as unused, refused:
+        listen(Settings(listen=Listen(port=0)), {"admin": unused})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])

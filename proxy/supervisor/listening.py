@@ -39,6 +39,8 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
 
         def open_if(name: str, host: str, port: int | None, backlog: int = _ADMIN_BACKLOG) -> socket.socket | None:
             if port is None:
+                if name in given:
+                    raise SettingsError(f"this process was given a socket for {name}, for which there is no port")
                 return None
             if name in given:
                 return stack.enter_context(_checked(name, given[name], host, port))
