@@ -86,6 +86,15 @@ async def a_name_is_not_known(site: Site) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def a_source_of_discovery_fails(site: Site) -> AsyncIterator[None]:
+    site.fleet.idle.reload(discovery={"files": ["/nowhere/engines.yaml"]})
+    try:
+        yield
+    finally:
+        site.fleet.idle.reload()
+
+
+@asynccontextmanager
 async def nobody_reads_the_log(site: Site) -> AsyncIterator[None]:
     async def ask() -> None:
         while True:
@@ -134,6 +143,7 @@ BY_ITSELF: Final = (
     Fault(connections_use_the_descriptors_up, ("PdproxyOpenFilesNearLimit",)),
     Fault(the_new_configuration_is_wrong, ("PdproxyReloadFailed",)),
     Fault(a_name_is_not_known, ("PdproxyNameLookupsFail",)),
+    Fault(a_source_of_discovery_fails, ("PdproxyDiscoveryFails",)),
     Fault(nobody_reads_the_log, ("PdproxyLogLinesDropped",)),
     Fault(a_prefill_never_ends, ("PdproxyRequestsStuck",)),
 )
