@@ -66,6 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="of the gateway; if several, they are killed, too")
     parser.add_argument("--clients", type=int, default=48, help="requests at a time (default: 48)")
     parser.add_argument("--engines", type=int, default=4, help="prefillers, and decoders (default: 4)")
+    parser.add_argument("--discovery", action="store_true", help="engines are found in a file, which breaks at times")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (default: 1)")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="where to leave logs and answers")
     parser.add_argument("--explain", action="store_true", help="tell by what each invariant is judged")
@@ -97,7 +98,7 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         return Recorder(instance, legs.append, sent_by_client)
 
     answers = directory / "answers.jsonl"
-    async with started(directory, options.workers, options.engines, watch) as cluster:
+    async with started(directory, options.workers, options.engines, watch, is_discovered=options.discovery) as cluster:
         injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1)
         words = (cluster.port, options.seed, options.clients, answers)
         async with _traffic(*map(str, words)) as traffic:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from lab.common.processes import HOST, quiet_ports
 from lab.common.programs import Program
 from lab.common.toxics import ToxicProxy
 from lab.soak.evidence import Limits, Sample
+from lab.soak.listed import ListedEngines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -96,8 +98,17 @@ class Engine:
 class Cluster:
     """All of it."""
 
-    def __init__(self, engines: list[Engine], gateway: Program, port: int, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        engines: list[Engine],
+        gateway: Program,
+        port: int,
+        session: aiohttp.ClientSession,
+        listed: ListedEngines | None,
+    ) -> None:
+        """`listed`: where the gateway finds the engines; None: they are configured, and changed by an administrator."""
         self.engines = engines
+        self.listed = listed
         self.port = port
         self._gateway = gateway
         self._session = session
@@ -131,11 +142,25 @@ class Cluster:
         return tree(self._gateway.pid)[1:]
 
     async def change(self, verb: str, engine: Engine) -> None:
-        """`add` or `remove` an instance."""
+        """`add` or `remove` an instance, until the gateway has heard of it."""
+        if self.listed is not None:
+            (self.listed.add if verb == "add" else self.listed.remove)(engine.role, engine.instance)
+            await until(partial(self._is_enabled, engine, is_expected=verb == "add"))
+            return
         body = {"type": engine.role, "instances": engine.instance}
         async with self._session.post(f"{self._url}/instances/{verb}", json=body) as response:
             if response.status != 200:
                 sys.exit(f"the gateway does not {verb} {engine.name}: {await response.text()}")
+
+    async def _is_enabled(self, engine: Engine, *, is_expected: bool) -> bool:
+        async with self._session.get(f"{self._url}/instances") as response:
+            told = (await response.json())["instances"]
+        enabled = {one["address"] for one in told if one["membership"] == "enabled"}
+        return (engine.instance in enabled) == is_expected
+
+    async def discovery_fails(self) -> bool:
+        """Whether the gateway says so."""
+        return (await self.sample()).total("pdproxy_discovery_up") == 0
 
     async def has(self, engine: Engine) -> bool:
         """Whether the gateway knows an instance, be it draining."""
@@ -197,9 +222,11 @@ async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: floa
 
 @asynccontextmanager
 async def started(
-    directory: Path, workers: int, per_role: int, watch: Callable[[str], Watcher]
+    directory: Path, workers: int, per_role: int, watch: Callable[[str], Watcher], *, is_discovered: bool
 ) -> AsyncIterator[Cluster]:
-    """Start everything, and stop it in the end. Logs and configuration are written to the directory."""
+    """Start everything, and stop it in the end. Logs and configuration are written to the directory. `is_discovered`:
+    the gateway finds the engines in a file.
+    """
     gateway_port, *ports = quiet_ports(1 + 4 * per_role)
     roles = ["prefill"] * per_role + ["decode"] * per_role
     # Not kept: a connection that is left open would count among the gateway's.
@@ -211,10 +238,14 @@ async def started(
         ]
         gateway = Program(["--config", str(directory / "gateway.yaml")], gateway_log)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10.0)) as session:
-            cluster = Cluster(engines, gateway, gateway_port, session)
-            instances = {role: [e.instance for e in engines if e.role == role] for role in ("prefill", "decode")}
+            names = ((engine.role, engine.instance) for engine in engines)
+            listed = ListedEngines(directory / "engines.json", names) if is_discovered else None
+            cluster = Cluster(engines, gateway, gateway_port, session, listed)
+            configured = [] if is_discovered else engines
+            instances = {role: [e.instance for e in configured if e.role == role] for role in ("prefill", "decode")}
+            options = settings(gateway_port, workers, **instances) | (listed.settings if listed else {})
             # JSON is YAML, too.
-            (directory / "gateway.yaml").write_text(json.dumps(settings(gateway_port, workers, **instances), indent=1))
+            (directory / "gateway.yaml").write_text(json.dumps(options, indent=1))
             try:
                 for engine in engines:
                     await engine.network.__aenter__()

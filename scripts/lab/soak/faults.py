@@ -94,6 +94,7 @@ _ONE_ROLE: dict[str, dict[str, dict[str, Any]]] = {
 
 _DAMAGES: dict[str, Damage] = {"kill": kill, "stop": stop, "partition": partition, "slow down": slow_down}
 DRAIN = "drain"
+_SPOIL = "spoil the list"
 
 
 class FaultInjector:
@@ -123,6 +124,8 @@ class FaultInjector:
     def _deck(self) -> Iterator[tuple[str, str]]:
         """Kinds and roles: what is worst, in some order, then what engines do wrong by themselves; and again."""
         worst = [(kind, role) for role in _ONE_ROLE for kind in ("kill", *_DAMAGES, DRAIN)]
+        if self._cluster.listed is not None:
+            worst += [(_SPOIL, "")] * 2
         if self._kills_workers:
             worst += [(KILL_WORKER, "")] * 3
         others = [(kind, role) for role, rules in _ONE_ROLE.items() for kind in rules]
@@ -136,6 +139,8 @@ class FaultInjector:
             pid = self._draw.choice(self._cluster.workers())
             os.kill(pid, signal.SIGKILL)
             return str(pid)
+        if kind == _SPOIL:
+            return await self._spoil()
         engine = self._draw.choice([engine for engine in self._cluster.engines if engine.role == role])
         if kind == DRAIN:
             await self._drain(engine)
@@ -143,6 +148,18 @@ class FaultInjector:
             damage = _DAMAGES.get(kind) or partial(inject, _ONE_ROLE[engine.role][kind])
             await damage(self._cluster, engine)
         return engine.name
+
+    async def _spoil(self) -> str:
+        """The file with the engines is broken for a while."""
+        listed = self._cluster.listed
+        assert listed is not None
+        listed.spoil()
+        try:
+            await until(self._cluster.discovery_fails)
+            await asyncio.sleep(_INJECTED_SECONDS)
+        finally:
+            listed.repair()
+        return "discovery"
 
     async def _drain(self, engine: Engine) -> None:
         """As an operator restarts an engine: taken out, waited for, started again, put back."""
