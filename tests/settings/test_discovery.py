@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,13 @@ def test_dns_names_are_those_of_a_role_and_may_be_a_stage_of_encoders() -> None:
     assert found.discovery.prefill_dns == ("p:1 8998", "_http._tcp.q")
     assert not found.has_encoders
     assert settings("--prefill p:1 --decode d:1", PROXY_DISCOVERY__ENCODE_DNS="e:1").has_encoders
+
+
+def test_without_the_extra_dns_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dns", None)  # as if it could not be imported
+    with pytest.raises(SettingsError, match=r"^discovery by DNS needs the extra dns: pip install 'pdproxy\[dns\]'$"):
+        settings("--prefill p:1", PROXY_DISCOVERY__DECODE_DNS="d:1")
+    assert settings("--prefill p:1 --decode d:1").discovery.sources == ()
 
 
 def test_kubernetes_names_the_roles_that_have_a_selector(tmp_path: Path) -> None:
