@@ -95,7 +95,7 @@ def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
         if canonical_host(launch.dp_address) != canonical_host(right):
             words = f"dp_address is {launch.dp_address}, and rank 0 of the group is on node {launch.master}, {right}"
             yield Finding(_REFUSED, "dp_address", launch.subject, words, "leave it out: it is the address of rank 0")
-        elif launch.nodes > 1 and is_loopback(right) and not is_loopback(launch.node.address):
+        elif is_loopback(right) and not is_loopback(launch.node.address):
             words = f"the ranks would meet at {right}, which is every node's own"
             yield Finding(_REFUSED, "dp_address", launch.subject, words, "give the node its address in the network")
 

@@ -21,11 +21,9 @@ def option(flag: str, *values: object) -> str:
 
 
 def options(values: Mapping[str, OptionValue]) -> Iterator[str]:
-    """Each option of a mapping, in its order."""
+    """Each option of a mapping, none of them null, in its order."""
     for flag, value in values.items():
         match value:
-            case None:
-                continue
             case True:
                 yield option(flag)
             case dict():

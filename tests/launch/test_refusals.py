@@ -236,6 +236,7 @@ MIXED: list[tuple[str, dict[str, Any], list[str]]] = [
             "recompute_scheduler_enable is for decoders: vLLM-Ascend does not start with it elsewhere",
         ],
     ),
+    ("kimi-k2-thinking", {"nodes__n0__address": "n0.cluster"}, []),
     ("kimi-k2-thinking", {"nodes__n0__address": "127.0.0.1", "roles__both__dp": 4, "roles__both__tp": 4}, []),
 ]
 
