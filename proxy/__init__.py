@@ -34,6 +34,7 @@ Canary       a prompt of the gateway's own that shows whether a hand-over betwee
 Topology     a fleet as its operator describes it: nodes, roles, groups of ranks; commands and configuration follow
 RequestRecord what happened to one request, for its log line and the metrics; it has a Timeline for each unit
 Trace        what a sampled request's spans are made of beside its record: its ids, and the legs sent for it
+Receipts     what operators can still read of requests that are over: the access line, and why each attempt went where
 """
 
 __version__ = "0.1.0"

@@ -14,7 +14,8 @@ import pytest
 import proxy
 from proxy.__main__ import main
 from proxy.advise.command import read_flags
-from proxy.backend import Role
+from proxy.backend import Backend, Role
+from proxy.balancer.choice import TRIAL
 from proxy.balancer.misfits import MisfitKind
 from proxy.balancer.pick import Prediction
 from proxy.errors import Failure
@@ -180,6 +181,8 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     timeline = record.timeline()
     timeline.marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
     timeline.prediction = Prediction(1.0, 0)
+    timeline.attempts = 1
+    timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
     assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
 
 

@@ -85,6 +85,14 @@ class Administrators:
                 status=403,
             )
 
+    def admits(self, request: web.Request) -> bool:
+        """Whether the caller may administer."""
+        try:
+            self.check(request)
+        except GatewayError:
+            return False
+        return True
+
     def _objection(self, request: web.Request) -> str | None:
         """Why this need not be an administrator's program on this host, None if it is one."""
         if not is_loopback(self._listens_on):

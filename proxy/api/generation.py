@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from proxy.api.debug_headers import RECORD
 from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
@@ -77,7 +78,7 @@ class GenerationApi:
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""
-        record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
+        record = request[RECORD] = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
         try:
             with self._drain:
                 return await self._answer(dialect, request, record)

@@ -13,8 +13,7 @@ import orjson
 from aiohttp import web
 
 from proxy.errors import BadRequest, GatewayError
-from proxy.logs import timestamp
-from proxy.observe.receipt import names_engine_id, names_instance
+from proxy.observe.receipt import names_engine_id, names_instance, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +87,7 @@ class RequestsApi:
         # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
         async with self._one_search:
             found = await asyncio.to_thread(latest)
-        return [{"time": timestamp(told.pop("ended")), **told} for told in found]
+        return [shown(told) for told in found]
 
 
 def _asked(request: web.Request, known: Sequence[str]) -> dict[str, str]:

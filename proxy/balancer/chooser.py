@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from proxy.balancer import slow_start
+from proxy.balancer.choice import PREFERRED
 from proxy.balancer.pick import Candidate, Policy
 from proxy.balancer.policies import WEIGHTS
 from proxy.errors import NoBackendAvailable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.backend import Backend, Role
+    from proxy.balancer.choice import Looked
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.scoreboard import Scoreboard
 
@@ -41,6 +43,8 @@ class Chooser:
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
         self.candidates: tuple[Candidate, ...] = ()
+        self.looked: Looked | str = ""
+        """What led to the last choice; see choice.Pick."""
         self._slots: tuple[int, ...] = ()  # theirs
         self.passes_over = False
         """Some of them may have to be passed over, whatever the policy says: they are short of KV memory."""
@@ -116,6 +120,7 @@ class Chooser:
         if prefer is not None and prefer.role is self._role:
             for candidate in candidates:
                 if candidate.backend == prefer and candidate.has_room:
+                    self.looked = PREFERRED
                     return candidate.backend
         return self.ask(candidates, request).backend
 
@@ -131,6 +136,7 @@ class Chooser:
         for candidate, weight in zip(asked, weights, strict=True):
             candidate.weight = weight
         chosen = self.policy.choose(asked, request)
+        self.looked = self.policy, asked, weights, self.policy.noted
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:

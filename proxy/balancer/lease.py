@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from proxy.balancer.choice import OTHER
 from proxy.balancer.scoreboard import CELLS_PER_SLOT, COMPUTE, KV, REQUESTS, RUNNING
 from proxy.errors import UpstreamError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Backend
+    from proxy.balancer.choice import Pick
     from proxy.balancer.pick import PickRequest, Policy, Prediction
     from proxy.balancer.pool import Pool
 
@@ -29,11 +31,13 @@ class Lease:
     __slots__ = (
         *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "_trial", "_listener"),
         *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
-        *("answer_tokens", "prediction", "_has_begun"),
+        *("answer_tokens", "pick", "prediction", "_has_begun"),
     )
 
     backend: Backend
     """The backend that was picked, once the lease is entered."""
+    pick: Pick
+    """The same, with why."""
     prediction: Prediction | None
     """What the policy thinks will come of it, once it is entered; None: nothing."""
     answer_tokens: int | None
@@ -72,10 +76,10 @@ class Lease:
         if self._is_entered:
             raise RuntimeError("a lease is entered once; ask the pool for a new one")
         if self._has_outcome:
-            backend, trial = self._pool.take(self._request)
+            pick, trial = self._pool.take(self._request)
         else:
-            backend, trial = self._pool.choose(self._request), 0
-        self._charge(backend, trial)
+            pick, trial = (self._pool.choose(self._request), OTHER), 0
+        self._charge(pick, trial)
         return self
 
     def __exit__(
@@ -161,19 +165,19 @@ class Lease:
         # Before the pick: the failure counts also when there is nowhere to go.
         self._report(old, because)
         request = self._request.elsewhere({*avoid, old})
-        new, trial = self._pool.take(request)
+        pick, trial = self._pool.take(request)
         if self._listener is not None:
             self._tell_end(served=False)
         self._uncharge()
         self._request = request
         self._has_begun = False
-        self._charge(new, trial)
+        self._charge(pick, trial)
         self._pool.released()
-        return new
+        return self.backend
 
-    def _charge(self, backend: Backend, trial: int) -> None:
+    def _charge(self, pick: Pick, trial: int) -> None:
         """Begin on a backend. What the policy does comes first: should it fail, nothing has been charged."""
-        pool, request = self._pool, self._request
+        pool, request, backend = self._pool, self._request, pick[0]
         if pool.cost_of is not None:
             load = pool.cost_of(backend, request)
         else:
@@ -181,7 +185,7 @@ class Lease:
         if pool.listener is not None and self._has_outcome and not self._has_served:
             self.prediction = pool.listener.dispatched(backend, request)
             self._listener = pool.listener
-        self.backend = backend
+        self.backend, self.pick = backend, pick
         self._is_entered = True
         self._trial = trial
         cells = self._cells

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
+from proxy.balancer.choice import EQUAL, LEAST_SECONDS, Figures
 from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies import LeastTokens
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+
+    _Noted = tuple[Sequence[int], tuple[float, float, float], Sequence[float], bool]
+    """Of candidates: the answers that they write; how a token's cost is made of that; how slow each is; and whether
+    several were equal."""
 
 # What was learned is taken for choosing now and then.
 _LOOK_SECONDS: Final = 1.0
@@ -73,6 +78,8 @@ class _Bounds:
 class LeastDecodeSeconds(LeastTokens):
     """For decoders."""
 
+    label = "least_load"
+
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self.pace = DecodePace()
@@ -105,7 +112,23 @@ class LeastDecodeSeconds(LeastTokens):
                 least, equal = score, [candidate]
             elif score <= least * (1 + _TIE):
                 equal.append(candidate)
-        return equal[0] if len(equal) == 1 else self._take_turn(equal)
+        is_equal = len(equal) > 1
+        self.noted = running, (step, slope, share), bounds.slowness, is_equal
+        return self._take_turn(equal) if is_equal else equal[0]
+
+    def reason(self, noted: _Noted, backend: Backend) -> str:
+        """See Policy."""
+        return EQUAL if noted[-1] else LEAST_SECONDS
+
+    def figures(self, noted: _Noted, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
+        """See Policy."""
+        running, (step, slope, share), slowness, _ = noted
+        seconds = [
+            (step + slope * (streams + share * weight)) * slower
+            for streams, weight, slower in zip(running, weights, slowness, strict=True)
+        ]
+        columns: dict[str, Sequence[float]] = {"running": running, "token_seconds": seconds}
+        return Figures(self.label, [candidate.backend for candidate in candidates], columns, seconds)
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether one of them is below its knee, and has KV memory for an answer more."""

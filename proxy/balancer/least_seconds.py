@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from proxy.backend import Load
+from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Figures
 from proxy.balancer.pick import Prediction
 from proxy.balancer.policies import LeastTokens
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+
+    _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
+    """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were
+    equal; and the tokens that are probably cached there, None where that was not looked up."""
 
 # Differences that predictions cannot tell.
 _TIE_SHARE: Final = 0.05
@@ -41,6 +46,7 @@ _Choice = tuple["PickRequest", Prefiller, Asked, int, float]
 class LeastSeconds(LeastTokens):
     """For prefillers."""
 
+    label = "least_load"
     crowding = 1.0
     """How much a prompt's own work counts for those behind it; 0: it does not."""
     ahead_seconds = 0.05
@@ -89,8 +95,13 @@ class LeastSeconds(LeastTokens):
         else:
             kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
             place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
-        hit = asked.there[prefillers[place]][1] if asked.keys else 0
+        hit, cached = 0, None
+        if asked.keys:
+            there, ends = asked.there, asked.ends
+            cached = [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]
+            hit = there[prefillers[place]][1]
         self._chosen = request, prefillers[place], asked, hit, work[place]
+        self.noted = prefillers, waits, work, len(equal) > 1, cached
         return candidates[place]
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
@@ -136,6 +147,25 @@ class LeastSeconds(LeastTokens):
         sample = prefiller.end(id(request), served, self.context.clock())
         if sample is not None:
             self._prefillers.learn(prefiller, sample)
+
+    def reason(self, noted: _Noted, backend: Backend) -> str:
+        """See Policy."""
+        prefillers, waits, _, is_equal, cached = noted
+        if cached is not None:
+            place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
+            soon = waits[place] + _TIE_SECONDS
+            if any(wait <= soon and hit < cached[place] for wait, hit in zip(waits, cached, strict=True)):
+                return CACHED_PREFIX
+        return EQUAL if is_equal else LEAST_SECONDS
+
+    def figures(self, noted: _Noted, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
+        """See Policy."""
+        prefillers, waits, work, _, cached = noted
+        columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
+        if cached is not None:
+            columns["cached_tokens"] = cached
+        order = [wait + seconds for wait, seconds in zip(waits, work, strict=True)]
+        return Figures(self.label, [prefiller.backend for prefiller in prefillers], columns, order)
 
     def emptied(self, backend: Backend) -> None:
         """What it had in its cache is gone."""

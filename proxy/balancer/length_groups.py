@@ -27,6 +27,8 @@ class LengthGroups(LeastTokens):
     The first half of the candidates, in the order of their slots, is for the short ones; a single one is for all.
     """
 
+    label = "length_groups"
+
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self.configure(Balance())

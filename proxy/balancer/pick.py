@@ -10,9 +10,10 @@ import random
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.backend import Load, Role
+from proxy.balancer.choice import OTHER, Figures
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
@@ -199,8 +200,13 @@ class Policy(ABC):
     `choose` is all that it must have. A policy that overrides none of the other methods is not called for them.
     """
 
+    label: str = OTHER
+    """What receipts and metrics call it."""
     weighs_load = True
     """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
+    noted: Any = None
+    """What it has looked at when it last chose, for `reason` and `figures`, which are asked much later. Never changed
+    again, and small: it is kept as long as the request."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
@@ -249,6 +255,14 @@ class Policy(ABC):
 
     def emptied(self, backend: Backend) -> None:  # noqa: B027 - nor need this
         """Its caches are empty: it does not take connections, has started anew, or has left. May come many times."""
+
+    def reason(self, noted: Any, backend: Backend) -> str:
+        """Why it has chosen this one of several, in one of choice.REASONS. `noted`: as it was then."""
+        return self.label
+
+    def figures(self, noted: Any, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
+        """What it knew of the candidates, whose weights were these."""
+        return Figures(self.label, [candidate.backend for candidate in candidates], {"weight": weights}, weights)
 
     @property
     def remembered(self) -> int:

@@ -57,6 +57,8 @@ class _Turns(Policy):
 class LeastTokens(_Turns):
     """The least loaded; equal ones take turns, so that an idle pool does not send everything to its first member."""
 
+    label = "least_tokens"
+
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """The request does not matter."""
         lowest, equal = candidates[0].weight, [candidates[0]]
@@ -74,6 +76,7 @@ class LeastTokens(_Turns):
 class RoundRobin(_Turns):
     """The backends one after the other, whatever their load."""
 
+    label = "round_robin"
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
@@ -83,6 +86,8 @@ class RoundRobin(_Turns):
 
 class PowerOfTwo(Policy):
     """The less loaded of two drawn at random: does not herd when several gateways see the same stale loads."""
+
+    label = "power_of_two"
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """The request does not matter."""
@@ -97,6 +102,7 @@ class PowerOfTwo(Policy):
 class Random(Policy):
     """Any, each with the same probability."""
 
+    label = "random"
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:

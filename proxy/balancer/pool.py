@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load, Role
 from proxy.balancer.backend_health import HealthState
+from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.choice import Pick
     from proxy.balancer.engine_facts import EngineFacts, EngineVersion
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health, Transition
@@ -142,9 +144,9 @@ class Pool:
         """
         return Lease(self, request, has_outcome=False)
 
-    def take(self, request: PickRequest) -> tuple[Backend, int]:
-        """The backend for a lease, and the number of the trial that the lease is, 0 if it is none: see Lease. Raises
-        NoBackendAvailable.
+    def take(self, request: PickRequest) -> tuple[Pick, int]:
+        """The backend for a lease, with why, and the number of the trial that the lease is, 0 if it is none: see Lease.
+        Raises NoBackendAvailable.
         """
         members, health, chooser = self._members, self._health, self._chooser
         # What `refresh` looks at, without a call: every request comes by here.
@@ -163,10 +165,10 @@ class Pool:
             if not is_wanted_elsewhere or all(backend in avoid for backend in members.eligible):
                 for backend in members.awaiting_trial:
                     if backend not in avoid:
-                        return backend, health.begin_trial(backend)
+                        return (backend, TRIAL), health.begin_trial(backend)
         if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
-            return chooser.choose(request), 0
-        return chooser.ask(chooser.candidates, request).backend, 0
+            return (chooser.choose(request), chooser.looked), 0
+        return (chooser.ask(chooser.candidates, request).backend, chooser.looked), 0
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""

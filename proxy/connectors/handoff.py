@@ -175,8 +175,10 @@ class KvHandoff:
         except BaseException as error:
             decoder.__exit__(type(error), error, error.__traceback__)
             raise
-        self._timeline.begin_attempt()
-        self._timeline.prediction = self.prefiller.prediction
+        timeline = self._timeline
+        timeline.begin_attempt()
+        timeline.decode_pick, timeline.prefill_pick = decoder.pick, self.prefiller.pick
+        timeline.prediction = self.prefiller.prediction
         return self
 
     def __exit__(

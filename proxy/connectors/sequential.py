@@ -152,6 +152,7 @@ class Sequential(Disaggregated):
             if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
                 break
             asks_again = False
+            timeline.left_prefiller(handoff.prefiller.pick)
         if kv is None:
             handoff.source = self.source_without_kv
         handoff.prefilled(usage)
@@ -185,6 +186,7 @@ class Sequential(Disaggregated):
                 return response
             except UpstreamError as error:
                 if error.failure is Failure.CONNECT and self.move(handoff.decoder, handoff.failed, error):
+                    timeline.left_decoder(handoff.decoder.pick)
                     self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
                     continue
                 if error.failure is Failure.CONNECT:

@@ -66,10 +66,12 @@ class SingleLeg:
             if is_prefiller:
                 timeline.enter(Stage.PREFILL)
                 timeline.prefiller, timeline.prefill_id = lease.backend.name, attempt_id
+                timeline.prefill_pick = lease.pick
                 answer_seconds = prefill_seconds(timeouts, call)
             else:
                 timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
                 timeline.decoder, timeline.decode_id = lease.backend.name, attempt_id
+                timeline.decode_pick = lease.pick
                 answer_seconds = first_byte_seconds(timeouts, call)
             dp_ranks = balance.prefill_dp_ranks if is_prefiller else balance.decode_dp_ranks
             leg = Leg(

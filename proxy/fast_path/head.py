@@ -21,9 +21,18 @@ _FIELD: Final = re.compile(r"([^:]+):[ \t]*([^\r]*?)[ \t]*\r\n")
 _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]+").fullmatch
 _LENGTH_DIGITS: Final = 15
 
-# Each of them changes how a request is framed, or who is to answer it first.
+# Each of them changes how a request is framed, who is to answer it first, or what the head of the answer tells.
 _NOT_PLAIN: Final = frozenset(
-    {"transfer-encoding", "expect", "upgrade", "content-encoding", "te", "trailer", "proxy-connection"}
+    {
+        "transfer-encoding",
+        "expect",
+        "upgrade",
+        "content-encoding",
+        "te",
+        "trailer",
+        "proxy-connection",
+        "x-pdproxy-debug",
+    }
 )
 
 

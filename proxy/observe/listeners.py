@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from proxy.logs import access_lines
+from proxy.observe.metrics import CHOOSING_ROLES
 from proxy.observe.observers import RequestListener
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class RequestMetrics(RequestListener):
         self._ratio = metrics.prefill_prediction_ratio
         self._hits = cache(metrics.prefill_hit_tokens_total.labels)
         self._broken = metrics.streams_broken_total
+        self._choices = cache(metrics.choices_total.labels)
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
         """See RequestListener. Each series is touched once."""
@@ -52,9 +54,22 @@ class RequestMetrics(RequestListener):
             self._ends(term).inc(count)
             if broken is not None:
                 self._broken.labels(*broken).inc(count)
+        self._count_choices(ended)
         self._observe_times(ended)
         self._compare_predictions(ended)
         self._count_tokens(ended)
+
+    def _count_choices(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+        chosen = (
+            choice
+            for record, _ in ended
+            for timeline in record.timelines
+            for attempt in timeline.history
+            for choice in zip(CHOOSING_ROLES, attempt.reasons, strict=True)
+        )
+        for (role, reason), count in _tally(chosen).items():
+            if reason is not None:
+                self._choices(role, reason).inc(count)
 
     def _observe_times(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
         durations: defaultdict[tuple[str, bool], list[float]] = defaultdict(list)

@@ -28,6 +28,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.balancer.breaker import Cause
+from proxy.balancer.choice import REASONS
 from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
 from proxy.observe.instances import Instances
@@ -53,6 +54,8 @@ APIS: Final = ("models", "tokenizer", "pooling", "sglang")
 """The routes that do not generate; those that do are labelled by their dialects."""
 STAGES: Final = tuple(stage.label for stage in Stage)
 LEGS: Final = ("prefill", "decode", "encode")
+CHOOSING_ROLES: Final = ("prefill", "decode")
+"""Whose choices are counted by reason."""
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
 CANARIES: Final = (*(str(verdict) for verdict in Verdict), "differs", "failed", "busy")
@@ -290,6 +293,12 @@ class Metrics:
             ("kind",),
             **new,
         )
+        self.choices_total = Counter(
+            "choices_total",
+            "Choices of an instance for an attempt at a generation request, by role and by why it was this one.",
+            ("role", "reason"),
+            **new,
+        )
         self.queue_waits_total = Counter(
             "queue_waits_total",
             "Requests that had to wait, by what for: room at a `prefill` or `decode` instance, others that wait "
@@ -472,6 +481,7 @@ class Metrics:
             (self.tokens_total, product(TOKEN_KINDS)),
             (self.rejected_total, product(REJECTIONS)),
             (self.prefill_hit_tokens_total, product(("predicted", "found"))),
+            (self.choices_total, product(CHOOSING_ROLES, REASONS)),
             (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
             (self.config_reloads_total, product(("ok", "failed"))),
         ]

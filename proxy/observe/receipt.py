@@ -1,39 +1,59 @@
 """What is kept of one request that is over, for whoever looks for the cause of something: its access line, and how each
 attempt at it went. No prompt, no completion and no key in it.
+
+It is written for every request and read seldom: what is kept is as it comes, and made fit to be looked at when somebody
+does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.balancer.choice import figures
 from proxy.errors import UpstreamError
+from proxy.logs import timestamp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
+    from proxy.balancer.choice import Pick
+    from proxy.observe.attempt_record import AttemptRecord
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import AttemptRecord, Timeline
 
 _MAX_CHARS: Final = 512
-# Of one request: what is left out is counted.
+# Of one request; what is left out is counted.
 _MAX_ATTEMPTS: Final = 16
+# Of one choice: those that were nearest to being chosen, and the one that was.
+_MAX_CANDIDATES: Final = 8
+_DIGITS: Final = 6
 
 
 def receipt(record: RequestRecord, outcome: Outcome, redact: Callable[[str], str]) -> dict[str, Any]:
-    """The fields of the access line, the `model` that the client named (null: none), `backend`, which the error came
-    from (null: from no instance), and in `history` each attempt at each unit; as JSON.
-    """
-    history = list(_history(record))
+    """What is kept; see `shown`."""
     told: dict[str, Any] = {**record.fields(outcome), "model": _text(record.model)}
     error = record.error
     told["backend"] = error.backend.name if isinstance(error, UpstreamError) else None
     if told["error"] is not None:
         told["error"] = _text(redact(told["error"]))
+    history = [
+        _attempt(unit, attempt, record.started)
+        for unit, timeline in enumerate(record.timelines)
+        for attempt in timeline.history
+    ]
     told["history"] = history[:_MAX_ATTEMPTS]
     if len(history) > _MAX_ATTEMPTS:
         told["attempts_left_out"] = len(history) - _MAX_ATTEMPTS
     return told
+
+
+def shown(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What operators see of what was kept: the `time` of its end, its `worker`, the fields of the access line, the
+    `model` that the client named (null: none), `backend`, which the error came from (null: from no instance), and in
+    `history` each attempt at each unit.
+    """
+    rest = {name: value for name, value in told.items() if name not in ("ended", "history")}
+    return {"time": timestamp(told["ended"]), **rest, "history": [_shown_attempt(each) for each in told["history"]]}
 
 
 def is_troubled(record: RequestRecord, outcome: Outcome) -> bool:
@@ -45,7 +65,7 @@ def is_troubled(record: RequestRecord, outcome: Outcome) -> bool:
 
 def names_instance(told: Mapping[str, Any], instance: str) -> bool:
     """Whether a request was sent to an instance, `host:port`, by any attempt."""
-    return any(instance in (attempt["p"], attempt["d"]) for attempt in told["history"])
+    return any(instance in (attempt["p"], attempt["d"], *_left(attempt, "instance")) for attempt in told["history"])
 
 
 def names_engine_id(told: Mapping[str, Any], engine_id: str) -> bool:
@@ -53,34 +73,94 @@ def names_engine_id(told: Mapping[str, Any], engine_id: str) -> bool:
     `chatcmpl-` in front of it and more behind it.
     """
     return any(
-        sent != "-" and sent in engine_id for attempt in told["history"] for sent in (attempt["p_id"], attempt["d_id"])
+        sent != "-" and sent in engine_id
+        for attempt in told["history"]
+        for sent in (attempt["p_id"], attempt["d_id"], *_left(attempt, "id"))
     )
 
 
-def _history(record: RequestRecord) -> Iterator[dict[str, Any]]:
-    for unit, timeline in enumerate(record.timelines):
-        for attempt in _attempts(timeline):
-            failure, began = attempt.failure, attempt.marks[0][1] if attempt.marks else None
-            yield {
-                "unit": unit,
-                "began": None if began is None else round(began - record.started, 4),
-                "p": attempt.prefiller,
-                "d": attempt.decoder,
-                "p_id": attempt.prefill_id,
-                "d_id": attempt.decode_id,
-                "kv": attempt.kv,
-                "continues": attempt.continues,
-                "stages": {stage.label: round(seconds, 4) for stage, seconds in attempt.seconds.items()},
-                "failure": None if failure is None else failure._asdict(),
-            }
+def _left(attempt: Mapping[str, Any], what: str) -> list[str]:
+    """The instances, or ids, of the legs that others took the place of."""
+    return [leg[what] for leg in attempt.get("left", ())]
 
 
-def _attempts(timeline: Timeline) -> Iterator[AttemptRecord]:
-    yield from timeline.past
-    if timeline.attempts:
-        yield timeline.attempt
+# Writing
+
+
+def _attempt(unit: int, attempt: AttemptRecord, started: float) -> dict[str, Any]:
+    prefill, decode = attempt.picks
+    choices = {}
+    if prefill is not None:
+        choices["prefill"] = _choice(prefill, attempt.reasons[0])
+    if decode is not None:
+        choices["decode"] = _choice(decode, attempt.reasons[1])
+    told: dict[str, Any] = {
+        "unit": unit,
+        "began": attempt.marks[0][1] - started if attempt.marks else None,
+        "p": attempt.prefiller,
+        "d": attempt.decoder,
+        "p_id": attempt.prefill_id,
+        "d_id": attempt.decode_id,
+        "kv": attempt.kv,
+        "continues": attempt.continues,
+        "failure": None if attempt.failure is None else attempt.failure._asdict(),
+        "stages": {stage.label: seconds for stage, seconds in attempt.seconds.items()},
+        "choices": choices,
+    }
+    if attempt.left:
+        told["left"] = [leg._asdict() for leg in attempt.left]
+    return told
+
+
+def _choice(pick: Pick, reason: str | None) -> dict[str, Any]:
+    known = figures(pick)
+    if known is None:
+        return {"reason": reason}
+    columns = known.columns
+    names = [backend.name for backend in known.backends]
+    if len(names) <= _MAX_CANDIDATES:
+        return {"reason": reason, "policy": known.policy, "candidates": names, **columns}
+    nearest = sorted(range(len(names)), key=known.order.__getitem__)[:_MAX_CANDIDATES]
+    if (chosen := names.index(pick[0].name)) not in nearest:
+        nearest[-1] = chosen
+    return {
+        "reason": reason,
+        "policy": known.policy,
+        "candidates": [names[place] for place in nearest],
+        **{name: [column[place] for place in nearest] for name, column in columns.items()},
+        "candidates_left_out": len(names) - _MAX_CANDIDATES,
+    }
 
 
 def _text(value: object) -> str | None:
     """Text that JSON can hold, not longer than somebody reads; None: it is none."""
     return value[:_MAX_CHARS].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else None
+
+
+# Showing
+
+
+def _shown_attempt(attempt: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **attempt,
+        "began": _rounded(attempt["began"]),
+        "stages": {stage: _rounded(seconds) for stage, seconds in attempt["stages"].items()},
+        "choices": {role: _shown_choice(choice) for role, choice in attempt["choices"].items()},
+        "left": attempt.get("left", []),
+    }
+
+
+def _shown_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """With a row for each candidate instead of columns."""
+    columns = {name: column for name, column in choice.items() if isinstance(column, list)}
+    names = columns.pop("candidates", [])
+    rows = [
+        {"instance": name, **{column: _rounded(numbers[place]) for column, numbers in columns.items()}}
+        for place, name in enumerate(names)
+    ]
+    rest = {name: value for name, value in choice.items() if not isinstance(value, list)}
+    return {**rest, "candidates": rows}
+
+
+def _rounded(number: float | None) -> float | None:
+    return round(number, _DIGITS) if isinstance(number, float) else number

@@ -119,6 +119,7 @@ class RequestRecord:
             "p_id": first.prefill_id,
             "d_id": first.decode_id,
             "kv": first.kv,
+            **_reasons(first),
             "units": len(self.timelines),
             "attempts": attempts,
             "resumes": resumes,
@@ -138,6 +139,15 @@ class RequestRecord:
             **({"lost_engines": self.lost_engines} if self.lost_engines else {}),
             "error": getattr(self.error, "message", None),
         }
+
+
+def _reasons(timeline: Timeline) -> dict[str, object]:
+    """Why the instances of the last attempt were chosen."""
+    prefill, decode = timeline.history[-1].reasons if timeline.history else (None, None)
+    told: dict[str, object] = {} if prefill is None else {"p_why": prefill}
+    if decode is not None:
+        told["d_why"] = decode
+    return told
 
 
 def _prediction(told: Prediction) -> dict[str, object]:

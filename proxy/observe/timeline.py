@@ -4,52 +4,24 @@ from __future__ import annotations
 
 import time
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from proxy.observe.attempt_record import AttemptFailure, AttemptRecord, LeftLeg, seconds_of
 from proxy.terms import Stage
 from proxy.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from proxy.balancer.choice import Pick
     from proxy.balancer.pick import Prediction
     from proxy.errors import UpstreamError
+    from proxy.observe.attempt_record import Marks
 
     StageListener = Callable[["Timeline", Stage, float, float], None]
     """Hears of each stage as it ends: a unit has been in it from one second of its clock to another."""
 
 _NOTHING: Final[Mapping[Stage, float]] = MappingProxyType({})
-
-Marks = list[tuple[Stage | None, float]]
-"""The stages that an attempt has entered, None where it left one for no other, each with the clock's second."""
-
-
-class AttemptFailure(NamedTuple):
-    """What an instance has ended an attempt by."""
-
-    kind: str
-    """A `Failure`."""
-    instance: str
-
-
-class AttemptRecord(NamedTuple):
-    """One attempt: as a Timeline has it while it is under way."""
-
-    prefiller: str
-    decoder: str
-    prefill_id: str
-    decode_id: str
-    kv: str
-    continues: bool
-    """It goes on with the answer that the one before was broken off in."""
-    failure: AttemptFailure | None
-    """None: it succeeded, or its end was no instance's doing."""
-    marks: Marks
-
-    @property
-    def seconds(self) -> dict[Stage, float]:
-        """Spent in each stage."""
-        return _seconds(self.marks, {})
 
 
 class Timeline:
@@ -71,6 +43,11 @@ class Timeline:
     """How often its answer was broken off and taken up again."""
     past: Sequence[AttemptRecord] = ()
     """The attempts before the one under way, in order."""
+    prefill_pick: Pick | None = None
+    decode_pick: Pick | None = None
+    """Why the backends of the attempt under way were chosen; None: there is none of that role."""
+    _left: Sequence[LeftLeg] = ()
+    _history: Sequence[AttemptRecord] | None = None
     _failure: AttemptFailure | None = None
     _continues: bool = False
     _seen_resumes: int = 0
@@ -93,13 +70,21 @@ class Timeline:
     @property
     def seconds(self) -> dict[Stage, float]:
         """Spent in each stage by the attempt under way, without the one that it is in."""
-        return _seconds(self.marks, self._spent)
+        return seconds_of(self.marks, self._spent)
+
+    @property
+    def history(self) -> Sequence[AttemptRecord]:
+        """All attempts, in order. To be asked when they are over: it is worked out once."""
+        if self._history is None:
+            self._history = (*self.past, self.attempt) if self.attempts else self.past
+        return self._history
 
     @property
     def attempt(self) -> AttemptRecord:
-        """The one under way, or the last one."""
         return AttemptRecord(
             *(self.prefiller, self.decoder, self.prefill_id, self.decode_id, self.kv),
+            picks=(self.prefill_pick, self.decode_pick),
+            left=self._left,
             continues=self._continues,
             failure=self._failure,
             marks=self.marks,
@@ -123,7 +108,8 @@ class Timeline:
         self.attempts += 1
         if self.attempts > 1:
             self.past = (*self.past, self.attempt)
-            self._failure = None
+            self.prefill_pick = self.decode_pick = self._failure = None
+            self._left = ()
             self._continues = self.resumes > self._seen_resumes
             self._seen_resumes = self.resumes
             self.prefiller = self.decoder = self.prefill_id = self.decode_id = self.kv = "-"
@@ -137,6 +123,16 @@ class Timeline:
     def failed(self, error: UpstreamError) -> None:
         """The attempt under way was ended by this."""
         self._failure = AttemptFailure(error.failure.value, error.backend.name)
+
+    def left_prefiller(self, pick: Pick) -> None:
+        """The prefill leg, of which nothing came, is sent again, to this one."""
+        self._left = (*self._left, LeftLeg(self.prefiller, self.prefill_id))
+        self.prefill_pick = pick
+
+    def left_decoder(self, pick: Pick) -> None:
+        """The decode leg is sent to this one instead."""
+        self._left = (*self._left, LeftLeg(self.decoder, self.decode_id))
+        self.decode_pick = pick
 
     def begin_encoding(self) -> None:
         """A new attempt begins with its media."""
@@ -169,14 +165,3 @@ class Timeline:
         stage, began = self.marks[-1] if self.marks else (None, now)
         if stage is not None and self.on_stage is not None:
             self.on_stage(self, stage, began, now)
-
-
-def _seconds(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
-    """Spent in each stage that was left, and before."""
-    spent = dict(before)
-    stage, began = None, 0.0
-    for entered, at in marks:
-        if stage is not None:
-            spent[stage] = spent.get(stage, 0.0) + (at - began)
-        stage, began = entered, at
-    return spent

@@ -99,7 +99,7 @@ class Admin(Section):
     """Networks in which instances may be added at run time. Link-local, multicast and unspecified addresses and the
     metadata services of clouds are never allowed."""
     receipts_bytes: Natural = 4 * 1024 * 1024
-    """Memory of each worker for what /admin/requests tells of requests that are over, about a kilobyte each; a quarter
+    """Memory of each worker for what /admin/requests tells of requests that are over, one or two KiB each; a quarter
     of it is for those that something went wrong with; 0: nothing is kept."""
 
 

@@ -18,9 +18,10 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from proxy.observe.attempt_record import AttemptRecord, Marks
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import AttemptRecord, Marks, Timeline
+    from proxy.observe.timeline import Timeline
     from proxy.observe.trace import TracedLeg
 
     Attributes = dict[str, str | int | float | bool]
@@ -118,11 +119,6 @@ def is_failure(outcome: Outcome) -> bool:
 # Attempts
 
 
-def attempts(timeline: Timeline) -> Sequence[AttemptRecord]:
-    """All of a unit, in order."""
-    return (*timeline.past, timeline.attempt) if timeline.attempts else ()
-
-
 def of_attempt(traced: Traced, attempt: AttemptRecord, number: int, unit: int) -> Attributes:
     """`number`: from 1. `unit`: which of the request's, from 0."""
     found: Attributes = {
@@ -153,7 +149,7 @@ def stretches(marks: Marks, over: float) -> Iterator[tuple[Stage, float, float]]
 def waits(timeline: Timeline, over: float) -> Iterator[tuple[float, float]]:
     """When a unit was in the queue."""
     every = [
-        stretch for attempt in attempts(timeline) or (timeline.attempt,) for stretch in stretches(attempt.marks, over)
+        stretch for attempt in timeline.history or (timeline.attempt,) for stretch in stretches(attempt.marks, over)
     ]
     queued = [(began, ended) for stage, began, ended in every if stage is Stage.QUEUE]
     # Of the wait before the first attempt only its length is kept.

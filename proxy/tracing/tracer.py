@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
+    from proxy.observe.attempt_record import AttemptRecord
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import AttemptRecord
     from proxy.observe.trace import TracedLeg, Traces
     from proxy.tracing.collector import SpanIds
     from proxy.tracing.spans import Attributes, Traced
@@ -104,7 +104,7 @@ class _RequestSpans:
         for unit, timeline in enumerate(record.timelines):
             for began, ended in spans.waits(timeline, record.ended):
                 self._begin("queue", root, began).end(self._ns(ended))
-            each = spans.attempts(timeline)
+            each = timeline.history
             for number, attempt in enumerate(each, 1):
                 attributes = spans.of_attempt(traced, attempt, number, unit)
                 left = self._attempt(attempt, attributes, left, is_last=number == len(each))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from proxy.api.administrators import Administrators
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
+from proxy.api.debug_headers import DebugHeaders
 from proxy.api.generation import GenerationApi
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
@@ -18,7 +20,7 @@ from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
 from proxy.api.status_page import StatusPage
 from proxy.api_keys import ApiKeys
-from proxy.configuration import secrets_of
+from proxy.configuration import secrets_of, text_of
 from proxy.dialects import DIALECTS
 from proxy.fast_path.connection import FastConnection
 from proxy.fast_path.intake import Intake
@@ -100,6 +102,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app[replies.LOST] = lost
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app.on_response_prepare.append(cors.on_prepare)
+    app.on_response_prepare.append(_debug_headers(basis).on_prepare)
     front = http_listener(basis, app)
     parts = FastParts(
         gateway=gateway,
@@ -129,6 +132,12 @@ def _gateway(basis: Basis, balancing: Balancing, engines: Engines, suspects: Sus
     )
     basis.live.add(gateway.configure)
     return gateway
+
+
+def _debug_headers(basis: Basis) -> DebugHeaders:
+    administrators = Administrators(text_of(basis.settings.auth.admin_key), listens_on=basis.settings.listen.host)
+    basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
+    return DebugHeaders(administrators)
 
 
 def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:

@@ -126,3 +126,48 @@ async def test_neither_prompt_nor_answer_is_kept(deploy: Deploy) -> None:
     assert "Nobody" not in told
     assert not any(word in told for word in answer.text.split() if len(word) > 4)
     assert len(told) < 2000
+
+
+async def test_it_is_told_why_instances_were_chosen(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1)
+    long = "A long question about everything. " * 200
+    for name in ("cold", "warm"):
+        await gateway.ask(request(Api.CHAT, long), x_request_id=name)
+    cold, warm = [(await get(gateway, ONE, id=name))["requests"][0] for name in ("cold", "warm")]
+    assert (cold["p_why"], warm["p_why"], warm["d_why"]) == ("equal", "cached_prefix", "only_candidate")
+    choice = warm["history"][0]["choices"]["prefill"]
+    assert (choice["policy"], choice["reason"]) == ("least_load", "cached_prefix")
+    [chosen] = [row for row in choice["candidates"] if row["instance"] == warm["p"]]
+    [other] = [row for row in choice["candidates"] if row["instance"] != warm["p"]]
+    assert chosen["cached_tokens"] > other["cached_tokens"] == 0
+    assert chosen["wait_seconds"] + chosen["work_seconds"] < other["wait_seconds"] + other["work_seconds"]
+    [decoder] = warm["history"][0]["choices"]["decode"]["candidates"]
+    assert set(decoder) == {"instance", "running", "token_seconds"}
+    counted = gateway.metrics("pdproxy_choices_total")
+    assert counted["cached_prefix", "prefill"] == counted["equal", "prefill"] == 1
+    assert counted["only_candidate", "decode"] == 2
+
+
+async def test_a_prefill_that_was_asked_for_twice_is_found_by_either_id(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1)
+    for engine in gateway.prefillers:
+        engine.faults.add("missing_kv_params", times=1)
+    await gateway.ask(request(Api.CHAT), x_request_id="mine")
+    [told] = await recent(gateway)
+    [attempt] = told["history"]
+    sent = {seen.headers["x-request-id"] for seen in generations(*gateway.prefillers)}
+    [left] = attempt["left"]
+    assert {left["id"], attempt["p_id"]} == sent
+    for name in sent:
+        assert (await get(gateway, ONE, engine_id=name))["requests"] == [told]
+    assert len(await recent(gateway, instance=left["instance"])) == 1
+
+
+async def test_of_many_candidates_the_nearest_are_told(deploy: Deploy) -> None:
+    gateway = await deploy(1, 11)
+    await gateway.ask(request(Api.CHAT))
+    [told] = await recent(gateway)
+    choice = told["history"][0]["choices"]["decode"]
+    assert len(choice["candidates"]) == 8
+    assert choice["candidates_left_out"] == 3
+    assert told["d"] in [row["instance"] for row in choice["candidates"]]

@@ -121,7 +121,7 @@ sides = st.tuples(st.sampled_from(list(POLICIES)), st.integers(1, 2), st.sampled
 def taken(pool: Pool, request: PickRequest) -> tuple[str, int] | None:
     """Which backend it gets, and as which trial; None if there is nobody."""
     try:
-        backend, trial = pool.take(request)
+        (backend, _), trial = pool.take(request)
     except NoBackendAvailable:
         return None
     return backend.name, trial

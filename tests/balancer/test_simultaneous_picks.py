@@ -58,7 +58,7 @@ class Workers:
 
     def look(self, worker: int, load: Load = ONE) -> Backend:
         """The first half of entering a lease: the backend that is chosen."""
-        return self.pools[worker].take(PickRequest.of(load))[0]
+        return self.pools[worker].take(PickRequest.of(load))[0][0]
 
     def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
         """The second half; a negative load gives back."""

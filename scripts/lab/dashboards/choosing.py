@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lab.dashboards.grafana import Dashboard, Panel, Query, Row
+from lab.dashboards.predictions import PREDICTIONS
 from lab.dashboards.promql import (
     ADDRESS,
     GATEWAYS,
@@ -178,5 +179,5 @@ CHOOSING: Final = Dashboard(
     title="pdproxy / Choosing and queue",
     description="How well requests are spread over the instances, and who waits.",
     variables=[JOB, GATEWAYS, ROLE, ADDRESS],
-    rows=[_QUEUE, _CHOICE],
+    rows=[_QUEUE, _CHOICE, PREDICTIONS],
 )

@@ -119,6 +119,7 @@ _CAUSES: Final = Row(
             description="Instances that were taken out because of their requests, per second, by cause "
             "(pdproxy_instance_ejected_total).",
             unit="ops",
+            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_instance_ejected_total", by="role, reason"), "{{role}} {{reason}}")],
             runbook="pdproxyinstanceflapping",
@@ -128,6 +129,7 @@ _CAUSES: Final = Row(
             description="Failed look-ups of instances' names, and events of engines' streams that are no JSON "
             "objects, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
             unit="ops",
+            width=6,
             queries=[
                 Query(rate("pdproxy_dns_errors_total"), "name look-ups"),
                 Query(rate("pdproxy_sse_bad_events_total"), "bad events"),
@@ -139,11 +141,22 @@ _CAUSES: Final = Row(
             description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers that "
             "clients left or did not read, per second (pdproxy_streams_broken_total).",
             unit="ops",
+            width=6,
             queries=[
                 Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
                 Query(rate("pdproxy_streams_broken_total", 'side="client"', by="reason"), "{{reason}}"),
             ],
             runbook="error-codes",
+        ),
+        Panel(
+            title="Canaries",
+            description="Test prompts of the gateway's own, per second, by what they have shown "
+            "(pdproxy_canaries_total); none without `doctor.every_seconds`.",
+            unit="ops",
+            width=6,
+            stacked=True,
+            queries=[Query(rate("pdproxy_canaries_total", by="result"), "{{result}}")],
+            runbook="pdproxycanaryfails",
         ),
         Panel(
             title="Workers replaced",

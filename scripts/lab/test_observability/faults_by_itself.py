@@ -123,6 +123,17 @@ async def a_prefill_never_ends(site: Site) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def canaries_get_no_answer(site: Site) -> AsyncIterator[None]:
+    gateway = site.fleet.idle
+    with rule(site.fleet.others[1:2], "refuse_status", status=500):
+        gateway.reload(doctor={"every_seconds": 1.0, "canary_tokens": 64, "canary_seconds": 5.0})
+        try:
+            yield
+        finally:
+            gateway.reload()
+
+
+@asynccontextmanager
 async def a_gateway_is_killed(site: Site) -> AsyncIterator[None]:
     await site.fleet.idle.program.end(signal.SIGKILL)
     try:
@@ -142,6 +153,7 @@ BY_ITSELF: Final = (
     Fault(a_gateway_is_killed, ("PdproxyDown",)),
     Fault(connections_use_the_descriptors_up, ("PdproxyOpenFilesNearLimit",)),
     Fault(the_new_configuration_is_wrong, ("PdproxyReloadFailed",)),
+    Fault(canaries_get_no_answer, ("PdproxyCanaryFails",)),
     Fault(a_name_is_not_known, ("PdproxyNameLookupsFail",)),
     Fault(a_source_of_discovery_fails, ("PdproxyDiscoveryFails",)),
     Fault(nobody_reads_the_log, ("PdproxyLogLinesDropped",)),

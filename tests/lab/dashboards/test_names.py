@@ -111,7 +111,7 @@ def test_every_alert_has_a_unit_test_in_which_it_is_silent_then_fires_and_is_ove
 
 def test_values_of_labels_in_rules_are_known() -> None:
     known = {
-        "result": {*metrics.HANDOVERS, *metrics.RELEASES, "ok", "failed"},
+        "result": {*metrics.HANDOVERS, *metrics.RELEASES, *metrics.CANARIES, "ok", "failed"},
         "side": {side for side, _ in metrics.BROKEN_STREAMS},
         "reason": {*metrics.REJECTIONS},
         "stage": {stage.label for stage in Stage},

@@ -1,0 +1,60 @@
+"""What trusted callers are told about their own request, if they ask for it: headers with its instances and times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+
+from proxy.balancer.choice import reason
+from proxy.observe.record import RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.api.administrators import Administrators
+    from proxy.balancer.choice import Pick
+
+ASKS: Final = "X-PDProxy-Debug"
+RECORD: Final = web.RequestKey("record", RequestRecord)
+"""Where a route leaves what is known of its request."""
+
+
+class DebugHeaders:
+    """Trusted are those who may administer, as far as the listener of clients can tell. Others get the same answer
+    without these headers.
+    """
+
+    def __init__(self, administrators: Administrators) -> None:
+        self._administrators = administrators
+
+    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add what is known when the head of the answer goes out. For the application's `on_response_prepare`."""
+        if ASKS not in request.headers:
+            return
+        record = request.get(RECORD)
+        if record is not None and self._administrators.admits(request):
+            response.headers.update(_told(record))
+
+
+def _told(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    """As in the access line: the instances of the first unit's last attempt, the longest stages, all attempts."""
+    timelines = record.timelines
+    if timelines:
+        first = timelines[0]
+        yield from _chosen("Prefill", first.prefiller, first.prefill_id, first.prefill_pick)
+        yield from _chosen("Decode", first.decoder, first.decode_id, first.decode_pick)
+    yield "X-PDProxy-Attempts", str(sum(timeline.attempts for timeline in timelines))
+    longest: dict[str, float] = {}
+    for timeline in timelines:
+        for stage, seconds in timeline.seconds.items():
+            longest[stage.label] = max(seconds, longest.get(stage.label, 0.0))
+    longest["total"] = record.clock() - record.started
+    # Milliseconds, as https://www.w3.org/TR/server-timing/ has them.
+    yield "Server-Timing", ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in longest.items())
+
+
+def _chosen(role: str, instance: str, leg_id: str, pick: Pick | None) -> Iterator[tuple[str, str]]:
+    if instance != "-":
+        why = "" if pick is None else f"; reason={reason(pick)}"
+        yield f"X-PDProxy-{role}", f"{instance}; id={leg_id}{why}"

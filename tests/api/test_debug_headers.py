@@ -1,0 +1,69 @@
+"""Who asks for it, and may, sees in the head of an answer where it comes from and what it took."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.conftest import Deploy
+
+KEY = {"admin_key": "an-admin-key"}
+STAGES = {False: ["prefill", "stream", "total"], True: ["prefill", "handoff", "first_token", "total"]}
+
+
+def timing(headers: Mapping[str, str]) -> dict[str, float]:
+    return {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([\d.]+)", headers["server-timing"])}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_may_administer_is_told_what_is_known_with_the_head(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1, auth=KEY)
+    asked = {"X_PDProxy_Debug": "1", "X_Admin_Key": "an-admin-key", "X_Request_Id": "mine"}
+    answer = await gateway.ask(request(Api.CHAT, stream=stream), **asked)
+    assert answer.is_done
+    headers = answer.headers
+    prefiller, decoder = (f"127.0.0.1:{engine.port}" for engine in gateway.engines)
+    leg = gateway.prefillers[0].requests[-1].headers["x-request-id"]
+    assert headers["x-pdproxy-prefill"] == f"{prefiller}; id={leg}; reason=only_candidate"
+    assert headers["x-pdproxy-decode"] == f"{decoder}; id={leg}; reason=only_candidate"
+    assert headers["x-pdproxy-attempts"] == "1"
+    told = timing(headers)
+    assert list(told) == STAGES[stream]
+    assert told["total"] >= sum(ms for name, ms in told.items() if name != "total") - 1
+    assert not any("admin" in str(seen.headers).lower() for engine in gateway.engines for seen in engine.requests)
+
+
+async def test_an_error_is_told_of_too(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1)
+    gateway.prefillers[0].faults.add("refuse_status", status=400)
+    answer = await gateway.ask(request(Api.CHAT), X_PDProxy_Debug="1")
+    assert answer.status == 400
+    assert "x-pdproxy-prefill" in answer.headers
+    assert "x-pdproxy-decode" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("auth", "headers"),
+    [
+        (KEY, {"X_PDProxy_Debug": "1"}),
+        (KEY, {"X_PDProxy_Debug": "1", "X_Admin_Key": "another-key"}),
+        (KEY, {"X_Admin_Key": "an-admin-key"}),
+        ({}, {"X_PDProxy_Debug": "1", "X_Forwarded_For": "203.0.113.1"}),
+        ({}, {}),
+    ],
+)
+async def test_strangers_and_those_who_do_not_ask_get_the_same_answer_without(
+    deploy: Deploy, auth: dict[str, str], headers: dict[str, str]
+) -> None:
+    gateway = await deploy(1, 1, auth=auth)
+    answer = await gateway.ask(request(Api.CHAT), **headers)
+    assert answer.is_done
+    assert not [name for name in answer.headers if name == "server-timing" or name.startswith("x-pdproxy")]

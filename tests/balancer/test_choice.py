@@ -1,0 +1,79 @@
+"""Why a backend was chosen, and what there was to choose from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Load, Role
+from proxy.balancer.choice import REASONS, figures, reason
+from proxy.balancer.pick import PickRequest
+from proxy.errors import Failure, UpstreamError
+from proxy.settings.policies import POLICIES
+from tests.balancer.test_least_seconds import Prefillers, prompt
+
+if TYPE_CHECKING:
+    from proxy.balancer.pool import Pool
+    from tests.balancer.conftest import Balancer
+
+LOAD = PickRequest.of(Load(100, 100))
+
+
+def why(pool: Pool, request: PickRequest) -> str:
+    with pool.lease(request) as lease:
+        return reason(lease.pick)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_a_reason(balancer: Balancer, policy: str, role: Role) -> None:
+    pool = balancer.pool(role, policy)
+    with pool.lease(LOAD) as lease:
+        assert reason(lease.pick) == ("equal" if policy == "least_load" else policy)
+        known = figures(lease.pick)
+        assert known is not None
+        assert known.policy == policy
+        assert [backend.port for backend in known.backends] == [1, 2]
+        assert all(len(column) == 2 for column in (known.order, *known.columns.values()))
+        assert reason(lease.pick) in REASONS
+
+
+def test_what_was_known_stays_as_it_was(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, "least_load")
+    with pool.lease(LOAD) as first, pool.lease(LOAD) as second, pool.lease(LOAD) as third:
+        seen = [figures(lease.pick) for lease in (first, second, third)]
+        assert [sorted(each.columns["running"]) for each in seen if each] == [[0, 0], [0, 1], [1, 1]]
+
+
+def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_soon(balancer: Balancer) -> None:
+    prefillers = Prefillers(balancer)
+    assert why(prefillers.pool, prompt(1, 2, 3, 4)) == "equal"
+    prefillers.serve(prompt(1, 2, 3, 4))
+    with prefillers.pool.lease(prompt(1, 2, 3, 4, 5)) as lease:
+        assert reason(lease.pick) == "cached_prefix"
+        known = figures(lease.pick)
+        assert known is not None
+        place = list(known.backends).index(lease.backend)
+        assert known.columns["cached_tokens"][place] == pytest.approx(4 * 512)
+        assert known.columns["work_seconds"][place] == min(known.columns["work_seconds"])
+        assert why(prefillers.pool, prompt(*range(100, 120))) == "least_seconds"  # it has to wait where the other is
+
+
+def test_there_may_be_nothing_to_choose(balancer: Balancer) -> None:
+    pool = balancer.prefillers
+    one, other = pool.backends()
+    assert why(pool, LOAD.avoiding([one])) == "only_candidate"
+    assert why(pool, PickRequest.of(Load(), prefer=other)) == "preferred"
+    balancer.put_on_probation(balancer.decoders.backends()[0])
+    with balancer.decoders.lease(LOAD) as lease:
+        assert reason(lease.pick) == "trial"
+        assert figures(lease.pick) is None
+
+
+def test_a_lease_that_moves_has_another_reason(balancer: Balancer) -> None:
+    pool = balancer.prefillers
+    with pool.lease(LOAD) as lease:
+        assert reason(lease.pick) == "least_tokens"
+        lease.move([], UpstreamError(Failure.CONNECT, lease.backend, "refused"))
+        assert reason(lease.pick) == "only_candidate"
