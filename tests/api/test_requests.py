@@ -163,6 +163,18 @@ async def test_a_prefill_that_was_asked_for_twice_is_found_by_either_id(deploy: 
     assert len(await recent(gateway, instance=left["instance"])) == 1
 
 
+async def test_a_decoder_that_refused_the_connection_is_told_beside_the_one_that_answered(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2)
+    gone, other = (f"127.0.0.1:{engine.port}" for engine in gateway.decoders)
+    await gateway.decoders[0].kill()
+    for _ in range(2):  # one of them is the first one's turn
+        assert (await gateway.ask(request(Api.CHAT))).is_done
+    told = [one for one in await recent(gateway, instance=gone) if one["history"][0]["left"]]
+    [attempt] = told[0]["history"]
+    assert (attempt["left"], attempt["d"]) == ([{"instance": gone, "id": attempt["d_id"]}], other)
+    assert attempt["choices"]["decode"]["reason"] == "only_candidate"
+
+
 async def test_of_many_candidates_the_nearest_are_told(deploy: Deploy) -> None:
     gateway = await deploy(1, 11)
     await gateway.ask(request(Api.CHAT))

@@ -75,3 +75,26 @@ def test_a_forked_worker_is_heard() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert list(reader.news()) == [b"from the child"]
+
+
+def test_what_is_there_is_read_backwards_by_anybody() -> None:
+    journal = Journal(workers=2, ring_bytes=256)
+    assert list(journal.latest(0)) == []
+    writer = journal.seat(0)
+    for number in range(20):
+        writer.write(bytes([number]) * 8)
+        latest = [record[0] for record in journal.latest(0)]
+        assert latest == list(range(number, number - len(latest), -1))
+    assert len(latest) == 8  # 32 bytes each
+    assert list(journal.latest(1)) == []
+
+
+def test_reading_backwards_ends_at_what_is_not_whole() -> None:
+    journal = Journal(workers=1)
+    writer = journal.seat(0)
+    places = []
+    for number in range(4):
+        places.append(journal.written[0])
+        writer.write(bytes([number]) * 8)
+    journal.put(0, places[1] + 24, b"torn")
+    assert [record[0] for record in journal.latest(0)] == [3, 2]
