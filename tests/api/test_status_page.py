@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from tests.api.conftest import Gateway
     from tests.conftest import Deploy
 
-SOURCES = {path.name: path.read_text() for path in Path(package.__file__).parent.iterdir() if path.suffix != ".py"}
+SOURCES = {
+    path.name: path.read_text()
+    for path in Path(package.__file__).parent.iterdir()
+    if path.suffix in (".html", ".css", ".js")
+}
 SCRIPTS = "".join(text for name, text in SOURCES.items() if name.endswith(".js"))
 BROWSERS = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _STYLES: Final = ("style.css",)
-_SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "administration.js", "page.js")
+_SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "failures.js", "administration.js", "page.js")
 
 
 class StatusPage:

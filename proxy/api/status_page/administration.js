@@ -1,10 +1,13 @@
-// What only administrators may see: why instances are as they are, and the configuration. And their key.
+// What only administrators may see: why instances are as they are, failures, and the configuration. And their key.
+
+const REFUSED_MS = 60_000;
 
 class Administration {
   constructor() {
     this.onKey = () => {};
     this._configuration = null;
-    this._needsKey = false;
+    this._asksAgainAt = 0;
+    this._failures = new Failures();
     this._table = new Table(byId("configuration-table"), "Options in force", [
       { title: "Option", kind: "name" },
       { title: "Value", kind: "value" },
@@ -22,22 +25,24 @@ class Administration {
   _setKey(key) {
     if (key === null) sessionStorage.removeItem(KEY);
     else sessionStorage.setItem(KEY, key);
-    this._needsKey = false;
+    this._asksAgainAt = 0;
     this._configuration = null;
+    this._failures.forget();
     this.onKey();
   }
 
-  /** The instances, as /instances has them; null where that is refused. */
-  async look() {
-    if (this._needsKey) return null;
+  /** The instances, as /instances has them; null where that is refused. `now` are the metrics of this moment. */
+  async look(now) {
+    if (performance.now() < this._asksAgainAt) return null;
     const details = await askAsAdministrator("instances", (error) => this._refused(error));
     if (details !== null) {
       setHidden(byId("key-form"), true);
       setHidden(byId("admin-told"), true);
       setHidden(byId("forget"), sessionStorage.getItem(KEY) === null);
+      await this._failures.look(now);
       await this._lookAtConfiguration();
     }
-    setHidden(byId("configuration"), details === null);
+    for (const section of ["failures", "configuration"]) setHidden(byId(section), details === null);
     return details;
   }
 
@@ -45,10 +50,11 @@ class Administration {
     const wasTried = sessionStorage.getItem(KEY) !== null;
     if (error.status === 401) {
       sessionStorage.removeItem(KEY);
-      this._needsKey = true;
+      this._asksAgainAt = Infinity; // when there is a key
       setHidden(byId("key-form"), false);
       if (wasTried) setText(byId("key-told"), "This is not the admin key of this gateway.");
     } else {
+      this._asksAgainAt = performance.now() + REFUSED_MS;
       setText(byId("admin-told"), `Figures only: ${error.message}.`);
     }
     setHidden(byId("forget"), true);

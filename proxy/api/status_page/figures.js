@@ -104,21 +104,21 @@ function perSecond(value) {
 }
 
 function percent(share) {
-  return `${grouped.format(100 * share)} %`;
+  return `${grouped.format(100 * share)}\u00a0%`;
 }
 
 /** As `pdproxy top` has it. */
 function latency(seconds) {
   if (seconds === null) return "–";
-  return seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(0)} ms`;
+  return seconds >= 1 ? `${seconds.toFixed(2)}\u00a0s` : `${(1000 * seconds).toFixed(0)}\u00a0ms`;
 }
 
 /** How long something has been so. */
 function duration(seconds) {
-  if (seconds < 60) return `${Math.floor(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
-  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h`;
-  return `${Math.floor(seconds / 86400)} d`;
+  if (seconds < 60) return `${Math.floor(seconds)}\u00a0s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)}\u00a0min`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)}\u00a0h`;
+  return `${Math.floor(seconds / 86400)}\u00a0d`;
 }
 
 function clockTime(date) {

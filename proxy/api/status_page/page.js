@@ -7,7 +7,7 @@ const WINDOW_MS = 60_000;
 const POINTS = 60;
 const KEY = "pdproxy admin key";
 const WANTED =
-  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total))$/;
+  /^pdproxy_(requests_total|inflight_requests|queued_requests|tokens_total|(time_to_first_token|inter_token|queue)_seconds_bucket|request_end_total|streams_broken_total|resumes_total|retries_total|rejected_total|workers|worker_replacements_total|cpu_seconds_total|connections|loop_lag_seconds|memory_share|overload_state|config_last_reload_successful|build_info|instance_(state|inflight|load_tokens|pinned_kv|misfit|requests_total))$/;
 
 class Refused extends Error {
   constructor(status, words) {
@@ -99,7 +99,7 @@ function figures(recent, minute, now) {
     saved: figure(per("resumes_total"), "/s", `${perSecond(per("retries_total"))}/s tried again`),
     gateway: {
       ...figure(per("cpu_seconds_total"), "cores", ""),
-      remark: `${workers(all("workers"), replaced)}, loop ${latency(all("loop_lag_seconds"))} late, memory ${percent(all("memory_share"))}`,
+      remark: `${workers(all("workers"), replaced)}, memory ${percent(all("memory_share"))}, loop ${latency(all("loop_lag_seconds"))} late`,
     },
   };
 }
@@ -110,7 +110,7 @@ function workers(alive, replaced) {
 }
 
 /** What is wrong, in sentences, the worst first; none: nothing is. */
-function troubles(now, pools, shown) {
+function troubles(now, pools, shown, sources) {
   const bad = [];
   const warn = [];
   for (const [role, instances] of pools) {
@@ -128,6 +128,9 @@ function troubles(now, pools, shown) {
   }
   if (total(now, "pdproxy_overload_state") >= 2) bad.push("Memory is used up: new requests are refused.");
   if (shown.errors.level) warn.push("Requests end in errors of engines or of the gateway.");
+  for (const { source, problem } of sources) {
+    if (problem !== null) warn.push(`Instances of ${source} are as they were: ${problem}.`);
+  }
   if (samplesOf(now, "pdproxy_config_last_reload_successful").some((one) => one.value === 0)) {
     warn.push("The last reload of the configuration was refused: the one before is in force.");
   }
@@ -179,7 +182,7 @@ class Page {
   async _look() {
     const exposition = await (await ask("metrics")).text();
     const now = readScrape(exposition, performance.now(), (name) => WANTED.test(name));
-    const details = await this._administration.look();
+    const details = await this._administration.look(now);
     this._history = [...this._history.filter((one) => now.at - one.at <= 2 * WINDOW_MS), now];
     this._show(now, details);
     this._reachedAt = new Date();
@@ -206,7 +209,7 @@ class Page {
     );
     const version = samplesOf(now, "pdproxy_build_info")[0]?.labels.version ?? "";
     setText(byId("version"), version);
-    const { level, sentences } = troubles(now, pools, shown);
+    const { level, sentences } = troubles(now, pools, shown, details?.sources ?? []);
     const sizes = [...pools].map(([role, all]) => `${all.length} ${(ROLES[role] ?? role).toLowerCase()}`);
     this._summarize(level, sentences.length ? sentences : [`${sizes.join(" and ") || "No instances"}: all are up.`]);
   }

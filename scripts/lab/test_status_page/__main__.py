@@ -7,7 +7,7 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvloop
 
@@ -17,9 +17,12 @@ from lab.test_status_page.checks import ALONE, keeps_still, tells_of_each
 from lab.test_status_page.site import KEY, site
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from playwright.async_api import Browser, ViewportSize
 
     from lab.test_status_page.site import Site
+
+_PICTURE: Final[ViewportSize] = {"width": 1240, "height": 880}
+"""Of the picture in OPERATING.md."""
 
 
 async def run(directory: Path, pictures: Path | None) -> list[str]:
@@ -48,6 +51,9 @@ async def look(browser: Browser, shown: Site, size: str, scheme: str, pictures: 
         problems = await keeps_still(one) + await tells_of_each(one, shown)
         if pictures is not None:
             await one.page.screenshot(path=pictures / f"{size}-{scheme}.png", full_page=True)
+            if (size, scheme) == ("wide", "light"):
+                await one.page.set_viewport_size(_PICTURE)
+                await one.page.screenshot(path=pictures / "page.png")
     return problems
 
 

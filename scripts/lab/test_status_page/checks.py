@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import signal
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lab.common.processes import HOST
 from lab.test_status_page.browser import tab
-from lab.test_status_page.site import KEY, MARKUP
+from lab.test_status_page.site import DOOMED, KEY, MARKUP
 from proxy.top.scrape import Scrape, quantile, rate
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 _SHIFTS: Final = """
 () => {
   window.shifts = [];
+  const mayMove = (node) => (node.parentElement ?? node).closest(".unit, #failures, #failures ~ *") !== null;
   new PerformanceObserver((list) => {
     for (const entry of list.getEntries().filter(({ value }) => value >= 0.001)) {
-      const moved = entry.sources.map(({ node }) => node?.nodeName + "." + node?.className).join(", ");
-      window.shifts.push(`${entry.value.toFixed(4)}: ${moved}`);
+      const moved = entry.sources.filter(({ node }) => node && !mayMove(node));
+      const names = moved.map(({ node }) => `${node.nodeName} ${node.textContent}`);
+      if (names.length) window.shifts.push(`${entry.value.toFixed(4)}: ${names.join(", ")}`);
     }
   }).observe({ type: "layout-shift" });
 }
@@ -73,6 +77,7 @@ _FIGURES: Final = """
 _COUNTERS: Final = ("requests_total", "tokens_total", "instance_requests_total", "cpu_seconds_total", "no_such_total")
 _HISTOGRAMS: Final = ("time_to_first_token_seconds", "inter_token_seconds", "stage_duration_seconds", "no_such_seconds")
 _ASKED_APART_SECONDS: Final = 2.0
+_LEAVES_SECONDS: Final = 0.2
 
 
 async def text(shown: Tab, selector: str) -> str:
@@ -126,6 +131,32 @@ async def needs_the_key(browser: Browser, site: Site) -> list[str]:
     return problems
 
 
+async def tells_of_failures(browser: Browser, site: Site) -> list[str]:
+    """One that has just failed is there, and all that is kept of it, which one leaves by Escape."""
+    async with tab(browser, site.admin_url) as shown:
+        await shown.give_key(KEY)
+        await shown.page.wait_for_selector("#failures-table tbody tr")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVES_SECONDS):
+                await site.ask(random.Random(3), "", "the-one-who-left")
+        await site.ask(random.Random(1), DOOMED, "the-doomed-one")
+        link = shown.page.get_by_role("link", name="the-doomed-one")
+        told = await shown.page.get_by_role("row").filter(has=link).inner_text()
+        problems = unless("an engine failed" in told and "500" in told, f"its row says {told!r}")
+        problems += unless("who-left" not in await text(shown, "#failures"), "clients that left are failures")
+        await link.focus()
+        await shown.page.keyboard.press("Enter")
+        await shown.page.wait_for_function(
+            "() => document.getElementById('receipt-text').innerText.includes('history')"
+        )
+        await shown.looks(1)
+        problems += unless(await shown.page.is_visible("#receipt"), "a refresh closes it")
+        await shown.page.keyboard.press("Escape")
+        problems += unless(await shown.page.is_hidden("#receipt"), "it cannot be left")
+        problems += unless(await link.evaluate("one => one === document.activeElement"), "the focus is lost")
+        return problems + shown.complaints
+
+
 async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
     """What engines say is text; and were it taken for more, the browser would refuse it."""
     problems = []
@@ -141,7 +172,7 @@ async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
             f"() => {{ document.body.innerHTML = {MARKUP!r}; }}",
             "() => { document.createElement('script').text = 'window.owned = 1'; }",
             "() => { setTimeout('window.owned = 1'); }",
-            "async () => { await fetch('http://127.0.0.1:1/'); }",
+            f"async () => {{ await fetch('{site.url}/livez', {{ mode: 'no-cors' }}); }}",
         ):
             try:
                 await shown.run(attack)
@@ -199,7 +230,9 @@ async def needs_no_key_where_there_is_none(browser: Browser, site: Site) -> list
 
 
 async def keeps_still(shown: Tab) -> list[str]:
-    """Renewed figures move nothing but the unit beside them; nothing is wider than the window; all text can be read."""
+    """Renewed figures move nothing but the unit beside them, and new failures what is below; nothing is wider than the
+    window; all text can be read.
+    """
     await shown.looks(2)  # until then a rate has no figure
     await shown.run(_SHIFTS)
     await shown.looks(3)
@@ -234,6 +267,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
     "figures are those of top": is_as_top,
     "the admin key": needs_the_key,
+    "failures": tells_of_failures,
     "markup of engines": takes_no_markup,
     "by keyboard": is_used_by_keyboard,
     "the gateway is away": says_that_it_is_away,

@@ -8,6 +8,7 @@ import random
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 KEY: Final = "the-admin-key"
 MARKUP: Final = "<img src=x onerror=window.owned=1>"
 """What an engine says in place of a name or a reason."""
+DOOMED: Final = "doomed"
+"""A client to whom every decoder answers with an error."""
+LOST: Final = "lost"
+"""One whom every decoder leaves in the middle of the answer."""
 _ENGINE: Final[dict[str, Any]] = {
     "model": "kimi_k26",
     "decode_step_ms": 15.0,
@@ -54,6 +59,9 @@ class Site:
         dead, sick = self.failing = self.decode[1:3]
         await dead.kill()
         sick.faults.add("refuse_status", status=500, body={"error": {"message": MARKUP}})
+        for engine in self.decode:
+            engine.faults.add("refuse_status", status=500, user=DOOMED, body={"error": {"message": MARKUP}})
+            engine.faults.add("reset_after_tokens", tokens=5, user=LOST)
         states = {f'pdproxy_instance_state{{address="{HOST}:{engine.port}"': engine for engine in self.failing}
         async with asyncio.timeout(_READY_SECONDS):
             while True:
@@ -90,29 +98,31 @@ class Site:
         async with self.session.get(self.admin_url + "/metrics") as response:
             return await response.text()
 
-    async def ask(self, draw: random.Random) -> None:
-        """One chat, read to its end; nobody minds what it is."""
+    async def ask(self, draw: random.Random, user: str = "", request_id: str = "") -> None:
+        """One chat, read to its end; nobody minds what it is. Engines know clients by `user`."""
         words = "tell me more about it, please. " * draw.choice((4, 60, 200, 400))
         body = {
             "model": "kimi_k26",
             "max_tokens": draw.randrange(20, 200),
             "stream": draw.random() < 0.9,
+            "user": user,
             "messages": [{"role": "user", "content": f"Topic {draw.randrange(6)}: {words}"}],
         }
         with suppress(*_GONE):
-            async with self.session.post(self.url + "/v1/chat/completions", json=body) as response:
+            headers = {"X-Request-Id": request_id} if request_id else {}
+            async with self.session.post(self.url + "/v1/chat/completions", json=body, headers=headers) as response:
                 await response.read()
 
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
         """Requests come all the time; at the end those under way are left."""
-        draw = random.Random(7)
+        draw, users = random.Random(7), cycle([*[""] * 20, DOOMED, *[""] * 20, LOST])
         async with asyncio.TaskGroup() as group:
             begun: set[asyncio.Task[None]] = set()
 
             async def begin() -> None:
                 while True:
-                    task = group.create_task(self.ask(draw))
+                    task = group.create_task(self.ask(draw, next(users)))
                     begun.add(task)
                     task.add_done_callback(begun.discard)
                     await asyncio.sleep(draw.expovariate(_PER_SECOND))

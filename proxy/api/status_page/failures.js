@@ -1,0 +1,97 @@
+// Requests that have failed lately, and what is kept of one of them. Clients that left by themselves are not among them.
+
+const SHOWN_FAILURES = 20;
+const WHO = { S: "an engine failed", s: "an engine was too slow", P: "refused by the gateway", K: "cut off by a shutdown" };
+const WHERE = {
+  R: "while it was read",
+  Q: "in the queue",
+  E: "while media were encoded",
+  F: "in the prefill",
+  H: "in the hand-over",
+  T: "before the first token",
+  D: "in the stream",
+};
+
+/** Who ended a request and where, as `term` in the log has it. */
+function ending(term) {
+  return [WHO[term[0]] ?? term, WHERE[term[1]] ?? ""].join(" ").trim();
+}
+
+class Failures {
+  constructor() {
+    this._count = null;
+    this._isStale = true;
+    this._links = new Map();
+    this._table = new Table(byId("failures-table"), "Requests", [
+      { title: "Time", kind: "time" },
+      { title: "Request", kind: "id" },
+      { title: "Status", kind: "code" },
+      { title: "Ended", kind: "ending" },
+      { title: "Prefiller and decoder", kind: "path" },
+      { title: "Attempts", kind: "number" },
+      { title: "Took", kind: "number" },
+      { title: "Error", kind: "remarks" },
+    ]);
+  }
+
+  /** Ask for them, if some have come since, by what metrics count. */
+  async look(now) {
+    const ended = samplesOf(now, "pdproxy_request_end_total").filter(({ labels }) => !/^[-Cc]/.test(labels.term));
+    const count = ended.reduce((sum, one) => sum + one.value, 0);
+    const isNews = count !== this._count;
+    this._count = count;
+    this._isStale ||= isNews;
+    // Nothing moves away from under a pointer that is about to click, or out of the focus.
+    if (this._isStale && !byId("failures-table").matches(":hover, :focus-within")) {
+      this._isStale = isNews; // once more then: what another worker has just counted may not be told yet
+      const told = await askAsAdministrator("admin/requests/recent?failed=true&limit=100", () => {});
+      if (told !== null) this._show(told.requests.filter(({ term }) => !/^[Cc]/.test(term)).slice(0, SHOWN_FAILURES));
+    }
+  }
+
+  forget() {
+    this._count = null;
+  }
+
+  _show(requests) {
+    const links = new Map();
+    const rows = requests.map((request) => {
+      const key = `${request.time} ${request.id}`;
+      const link = this._links.get(key) ?? linkTo(request.id);
+      links.set(key, link);
+      return { key, cells: [clockTime(new Date(request.time)), link, ...failureOf(request)] };
+    });
+    this._links = links;
+    this._table.show(rows);
+    setHidden(byId("failures-table"), rows.length === 0);
+    setHidden(byId("no-failures"), rows.length > 0);
+  }
+}
+
+function failureOf({ code, term, p, d, attempts, dur, error }) {
+  return [String(code), ending(term), [p, d].filter((one) => one && one !== "-").join(" "), count(attempts), latency(dur), error ?? ""];
+}
+
+/** To all that is kept of a request. A link alone would not show the admin key. */
+function linkTo(id) {
+  const path = `admin/requests?id=${encodeURIComponent(id)}`;
+  const link = element("a", { href: path }, id);
+  link.addEventListener("click", (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    showReceipt(id, path);
+  });
+  return link;
+}
+
+async function showReceipt(id, path) {
+  setText(byId("receipt-title"), `Request ${id}`);
+  setText(byId("receipt-text"), "The gateway is being asked.");
+  byId("receipt").showModal();
+  try {
+    const { requests } = await (await ask(path)).json();
+    setText(byId("receipt-text"), requests.map((one) => JSON.stringify(one, null, 2)).join("\n\n"));
+  } catch (error) {
+    setText(byId("receipt-text"), error instanceof Refused ? error.message : "The gateway cannot be reached.");
+  }
+}
