@@ -16,15 +16,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lab.bench.load import Result
 from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
 from lab.common import environment, peers
 from lab.common.proc import cpu_seconds
-from lab.common.processes import clean_environment, free_ports, running, wait_until_ready
-from lab.profile import choosing
+from lab.common.processes import free_ports, running, wait_until_ready
+from lab.profile import choosing, scraping
+from lab.profile.asking import ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from lab.bench.load import Result
 
 _SAMPLES_PER_SECOND: Final = 500
 
@@ -55,9 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/profile", description="Where the gateway's CPU time goes.")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
     parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
+    parser.add_argument("--scraping", action="store_true", help="what a scrape takes, and what streams notice of it")
     options = parser.parse_args()
     if options.choosing:
         print(choosing.table(("least_tokens", "least_load")))
+        return
+    if options.scraping:
+        print(scraping.table(options.seconds))
         return
     seconds = options.seconds
     if not environment.provide(("py-spy",)):
@@ -82,22 +88,16 @@ def _sampled(scenario: str, seconds: float) -> tuple[Result, float, str]:
         command = peer.command(port, prefill, decode, saturating=False)
         pid = stack.enter_context(running(peer.name, command, port, directory / "gateway"))
         wait_until_ready(peer.name, port, peer.ready_path)
-        _ask(port, SHORT_STREAM, 0.5)  # a warm-up
+        ask(port, SHORT_STREAM, 0.5)  # a warm-up
         spy = (str(environment.PYTHON.with_name("py-spy")), "record", "--pid", str(pid), "--format", "raw")
         samples = ("--rate", str(_SAMPLES_PER_SECOND), "--duration", str(round(seconds)), "--output")
         output = directory / "stacks"
         with subprocess.Popen((*spy, *samples, str(output)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as p:
             before = cpu_seconds(pid)
-            result = _ask(port, scenario, seconds)
+            result = ask(port, scenario, seconds)
             used_seconds = cpu_seconds(pid) - before
             p.wait()
         return result, used_seconds, output.read_text()
-
-
-def _ask(port: int, scenario: str, seconds: float) -> Result:
-    command = [sys.executable, "-m", "lab.bench.load", str(port), scenario, str(seconds)]
-    done = subprocess.run(command, env=clean_environment(), stdout=subprocess.PIPE, check=True)
-    return Result.from_json(done.stdout.decode())
 
 
 def _table(stacks: Iterable[str], total_us: float) -> str:
