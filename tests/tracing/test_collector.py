@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -84,6 +85,30 @@ async def test_a_collector_that_never_answers_holds_up_no_request_and_no_end(
         await gateway.end()
         for writer in held:
             writer.close()
+
+
+async def test_a_mistake_of_the_sdk_is_told_as_well(
+    deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*_: object) -> None:
+        raise ValueError("what was that?")
+
+    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter.export", raises)
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    with caplog.at_level("INFO", "proxy.tracing"):
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+        await until(lambda: told(caplog), "word of the mistake")
+    assert "ValueError: what was that?" in told(caplog)[0]
+
+
+async def test_the_event_loop_waits_less_for_other_threads_while_there_is_one(
+    deploy: Deploy, collector: Collector
+) -> None:
+    before = sys.getswitchinterval()
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    assert sys.getswitchinterval() < before
+    await gateway.end()
+    assert sys.getswitchinterval() == before
 
 
 async def test_the_sdks_own_variables_count(
