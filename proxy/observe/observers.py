@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from proxy.observe.outcome import Outcome
-    from proxy.observe.timeline import Timeline
-    from proxy.terms import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +37,6 @@ class RequestListener:
         it is to others who trace it.
         """
 
-    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
-        """A unit of a request has been in a stage from one second of its clock to another."""
-
     def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         """A request is over, however it ended, since `record.ended`: at most a moment."""
 
@@ -56,7 +51,6 @@ class Observers:
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self._at_begin: tuple[RequestListener, ...] = ()
-        self._at_stages: tuple[RequestListener, ...] = ()
         self._at_end: tuple[RequestListener, ...] = ()  # in the order in which they were added
         self._began: list[RequestRecord] = []
         self._ended: list[RequestRecord] = []
@@ -69,8 +63,6 @@ class Observers:
         """Let it hear of the requests that come from now on."""
         if _overrides(listener, "request_began"):
             self._at_begin += (listener,)
-        if _overrides(listener, "stage_ended"):
-            self._at_stages += (listener,)
         if _overrides(listener, "request_ended") or _overrides(listener, "settle"):
             self._at_end += (listener,)
 
@@ -92,7 +84,7 @@ class Observers:
         """A request has come to a route whose dialect has this label. `headers`: see RequestListener. `since`: when it
         came, on the clock of its record; None: just now.
         """
-        record = RequestRecord(label, request_id, on_stage=self._tell_stage if self._at_stages else None)
+        record = RequestRecord(label, request_id)
         if since is not None:
             record.started = since
         for listener in self._at_begin:
@@ -137,10 +129,6 @@ class Observers:
     def _on_time(self) -> None:
         self._will_settle = False
         self.settle()
-
-    def _tell_stage(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
-        for listener in self._at_stages:
-            _tell(listener.stage_ended, timeline, stage, began, ended)
 
 
 def _tell(tell: Callable[..., None], *what: Any) -> None:

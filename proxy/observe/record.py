@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import Prediction
     from proxy.observe.outcome import Outcome
-    from proxy.observe.timeline import StageListener
     from proxy.observe.trace import Trace
 
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
@@ -50,19 +49,17 @@ class RequestRecord:
         api: str,
         request_id: str,
         clock: Callable[[], float] = time.monotonic,
-        on_stage: StageListener | None = None,
     ) -> None:
-        """`api`: the dialect's label. `on_stage`: hears of the stages of all units; None: nobody does."""
+        """`api`: the dialect's label."""
         self.api = api
         self.request_id = request_id
         self.clock = clock
-        self.on_stage = on_stage
         self.started = clock()
         self.timelines: list[Timeline] = []
 
     def timeline(self) -> Timeline:
         """The record of one more unit."""
-        timeline = Timeline(self.clock, self.on_stage)
+        timeline = Timeline(self.clock)
         self.timelines.append(timeline)
         return timeline
 

@@ -1,4 +1,4 @@
-"""One unit's way through its stages and attempts, and who is told of it."""
+"""One unit's way through its stages and attempts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.observe.attempt_record import Marks
 
-    StageListener = Callable[["Timeline", Stage, float, float], None]
-    """Hears of each stage as it ends: a unit has been in it from one second of its clock to another."""
 
 _NOTHING: Final[Mapping[Stage, float]] = MappingProxyType({})
 
@@ -54,12 +52,10 @@ class Timeline:
     _spent: Mapping[Stage, float] = _NOTHING  # seconds of the attempts before that count
     _has_encoded: bool = False
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, on_stage: StageListener | None = None) -> None:
-        """`on_stage`: None where nobody listens."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.on_stage = on_stage
         self.marks: Marks = []
-        """Of the attempt under way. Whoever knows them all at once may set them, if there is no `on_stage`."""
+        """Of the attempt under way. Whoever knows them all at once may set them."""
         self.usage = Usage()
 
     @property
@@ -147,21 +143,10 @@ class Timeline:
 
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
-        now = self.clock()
-        if self.on_stage is not None:
-            self._tell(now)
-        self.marks.append((stage, now))
+        self.marks.append((stage, self.clock()))
 
     def leave(self) -> None:
         """The attempt has ended, well or not, in the stage of now. May be called again."""
         marks = self.marks
         if marks and marks[-1][0] is not None:
-            now = self.clock()
-            if self.on_stage is not None:
-                self._tell(now)
-            marks.append((None, now))
-
-    def _tell(self, now: float) -> None:
-        stage, began = self.marks[-1] if self.marks else (None, now)
-        if stage is not None and self.on_stage is not None:
-            self.on_stage(self, stage, began, now)
+            marks.append((None, self.clock()))

@@ -1,4 +1,4 @@
-"""Listeners hear of a request's stages and of its end, and who does not want to hear is not called."""
+"""Listeners hear of a request's beginning and end, and who does not want to hear is not called."""
 
 from __future__ import annotations
 
@@ -24,22 +24,19 @@ if TYPE_CHECKING:
 
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import Timeline
     from tests.conftest import Deploy
 
 
-class Spans(RequestListener):
-    """What a tracer would make of it."""
+class Ends(RequestListener):
+    """Wants to know of ends only."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[Stage, float]] = []
         self.ended: list[str] = []
-
-    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
-        self.spans.append((stage, ended - began))
+        self.records: list[RequestRecord] = []
 
     def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         self.ended.append(outcome.term)
+        self.records.append(record)
 
 
 class Counter(RequestListener):
@@ -57,9 +54,6 @@ class Mistaken(RequestListener):
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         raise RuntimeError("began")
-
-    def stage_ended(self, timeline: Timeline, stage: Stage, began: float, ended: float) -> None:
-        raise RuntimeError("stage")
 
     def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
         raise RuntimeError("ended")
@@ -84,65 +78,54 @@ class Later:
 
 
 def test_a_listener_hears_only_what_it_listens_to() -> None:
-    spans, counter = Spans(), Counter()
-    observers = Observers((spans, counter))
+    ends, counter = Ends(), Counter()
+    observers = Observers((ends, counter))
     record = observers.begin("chat", "r1")
-    timeline = record.timeline()
-    timeline.enter(Stage.PREFILL)
-    timeline.leave()
+    assert (counter.begun, ends.ended) == (1, [])
     observers.end(record)
-    assert counter.begun == 1
-    assert [stage for stage, _ in spans.spans] == [Stage.PREFILL]
-    assert spans.ended == ["--"]
-
-
-def test_nobody_is_called_at_stages_that_nobody_listens_to() -> None:
-    record = Observers((Counter(),)).begin("chat", "r1")
-    assert record.timeline().on_stage is None
+    assert (counter.begun, ends.ended) == (1, ["--"])
 
 
 def test_a_listener_that_fails_keeps_nothing_from_others(caplog: pytest.LogCaptureFixture) -> None:
-    spans, counter = Spans(), Counter()
-    observers = Observers((Mistaken(), spans, counter))
+    ends, counter = Ends(), Counter()
+    observers = Observers((Mistaken(), ends, counter))
     record = observers.begin("chat", "r1")
-    record.timeline().enter(Stage.PREFILL)
-    record.timelines[0].leave()
     observers.end(record)
-    assert (counter.begun, [stage for stage, _ in spans.spans], spans.ended) == (1, [Stage.PREFILL], ["--"])
+    assert (counter.begun, ends.ended) == (1, ["--"])
     # One line for each thing that it heard of: `settle` came with the beginning, and with the end.
     told = [record.getMessage().rpartition(".")[2] for record in caplog.records]
-    assert sorted(told) == ["request_began", "request_ended", "settle", "settle", "stage_ended"]
+    assert sorted(told) == ["request_began", "request_ended", "settle", "settle"]
 
 
-async def test_a_listener_sees_the_stages_of_a_streamed_answer(deploy: Deploy) -> None:
+async def test_a_request_knows_the_stages_of_its_streamed_answer_when_it_is_over(deploy: Deploy) -> None:
     deployment = await deploy(1, 1)
-    spans = Spans()
-    deployment.worker.observers.add(spans)
+    ends = Ends()
+    deployment.worker.observers.add(ends)
     answer = await deployment.ask(request(Api.CHAT, "hello", stream=True))
     assert answer.is_done
-    assert [stage for stage, _ in spans.spans] == [Stage.PREFILL, Stage.HANDOFF, Stage.FIRST_TOKEN, Stage.STREAM]
-    assert all(seconds >= 0 for _, seconds in spans.spans)
-    assert spans.ended == ["--"]
+    (record,) = ends.records
+    stages = [stage for stage, _ in record.timelines[0].marks]
+    assert stages == [Stage.PREFILL, Stage.HANDOFF, Stage.FIRST_TOKEN, Stage.STREAM, None]
 
 
 def test_ends_wait_for_others_until_their_time_has_come_or_somebody_asks() -> None:
-    spans, later = Spans(), Later()
-    observers = Observers((spans,))
+    ends, later = Ends(), Later()
+    observers = Observers((ends,))
     with observers.in_batches(later):
         records = [observers.begin("chat", str(number)) for number in range(3)]
         observers.end(records[0])
         observers.end(records[1])
-        assert (spans.ended, len(later.waiting)) == ([], 1)  # one call for all of them
+        assert (ends.ended, len(later.waiting)) == ([], 1)  # one call for all of them
         later.come()
-        assert spans.ended == ["--"] * 2
+        assert ends.ended == ["--"] * 2
         observers.end(records[2])
         observers.settle()
-        assert spans.ended == ["--"] * 3
+        assert ends.ended == ["--"] * 3
         observers.end(observers.begin("chat", "last"))
-    assert spans.ended == ["--"] * 4  # who leaves has told all
+    assert ends.ended == ["--"] * 4  # who leaves has told all
     later.come()
     observers.end(observers.begin("chat", "after"))
-    assert spans.ended == ["--"] * 5
+    assert ends.ended == ["--"] * 5
 
 
 # --- what every worker tells ------------------------------------------------------------------------------------------
