@@ -21,7 +21,7 @@ _NAMES: Final = (
     *("pdproxy_instance_up", "pdproxy_instance_load_tokens", "pdproxy_queued_requests", "pdproxy_rejected_total"),
     *("pdproxy_stage_duration_seconds_count", "pdproxy_stage_duration_seconds_sum", "pdproxy_tokens_total"),
 )
-_FULL_QUEUE: Final = ("queue_full", "queue_timeout")
+_FULL_QUEUE: Final = ("queue_full", "queue_timeout", "queue_predicted")
 
 
 class Unknown(Exception):

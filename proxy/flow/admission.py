@@ -8,13 +8,15 @@ refused at once and told when to come back.
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 import time
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.errors import RETRY_AFTER_SECONDS, NoBackendAvailable, Overloaded, overloaded
+from proxy.errors import overloaded
 from proxy.flow.buffers import BodyBuffers
+from proxy.flow.lateness import Deadlines, DrainRate
 from proxy.flow.order import InTurn, Order, Waiter
+from proxy.flow.refusals import queue_full, queue_timeout, too_late, too_long_a_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Role
     from proxy.balancer.pick import PickRequest
+    from proxy.errors import GatewayError
     from proxy.flow.buffers import Hold
     from proxy.flow.order import LineUp
     from proxy.observe.metrics import Metrics
@@ -73,6 +76,8 @@ class Admission:
         self._order = Order(self._running)
         self._lines = self._order.lines
         self._queue: dict[Waiter, None] = {}  # all who wait and may be refused, the longest first
+        self._deadlines = Deadlines()
+        self._drain_rate = DrainRate()
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None  # ticks while somebody waits
         self.buffers = BodyBuffers(limits.max_buffered_bytes)
@@ -86,6 +91,7 @@ class Admission:
         """Take other limits. A shorter wait holds for those who wait already; a shorter queue empties by itself."""
         self._max_waiting = limits.max_waiting
         self._wait_seconds = limits.wait_seconds
+        self._max_predicted_seconds = limits.max_predicted_wait_seconds
         self.buffers.max_bytes = limits.max_buffered_bytes
         self.notify()
 
@@ -113,7 +119,7 @@ class Admission:
         if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
             return
         if self._order.dispensable(key) is None:
-            raise _queue_full()
+            raise queue_full()
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
@@ -126,16 +132,18 @@ class Admission:
         patient: bool = False,
         on_wait: Callable[[], None] | None = None,
         request: Callable[[], PickRequest] | None = None,
+        since: float | None = None,
     ) -> Entry:
         """Let a unit in, or have it wait for its turn. Raises Overloaded when the queue is full or the wait too long,
-        and NoBackendAvailable when it was that because all of a role are gone.
+        NoBackendAvailable when it was that because all of a role are gone, and other GatewayErrors when its first token
+        cannot come in time any more, or the wait would probably be too long.
 
         The block must lease before its first await: only then is the room that was seen still there, and gone for the
         next. `patient`: a further unit of a request that was let in already, which is not refused any more. `on_wait`
         is called if there is a wait, when it begins. `request`: what it will lease, by which the line is ordered; None:
-        it goes in turn, to wherever there is room.
+        it goes in turn, to wherever there is room. `since`: the clock's time from which on its client waits; None: now.
         """
-        return Entry(self, key, patient, on_wait, request)
+        return Entry(self, key, patient, on_wait, request, since)
 
     def enter(self, key: str) -> None:
         """Let a unit in that would find room at once; see `is_open`. To be left by `leave`."""
@@ -190,6 +198,7 @@ class Admission:
                 # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
                 waiter.turn = loop.create_future()
             self._order.serve(waiter)
+            self._drain_rate.serve(waiter.amount, self._clock(), is_last=self.waiting == 1)
         finally:
             if waiter.refusal is None:
                 self._part(waiter)
@@ -200,23 +209,29 @@ class Admission:
         if not entry.is_patient and len(self._queue) >= self._max_waiting:
             gives_way = self._order.dispensable(entry.key)
             if gives_way is None:
-                raise _queue_full()
+                raise queue_full()
         waiter = self._waiter(entry)
+        if not waiter.is_patient and (refusal := self._refusal(waiter)) is not None:
+            if waiter.request is not None:
+                self._line_up.waits_no_more(waiter.request)
+            raise refusal
         if not self._lines:
             self._on_wait(True)
         self._order.join(waiter)
         if not waiter.is_patient:
             self._queue[waiter] = None
+            self._deadlines.add(waiter)
             self._metrics.queued_requests.inc()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
         self.notify()  # it may be the first to whom what is free is best
         if gives_way is not None:
-            self._refuse(gives_way, _queue_full())  # last, so that its turn can pass to another one
+            self._refuse(gives_way, queue_full())  # last, so that its turn can pass to another one
         return waiter
 
     def _waiter(self, entry: Entry) -> Waiter:
         request = None if entry.request is None else entry.request()
+        wanted = None if request is None else request.first_token_seconds
         asked = None if request is None else request.priority(lower_first=self._lower_priority_first)
         least = self.priorities.get(entry.key)
         priority = (asked or 0) if least is None else least if asked is None else max(least, asked)
@@ -226,8 +241,29 @@ class Admission:
         if request is not None:
             work = self._line_up.work_seconds(request)
             cost = work + self._answer_seconds(request)
-        turn = asyncio.get_running_loop().create_future()
-        return Waiter(entry.key, self._clock(), turn, request, entry.is_patient, priority, work, cost)
+        now = self._clock()
+        return Waiter(
+            key=entry.key,
+            arrived=now,
+            turn=asyncio.get_running_loop().create_future(),
+            request=request,
+            is_patient=entry.is_patient,
+            priority=priority,
+            work_seconds=work,
+            cost_seconds=cost,
+            wanted_seconds=wanted,
+            late_at=math.inf if wanted is None else (now if entry.since is None else entry.since) + wanted - work,
+        )
+
+    def _refusal(self, waiter: Waiter) -> GatewayError | None:
+        """Why one that has just come need not wait; None: it may."""
+        if waiter.late_at <= waiter.arrived:
+            return too_late(waiter.wanted_seconds or 0.0)
+        if self._max_predicted_seconds is None or not self._lines:
+            return None
+        predicted = self._drain_rate.seconds(self._order.ahead(waiter), waiter.arrived)
+        may_wait = min(self._max_predicted_seconds, waiter.late_at - waiter.arrived)
+        return None if predicted is None or predicted <= may_wait else too_long_a_wait(predicted, may_wait)
 
     def _part(self, waiter: Waiter) -> None:
         """Take it out of the queue, whatever the reason."""
@@ -236,15 +272,17 @@ class Admission:
         self._order.part(waiter)
         if not waiter.is_patient:
             del self._queue[waiter]
+            self._deadlines.remove(waiter)
             self._metrics.queued_requests.dec()
         if not self._lines:
+            self._drain_rate.stop()
             self._on_wait(False)
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
         self.notify()  # if this was its turn, the next one's comes when this task has leased what it takes
 
-    def _refuse(self, waiter: Waiter, refusal: Overloaded | NoBackendAvailable) -> None:
+    def _refuse(self, waiter: Waiter, refusal: GatewayError) -> None:
         self._part(waiter)
         waiter.refusal = refusal
         if not waiter.turn.done():
@@ -253,6 +291,9 @@ class Admission:
     def _look(self) -> None:
         """Wake the next one if there is room. One at a time: how much room there is shows when it has leased."""
         self._will_look = False
+        now = self._clock()
+        while (late := self._deadlines.missed(now)) is not None:
+            self._refuse(late, too_late(late.wanted_seconds or 0.0))
         if not self._lines or not self._has_room():
             return
         waiter = self._next()
@@ -276,7 +317,7 @@ class Admission:
         self._timer = None
         overdue = self._clock() - self._wait_seconds
         while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
-            self._refuse(oldest, _queue_timeout(self._wait_seconds, self._absent()))
+            self._refuse(oldest, queue_timeout(self._wait_seconds, self._absent()))
         self._look()
         if self._lines:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
@@ -285,7 +326,7 @@ class Admission:
 class Entry:
     """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
 
-    __slots__ = (*("_admission", "_has_been_in", "_on_wait"), *("key", "is_patient", "request"))
+    __slots__ = (*("_admission", "_has_been_in", "_on_wait"), *("key", "is_patient", "request", "since"))
 
     def __init__(
         self,
@@ -294,12 +335,14 @@ class Entry:
         is_patient: bool,
         on_wait: Callable[[], None] | None,
         request: Callable[[], PickRequest] | None = None,
+        since: float | None = None,
         has_been_in: bool = False,
     ) -> None:
         self._admission = admission
         self._on_wait = on_wait
         self._has_been_in = has_been_in
         self.request = request
+        self.since = since
         self.key = key
         self.is_patient = is_patient
 
@@ -322,15 +365,3 @@ class Entry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._admission.leave(self.key)
-
-
-def _queue_full() -> Overloaded:
-    return overloaded("queue_full", "too many requests are waiting for an instance")
-
-
-def _queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
-    if absent is not None:
-        nobody = NoBackendAvailable(absent)
-        nobody.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
-        return nobody
-    return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")

@@ -109,7 +109,13 @@ class AttemptLoop:
             return admission.readmit(key)
         # A request that was let in is let in whole: its further units wait as long as it takes.
         wanted = self._call.pick_request
-        return admission.admit(key, patient=not self._is_first, on_wait=self._enter_queue, request=wanted)
+        return admission.admit(
+            key,
+            patient=not self._is_first,
+            on_wait=self._enter_queue,
+            request=wanted,
+            since=self._record.started,
+        )
 
     def _is_absence(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are all gone."""

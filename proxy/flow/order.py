@@ -8,6 +8,7 @@ many keys would have the shortest wait behind the longest. Where nothing is pred
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import merge
@@ -88,12 +89,21 @@ class Waiter:
     """By which the shorter goes first."""
     cost_seconds: float = 0.0
     """What its key is charged with; 0: not known."""
+    wanted_seconds: float | None = None
+    """How soon the client wants the first token; None: it does not say."""
+    late_at: float = math.inf
+    """The clock's time from which on that is impossible."""
     refusal: GatewayError | None = None
     place: tuple[int, float, int, Waiter] = field(init=False, repr=False)
     """Among those of its key."""
 
     def __post_init__(self) -> None:
         self.place = self.priority, self.work_seconds + _AGEING * self.arrived, next(_ARRIVALS), self
+
+    @property
+    def amount(self) -> float:
+        """What counts of it for how fast the queue is served: its cost, or one where that is not known."""
+        return self.cost_seconds or 1.0
 
 
 class Line:
@@ -126,6 +136,15 @@ class Line:
         """The next one."""
         return self._ranked[0][-1]
 
+    def amount_before(self, waiter: Waiter) -> float:
+        """Of those that go before one that is not here yet."""
+        return sum(place[-1].amount for place in self._ranked[: bisect_left(self._ranked, waiter.place)])
+
+    def amounts(self, priority: int) -> tuple[float, float]:
+        """Of those that are more urgent than this, and of those that are equally so."""
+        urgent = sum(waiter.amount for waiter in self.waiters if waiter.priority < priority)
+        return urgent, sum(waiter.amount for waiter in self.waiters if waiter.priority == priority)
+
     def next(self, most: int) -> list[tuple[int, float, int, Waiter]]:
         """The places of the first, so many at most."""
         return self._ranked[:most]
@@ -149,8 +168,8 @@ class Order:
         """It waits from now on."""
         line = self.lines.get(waiter.key)
         if line is None:
-            least = min((other.served_seconds for other in self.lines.values()), default=0.0)
-            served = max(least, self._served.pop(waiter.key, 0.0))
+            served = self._standing(waiter.key)
+            self._served.pop(waiter.key, None)
             # As if it had just been served: a key whose requests come and go must not overtake those that stay.
             line = self.lines[waiter.key] = Line(waiter.key, served, next(self._services))
         line.add(waiter)
@@ -184,6 +203,26 @@ class Order:
             equal = sum(line.first.priority == head.priority and line.served_seconds <= highest for line in lines)
             places[:equal] = [merge(*places[:equal])]
         return [place[-1] for place in islice((place for some in places for place in some), most)]
+
+    def ahead(self, waiter: Waiter) -> float:
+        """The amount of those who will probably be served before one that does not wait yet, if nobody else comes:
+        those that go before it for certain, and of equals as much from each key as its own is served until then.
+        """
+        own = self.lines.get(waiter.key)
+        before = own.amount_before(waiter) if own else 0.0
+        share = self._standing(waiter.key) + before + waiter.amount
+        for line in self.lines.values():
+            if line is not own:
+                urgent, equal = line.amounts(waiter.priority)
+                before += urgent + min(equal, max(0.0, share - line.served_seconds))
+        return before
+
+    def _standing(self, key: str) -> float:
+        """What a key was served, or counts as served because it was away."""
+        if (line := self.lines.get(key)) is not None:
+            return line.served_seconds
+        least = min((line.served_seconds for line in self.lines.values()), default=0.0)
+        return max(least, self._served.get(key, 0.0))
 
     def dispensable(self, key: str) -> Waiter | None:
         """Who gives way to a unit of this key when the queue is full: the youngest of the key that has most of it.

@@ -130,6 +130,9 @@ class Admission(Section):
     """Longest wait in the queue; then the request is refused with status 503. Requests wait as long for instances that
     were up and refuse connections, since these may only be restarting. So do releases of KV for
     decoders."""
+    max_predicted_wait_seconds: Seconds | None = None
+    """Longest wait that is predicted: a request that would probably wait longer, or too long for its header
+    x-ttft-deadline-ms, is refused at once with status 429 and told when it would not. null: none is refused early."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
     """Most memory for all request bodies that a worker holds, with what their elements take if parsed; requests
     beyond it are refused with status 503."""

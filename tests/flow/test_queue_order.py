@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Urgent:
-    """What a client says of one request, which is how urgent it is."""
+class Wishes:
+    """What a client says of one request: how urgent it is, and how soon it wants the first token."""
 
     prompt_tokens = output_tokens = 1
     prefix_keys = NO_KEYS
-    session = first_token_seconds = None
+    session = None
 
-    def __init__(self, priority: int) -> None:
+    def __init__(self, priority: int | None, first_token_seconds: float | None) -> None:
         self._priority = priority
+        self.first_token_seconds = first_token_seconds
 
-    def priority(self, *, lower_first: bool) -> int:
-        return self._priority if lower_first else -self._priority
+    def priority(self, *, lower_first: bool) -> int | None:
+        assert lower_first
+        return self._priority
 
 
 class Counter:
@@ -59,10 +61,18 @@ class Counter:
         return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)
 
     async def arrive(
-        self, name: str, seconds: int = 0, window: int = 1, key: str = "-", *, known: bool = True, priority: int = 0
+        self,
+        name: str,
+        seconds: int = 0,
+        window: int = 1,
+        key: str = "-",
+        *,
+        known: bool = True,
+        priority: int | None = None,
+        wanted: float | None = None,
     ) -> None:
         load = Load(seconds, window)
-        request = PickRequest(load, load, Urgent(priority) if priority else None)
+        request = PickRequest(load, load, Wishes(priority, wanted))
 
         async def serve() -> None:
             async with self.admission.admit(key, request=(lambda: request) if known else None):

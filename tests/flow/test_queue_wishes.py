@@ -1,9 +1,12 @@
-"""What clients and operators may ask of the queue, through a whole gateway: how urgent requests and keys are."""
+"""What clients and operators may ask of the queue, through a whole gateway: how urgent requests and keys are, how soon
+a first token is wanted, and who is refused early.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,12 @@ class Busy:
         waiting = {(): float(len(self.asked))}
         await until(lambda: self.gateway.metrics("pdproxy_queued_requests") == waiting, f"{name} in the queue")
 
+    async def refused(self, body: dict[str, Any] | None = None, **headers: str) -> Answer:
+        """What a request is told that need not wait, or not for long."""
+        answer = await self.gateway.ask(request(Api.CHAT, stream=True, max_tokens=1) | (body or {}), **headers)
+        assert not generations(*self.gateway.prefillers)[1:]
+        return answer
+
     async def served(self) -> list[str]:
         """The texts in the order in which the decoder got them, once it has time for them."""
         await self._client.leave()
@@ -50,7 +59,7 @@ class Busy:
 @asynccontextmanager
 async def busy(deploy: Deploy, keys: dict[str, int] | None = None, **sections: Any) -> AsyncIterator[Busy]:
     """`keys`: the priorities of client keys, each of which is called `sk-` and its name."""
-    limits = {"max_running_decode": 1, "wait_seconds": 5.0}
+    limits = {"max_running_decode": 1, "wait_seconds": 5.0, **sections.pop("admission", {})}
     gateway = await deploy(1, 1, engine={"decode_step_ms": 20.0}, admission=limits, **sections)
     async with gateway.asking(request(Api.CHAT, stream=True, max_tokens=10_000)) as client:
         await client.has_tokens(1)
@@ -95,3 +104,38 @@ async def test_keys_have_priorities_and_requests_may_go_later_than_theirs(deploy
         await queue.queue("stands back", {"priority": 4}, authorization="Bearer sk-chat")
         await queue.queue("chat", authorization="Bearer sk-chat")
         assert await queue.served() == ["chat", "batch", "pushes", "stands back"]
+
+
+@pytest.mark.parametrize("prefill_policy", ["least_load", "least_tokens"])
+async def test_who_wants_the_first_token_before_there_can_be_one_is_not_sent_to_an_engine(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, prefill_policy: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with busy(deploy, balance={"prefill_policy": prefill_policy}) as queue:
+        answer = await queue.refused(x_ttft_deadline_ms="50")
+        assert (answer.status, answer.error["code"]) == (504, "queue_deadline")
+        assert "0.05 s" in answer.error["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        assert queue.gateway.metrics("pdproxy_rejected_total") == {("queue_deadline",): 1}
+        await queue.queue("has time", x_ttft_deadline_ms="60000")
+        assert await queue.served() == ["has time"]
+    (line,) = [
+        vars(r)["fields"] for r in caplog.records if r.name == "proxy.access" and vars(r)["fields"]["code"] == 504
+    ]
+    assert (line["term"], line["attempts"]) == ("PQ", 0)
+
+
+async def test_who_would_wait_too_long_is_refused_at_once_where_that_is_wanted(deploy: Deploy) -> None:
+    async with busy(deploy, admission={"max_predicted_wait_seconds": 0.001}) as queue:
+        for number in range(12):  # of which the last are refused when the first have shown how long it takes
+            await queue.queue(f"{number}")
+        assert len(await queue.served()) == 12
+    async with queue.gateway.asking(request(Api.CHAT, stream=True, max_tokens=10_000)) as client:
+        await client.has_tokens(1)
+        first = asyncio.create_task(queue.gateway.ask(request(Api.CHAT, max_tokens=1)))
+        await until(lambda: queue.gateway.metrics("pdproxy_queued_requests"), "the queue")
+        answer = await queue.gateway.ask(request(Api.CHAT, max_tokens=1))
+        assert (answer.status, answer.error["code"]) == (429, "queue_predicted")
+        assert 1 <= int(answer.headers["retry-after"]) <= 5
+        await client.leave()
+        assert (await first).status == 200

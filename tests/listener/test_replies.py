@@ -138,6 +138,8 @@ def with_code(code: str, status: int) -> GatewayError:
         (NoBackendAvailable(Role.PREFILL), "no_healthy_prefill"),
         (NoBackendAvailable(Role.DECODE), "no_healthy_decode"),
         (with_code("draining", 503), "draining"),
+        (with_code("queue_predicted", 429), "queue_predicted"),
+        (with_code("queue_deadline", 504), "queue_deadline"),
         (with_code("request_too_large", 413), "too_large"),
         (with_code("malformed_http", 400), "malformed_http"),
         (with_code("malformed_http", 431), "malformed_http"),

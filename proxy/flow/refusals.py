@@ -1,0 +1,46 @@
+"""In which words the queue refuses a request."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Final
+
+from proxy.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, overloaded
+
+if TYPE_CHECKING:
+    from proxy.backend import Role
+
+# What is predicted is told no earlier than it is, and up to this part later: those who are refused together must not
+# return together.
+_SPREAD: Final = 0.2
+
+
+def queue_full() -> Overloaded:
+    """As many wait as may."""
+    return overloaded("queue_full", "too many requests are waiting for an instance")
+
+
+def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
+    """It has waited for so long. `absent`: the role all of whose backends are gone, if that is why."""
+    if absent is not None:
+        nobody = NoBackendAvailable(absent)
+        nobody.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
+        return nobody
+    return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
+
+
+def too_late(wanted_seconds: float) -> GatewayError:
+    """Its first token cannot come any more when the client wants it: to repeat it as it is cannot help."""
+    message = f"the first token cannot come within {wanted_seconds:g} s any more, as x-ttft-deadline-ms asks for"
+    return GatewayError(message, code="queue_deadline", status=504)
+
+
+def too_long_a_wait(predicted_seconds: float, may_wait_seconds: float) -> GatewayError:
+    """It would probably wait longer than it may."""
+    error = GatewayError(
+        f"this request would probably wait for {predicted_seconds:.1f} s, and {may_wait_seconds:.1f} s are the limit",
+        code="queue_predicted",
+        status=429,
+    )
+    error.retry_after_seconds = max(1.0, predicted_seconds - may_wait_seconds) * random.uniform(1.0, 1.0 + _SPREAD)
+    return error
