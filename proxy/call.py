@@ -40,6 +40,10 @@ FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 PRIORITY_HEADER: Final = "x-request-priority"
 
 
+# What the client calls a conversation, see Call.session.
+SESSION_HEADER: Final = "x-session-id"
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One unit of work for the engines: a single prompt and a single sample once its dialect has split it.
@@ -106,9 +110,19 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """OpenAI's `prompt_cache_key`, or `user`, which it replaces (API reference, chat completions)."""
-        name = self.values.get("prompt_cache_key") or self.values.get("user")
-        return name if isinstance(name, str) else None
+        """The header `x-session-id`, or else OpenAI's `prompt_cache_key`, `session_id` as some clients send it,
+        `metadata.user_id` (which Claude Code makes of its session), or `user`, which `prompt_cache_key` replaces.
+        """
+        values = self.values
+        metadata = values.get("metadata")
+        names = (
+            self.headers.get(SESSION_HEADER),
+            values.get("prompt_cache_key"),
+            values.get("session_id"),
+            metadata.get("user_id") if isinstance(metadata, dict) else None,
+            values.get("user"),
+        )
+        return next((name for name in names if name and isinstance(name, str)), None)
 
     @property
     def first_token_seconds(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy.api.debug_headers import RECORD
-from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER
+from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
-PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER)
+PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
 
 
 class GenerationApi:

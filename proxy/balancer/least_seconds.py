@@ -17,7 +17,7 @@ from proxy.balancer.pick import Prediction
 from proxy.balancer.policies import LeastTokens
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefiller import Prefiller
-from proxy.balancer.prefillers import Asked, Prefillers, ask
+from proxy.balancer.prefillers import LEAST_TOKENS, Asked, Prefillers, ask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +66,9 @@ class LeastSeconds(LeastTokens):
     # Where it goes
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """The soonest done; of those that cannot be told apart the one to which prompts that begin alike go, or which
-        is least loaded.
+        """The soonest done; of those that cannot be told apart the one to which a session's prompts go, or else those
+        that begin alike, or which is least loaded. That is by a hash: gateways that do not talk agree, also on what
+        keys do not show, such as pictures whose addresses change.
         """
         prefillers = self._prefillers.known(candidates)
         decided, self._decided = self._decided, None
@@ -87,13 +88,17 @@ class LeastSeconds(LeastTokens):
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             place = equal[0]
-        elif not asked.keys:
+        elif not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
             tied = candidates if len(equal) == len(candidates) else [candidates[place] for place in equal]
             place = equal[tied.index(super().choose(tied, request))]
-        elif any(asked.there[prefillers[place]][1] for place in equal):
+        elif asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
             place = scores.index(min(scores))
         else:
-            kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+            session = request.session
+            if session is not None:
+                kind = crc32(session.encode(errors="surrogatepass"))
+            else:
+                kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
             place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
         hit, cached = 0, None
         if asked.keys:

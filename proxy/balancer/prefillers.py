@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.balancer.prefiller import Sample
 
 # Shorter prompts are not looked up: to compute them anew takes hardly longer.
-_LEAST_TOKENS: Final = 256
+LEAST_TOKENS: Final = 256
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
 
@@ -39,7 +39,7 @@ def ask(request: PickRequest) -> Asked:
     """What is to be known of a request."""
     subject = request.subject
     tokens = 0 if subject is None else subject.prompt_tokens
-    if subject is None or tokens < _LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
+    if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
         return Asked(request, (), (), tokens)
     per_byte = tokens / prefix.sizes[-1]
     return Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)

@@ -35,12 +35,13 @@ class Subject:
         return None
 
 
-def prompt(*pieces: int) -> PickRequest:
+def prompt(*pieces: int, session: str | None = None, has_keys: bool = True) -> PickRequest:
     """Of so many pieces of 512 tokens; prompts share what their pieces share from the first one on."""
     tokens = PIECE * len(pieces)
     sizes = tuple(4 * PIECE * (place + 1) for place in range(len(pieces)))
     load = Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens)
-    return PickRequest(load, Load(0, tokens), Subject(tokens, PrefixKeys(pieces, sizes)))
+    keys = PrefixKeys(pieces, sizes) if has_keys else PrefixKeys()
+    return PickRequest(load, Load(0, tokens), Subject(tokens, keys, session=session))
 
 
 class Prefillers:
@@ -97,9 +98,29 @@ def test_a_burst_with_one_beginning_goes_on_elsewhere_when_the_queue_there_is_lo
 ) -> None:
     prefillers.teach()
     first = prefillers.serve(prompt(*range(1, 20)))
-    chosen = [prefillers.begin(prompt(*range(1, 20), 100 + number)).backend for number in range(12)]
+    chosen = [prefillers.begin(prompt(*range(1, 20), 100 + number)).backend for number in range(11)]
     assert chosen[:2] == [first, first]
     assert len(set(chosen)) == 2
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_of_equals_a_session_gets_the_same_whatever_its_prompts_show(prefillers: Prefillers, has_keys: bool) -> None:
+    def whose(number: int) -> Backend:
+        # Nothing is known of what they begin with, as in a gateway that has not seen the turns before.
+        pieces = range(start := next(fresh), start + 4)
+        return prefillers.serve(prompt(*pieces, session=f"session {number}", has_keys=has_keys))
+
+    fresh = iter(range(10**6, 10**7, 100))
+    first = [whose(number) for number in range(11)]
+    assert len(set(first)) == 2
+    assert [whose(number) for number in range(11)] == first
+
+
+def test_what_is_cached_counts_for_more_than_a_session(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    first = prefillers.serve(prompt(1, 2, 3, 4))
+    for number in range(6):
+        assert prefillers.serve(prompt(1, 2, 3, 9, session=f"{number}"), cached=3 * PIECE) == first
 
 
 def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefillers: Prefillers) -> None:

@@ -94,10 +94,21 @@ def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds:
 
 
 @pytest.mark.parametrize(
-    ("members", "session"), [(b'"user": "b"', "b"), (b'"user": 7', None), (b'"prompt_cache_key": ""', None)]
+    ("members", "session"),
+    [
+        (b'"user": "b"', "b"),
+        (b'"user": 7', None),
+        (b'"prompt_cache_key": ""', None),
+        (b'"user": "b", "metadata": {"user_id": "c"}', "c"),
+        (b'"session_id": "d", "metadata": {"user_id": "c"}', "d"),
+        (b'"session_id": 7, "metadata": ["user_id"], "user": "b"', "b"),
+        (b'"session_id": "d", "prompt_cache_key": "e"', "e"),
+    ],
 )
 def test_a_session_is_what_the_client_calls_it(members: bytes, session: str | None) -> None:
-    assert parse(Api.COMPLETIONS, b'{"prompt": "Hi", %b}' % members, Cost()).session == session
+    body = b'{"prompt": "Hi", %b}' % members
+    assert parse(Api.COMPLETIONS, body, Cost()).session == session
+    assert parse(Api.COMPLETIONS, body, Cost(), {"x-session-id": "f"}).session == "f"
 
 
 def test_candidates_come_with_their_limits_and_what_they_work_on(balancer: Balancer) -> None:
