@@ -176,6 +176,13 @@ class LeastSeconds(LeastTokens):
         """What it had in its cache is gone."""
         self._prefillers.of(backend).emptied()
 
+    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+        """What all have to do already, and the prompt's work."""
+        prefillers = self._prefillers.known(candidates)
+        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
+        waits = self._waits(prefillers, loads, self.context.clock())
+        return min(map(float.__add__, waits, self._prefillers.work(prefillers, ask(request))))
+
     @property
     def remembered(self) -> int:
         """Of all prefillers."""

@@ -269,6 +269,10 @@ class Policy(ABC):
         """How many keys of prefixes it keeps."""
         return 0
 
+    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+        """When the soonest of them would have done its work for the request, from now on; None: it does not know."""
+        return None
+
     # For the queue in front of all backends.
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:

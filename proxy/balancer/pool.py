@@ -245,6 +245,14 @@ class Pool:
         self._members.refresh()
         return self._chooser.work_seconds(request)
 
+    def soonest_seconds(self, request: PickRequest) -> float | None:
+        """When the soonest would have done its work for a request, by the policy; None: it does not know, or there are
+        none.
+        """
+        self._members.refresh()
+        candidates = self._chooser.candidates
+        return self.policy.soonest_seconds(candidates, request) if candidates else None
+
     @property
     def holds_queue(self) -> bool:
         """Whether the policy has a say in who had better wait."""
@@ -300,6 +308,10 @@ class Pool:
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
         return self._scoreboard.requests(backend.slot)
+
+    def load(self, backend: Backend) -> Load:
+        """What a backend is charged with, by all workers."""
+        return self._scoreboard.load(backend.slot)
 
     # How
 

@@ -105,7 +105,7 @@ class Canary:
         call = Completions().parse(read(orjson.dumps(self._prompt.body())), self._context.settings.cost, {})
         pools = self._context.pools
         others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
-        return call, call.pick_request(avoid=others), Timeline()
+        return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
 
     async def _send(
         self, opening: AbstractAsyncContextManager[Attempt], timeline: Timeline, result: CanaryResult

@@ -1,8 +1,8 @@
 """Prefill, then decode: the legs of the protocols in which the decoder is called when the prefiller has answered.
 
 KV parameters in the prefiller's answer go to the decoder verbatim: opaque, and used once. The decoder is reserved
-before the prefiller is called, so that KV cache is never pinned while no decoder has room for it. A prompt that is so
-short that a hand-over costs more than a prefill goes to a decoder alone, where the settings say so.
+before the prefiller is called, so that KV cache is never pinned while no decoder has room for it. A prompt that a
+decoder alone would have sooner goes there, where the settings say so.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import orjson
 
 from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.local_prefill import LocalPrefill
+from proxy.balancer.pick import PickRequest
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
     from proxy.answers import EngineAnswer
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
-    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
+    from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Document
 
@@ -68,8 +70,16 @@ class Sequential(Disaggregated):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
+        self._local_prefill = LocalPrefill(
+            context.pools.prefill, context.pools.decode, context.settings.kv.local_max_tokens
+        )
         self._metrics = context.metrics
         self._releaser = context.releaser
+
+    def configure(self, settings: Settings) -> None:
+        """See Connector.configure."""
+        super().configure(settings)
+        self._local_prefill.max_tokens = settings.kv.local_max_tokens
 
     def goes_leg_by_leg(self, call: Call) -> bool:
         """All do, but rare ones are not for every protocol."""
@@ -80,11 +90,34 @@ class Sequential(Disaggregated):
         return opened(self.legs_of_both(call, request, timeline), self._upstream)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Both legs, but a decoder alone for a short prompt. See Disaggregated."""
-        if call.prompt_tokens < self._context.settings.kv.prefill_min_tokens:
+        """Both legs, but a decoder alone for a short prompt, and for one that it has sooner. See Disaggregated."""
+        kv = self._context.settings.kv
+        if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.legs(call, request, timeline)
+        if kv.skip_prefill:
+            return self._where_sooner(call, request, timeline)
         return self._both(call, request, timeline)
+
+    def _where_sooner(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """Both legs, or a decoder alone; what comes of it is learned."""
+        local, usage = self._local_prefill, timeline.usage
+        decoder = None if usage.is_resumed else local.sooner(request)
+        if decoder is None:
+            yield from self._both(call, request, timeline)
+            seconds = timeline.seconds
+            first_token = seconds.get(Stage.FIRST_TOKEN)
+            if timeline.kv != "local" and not usage.is_resumed:
+                took = None if first_token is None else seconds.get(Stage.HANDOFF, 0.0) + first_token
+                local.handed_over(timeline.decoder, request, took, usage.completion_tokens or 0)
+            return
+        self._metrics.prefills_skipped_total.inc()
+        chosen = PickRequest(request.prefill, request.decode, request.subject, prefer=decoder)
+        yield from self._one_engine.decoder.legs(call, chosen, timeline)
+        tokens, cached = usage.prompt_tokens, usage.cached_tokens
+        told = None if tokens is None or cached is None else (tokens, cached)
+        took = timeline.seconds.get(Stage.FIRST_TOKEN)
+        local.served(timeline.decoder, request, took, usage.completion_tokens or 0, told)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:

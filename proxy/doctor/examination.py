@@ -222,7 +222,7 @@ async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
 
 def _for_canaries(settings: Settings) -> Settings:
     """A prompt is neither left to a decoder because it is short nor when nothing was handed over, and sent once."""
-    kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0})
+    kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0, "skip_prefill": False})
     return settings.model_copy(update={"kv": kv})
 
 

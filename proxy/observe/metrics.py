@@ -233,7 +233,7 @@ class Metrics:
             **new,
         )
         self.prefills_skipped_total = Counter(
-            "prefills_skipped_total", "Prompts shorter than kv.prefill_min_tokens, sent to a decoder alone.", **new
+            "prefills_skipped_total", "Prompts sent to a decoder alone: kv.prefill_min_tokens, kv.skip_prefill.", **new
         )
         self.streams_broken_total = Counter(
             "streams_broken_total",

@@ -238,11 +238,16 @@ class Kv(Section):
     compute a prompt of up to local_max_tokens by itself; local always lets the decoder compute it; error fails the
     request."""
     local_max_tokens: Natural = 2048
-    """Longest prompt in tokens that a decoder may compute by itself when on_missing is retry_prefill and asking another
-    prefiller did not help."""
+    """Most tokens of a prompt that a decoder may compute by itself when on_missing is retry_prefill and asking another
+    prefiller did not help, and with skip_prefill."""
     prefill_min_tokens: Natural = 0
     """Prompts estimated to have fewer tokens than this are sent to a decoder alone, which computes them by itself; with
     connectors vllm_pull and vllm_store."""
+    skip_prefill: bool = False
+    """Whether a decoder computes a prompt by itself where that is predicted to be sooner than prefill and hand-over:
+    short prompts, and those that it has nearly all of in its cache, as the next turn of a loop of tool calls; with
+    connectors vllm_pull and vllm_store, and policy least_load for prefillers. Answers that are being written there wait
+    meanwhile, so a decoder that is as busy as it should be is left alone."""
     on_unsupported: Literal["error", "local"] = "error"
     """What to do with requests that no hand-over can serve, with vLLM's connectors: beam search, best_of larger than n,
     and log probabilities of the prompt (echo with logprobs, prompt_logprobs) with more than one token to generate.

@@ -1,0 +1,139 @@
+"""Whether a decoder would have a prompt computed by itself sooner than a prefiller computes it and hands it over.
+
+That is so for short prompts, and for long ones of which the decoder has nearly all in its cache: after an answer it
+has the prompt and the answer, so that of the next turn of a loop of tool calls only the result is new to it. How long
+decoders take is learned from those prompts that they were left with, how long a hand-over takes from hand-overs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.prefill_cost import PrefillCost
+from proxy.balancer.prefillers import ask
+from proxy.balancer.prefixes import CachedPrefixes
+
+if TYPE_CHECKING:
+    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pool import Pool
+
+# Each answer that is being written there waits meanwhile: it counts as this part of what the prompt takes.
+_HARM: Final = 0.25
+_HANDOVER_STEP: Final = 0.1
+# A decoder is not left with more than twice what one has computed before, and at first with no more than this: of short
+# prompts cannot be learned what long ones take.
+_FIRST_TOKENS: Final = 512.0
+# One that does not tell what was cached, and takes so many times as long as predicted, had nothing.
+_MUCH_LONGER: Final = 3.0
+# Up to this part of a decoder's KV memory it may be given a prompt that the policy has not sent there.
+_MOST_KV: Final = 0.9
+
+
+class LocalPrefill:
+    """What one worker knows of it. `cost` is that of decoders."""
+
+    def __init__(self, prefill: Pool, decode: Pool, max_tokens: int) -> None:
+        """`max_tokens`: that a decoder may have to compute of a prompt."""
+        self.max_tokens = max_tokens
+        self._tried_tokens = _FIRST_TOKENS / 2
+        self._prefill = prefill
+        self._decode = decode
+        self.cost = PrefillCost()
+        self.handover_seconds: float | None = None
+        """From the end of a prefill to the first token; None: none was seen."""
+        self._eligible: tuple[Backend, ...] = ()
+        self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
+
+    def sooner(self, request: PickRequest) -> Backend | None:
+        """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
+        not known, or it is not free to choose. None of them is at its knee, or short of KV memory.
+        """
+        if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
+            return None
+        soonest = self._prefill.soonest_seconds(request)
+        if soonest is None:
+            return None
+        best, least = None, soonest + self.handover_seconds
+        asked = ask(request)
+        most_tokens = min(self.max_tokens, 2 * self._tried_tokens)
+        for backend in self._known():
+            streams = self._decode.in_flight(backend)
+            if not self._has_time(backend, streams, request):
+                continue
+            prefixes = self._cached[backend.name]
+            hit = prefixes.hit(asked.keys)
+            cached = asked.ends[hit - 1] if hit else 0.0
+            if asked.tokens - cached > most_tokens:
+                continue
+            cached *= prefixes.trust
+            seconds = self.cost.seconds(asked.tokens - cached, cached) * self.cost.slowness(backend.name)
+            if seconds * (1 + _HARM * streams) < least:
+                best, least = backend, seconds * (1 + _HARM * streams)
+        return best
+
+    def handed_over(self, decoder: str, request: PickRequest, seconds: float | None, answer_tokens: int) -> None:
+        """A decoder of this name got the prompt from a prefiller, and has answered. `seconds`: from the prefiller's
+        answer to its first token; None: that is not known.
+        """
+        if seconds is not None:
+            before = self.handover_seconds
+            self.handover_seconds = seconds if before is None else before + _HANDOVER_STEP * (seconds - before)
+        if (prefixes := self._cached_by(decoder)) is not None:
+            asked = ask(request)
+            prefixes.use(asked.keys, asked.ends, asked.tokens + answer_tokens)
+
+    def served(
+        self,
+        decoder: str,
+        request: PickRequest,
+        seconds: float | None,
+        answer_tokens: int,
+        told: tuple[int, int] | None,
+    ) -> None:
+        """A decoder has computed the prompt by itself, and answered. `seconds`: until its first token; None: not known.
+        `told`: tokens of the prompt, and those of them that were cached; None: it does not tell.
+        """
+        if (prefixes := self._cached_by(decoder)) is None:
+            return
+        asked = ask(request)
+        hit = prefixes.hit(asked.keys)
+        expected = asked.ends[hit - 1] if hit else 0.0
+        predicted = self.cost.seconds(asked.tokens - expected, expected) * self.cost.slowness(decoder)
+        if told is None and seconds is not None and seconds > _MUCH_LONGER * predicted:
+            told = asked.tokens, 0
+        there = expected if told is None else asked.tokens * told[1] / max(1, told[0])
+        odometer = prefixes.odometer
+        known = prefixes.use(asked.keys, asked.ends, asked.tokens - there + answer_tokens)
+        if asked.keys:
+            prefixes.learn(known, odometer, asked.ends, expected, there)
+        tokens, cached = (float(asked.tokens), expected) if told is None else (float(told[0]), float(told[1]))
+        self._tried_tokens = max(self._tried_tokens, tokens - cached)
+        if seconds is not None:
+            self.cost.learn(decoder, tokens - cached, cached, seconds)
+
+    def _has_time(self, backend: Backend, streams: int, request: PickRequest) -> bool:
+        """Whether it is below its limit and its knee, and has KV memory to spare, as far as they are known."""
+        decode = self._decode
+        bounds = (decode.limit(backend), decode.policy.most_running(backend))
+        if any(bound is not None and streams >= bound for bound in bounds):
+            return False
+        facts = decode.facts(backend)
+        if facts is None or facts.kv_tokens is None:
+            return True
+        return decode.load(backend).kv + request.decode.kv <= _MOST_KV * facts.kv_tokens
+
+    def _known(self) -> tuple[Backend, ...]:
+        """The decoders there are. One that was away has an empty cache."""
+        eligible = self._decode.eligible()
+        if eligible is not self._eligible:
+            self._eligible, before = eligible, self._cached
+            names = [backend.name for backend in eligible]
+            self._cached = {name: before.get(name) or CachedPrefixes() for name in names}
+            for name in before.keys() - self._cached.keys():
+                self.cost.forget(name)
+        return eligible
+
+    def _cached_by(self, decoder: str) -> CachedPrefixes | None:
+        self._known()
+        return self._cached.get(decoder)

@@ -1,0 +1,111 @@
+"""Prompts that a decoder has sooner alone: it gets them without KV parameters, and what comes of it is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+LONG = "a sentence of nine words that is said again " * 90
+
+
+def turn(*texts: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    return request(Api.CHAT, **fields) | {"messages": messages}
+
+
+async def wanting(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:
+    """A gateway for which a hand-over takes so long that a decoder that may compute a prompt is always sooner."""
+    gateway = await deploy(1, decoders, kv={"skip_prefill": True}, **sections)
+    gateway.worker.gateway._parts.connector._local_prefill.handover_seconds = 1000.0  # type: ignore[attr-defined]
+    return gateway
+
+
+def skipped(gateway: Deployment) -> float:
+    return sum(gateway.metrics("pdproxy_prefills_skipped_total").values())
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_next_turn_is_left_to_the_decoder_that_has_the_one_before(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
+) -> None:
+    caplog.set_level("INFO")
+    gateway = await wanting(deploy, 3, connector=connector)
+    first = await gateway.ask(turn(LONG, stream=True))
+    body = turn(LONG, first.text, "And then?", stream=stream)
+    second = await gateway.ask(body)
+    assert (first.is_done, second.is_done) == (True, True)
+    assert second.text == await answer_alone(body)
+    assert len(generations(*gateway.prefillers)) == 1
+    assert skipped(gateway) == 1
+    (decoder,) = [engine for engine in gateway.decoders if generations(engine)]
+    _, alone = generations(decoder)
+    assert "kv_transfer_params" not in alone.body
+    lines = [vars(record)["fields"] for record in caplog.records if record.name == "proxy.access"]
+    assert [(line["p"] == "-", line["kv"] == "local") for line in lines] == [(False, False), (True, True)]
+
+
+async def test_it_is_off_unless_it_is_wanted(deploy: Deploy) -> None:
+    gateway = await deploy(1, 3)
+    first = await gateway.ask(turn(LONG, stream=True))
+    await gateway.ask(turn(LONG, first.text, "And then?"))
+    assert len(generations(*gateway.prefillers)) == 2
+    assert skipped(gateway) == 0
+
+
+async def test_a_long_prompt_that_no_decoder_has_goes_to_a_prefiller(deploy: Deploy) -> None:
+    gateway = await wanting(deploy, 1)
+    for start in ("First", "Second"):
+        assert (await gateway.ask(turn(f"{start}: {LONG}", stream=True))).is_done
+    assert len(generations(*gateway.prefillers)) == 2
+    assert (await gateway.ask(turn("Something short", stream=True))).is_done
+    assert (len(generations(*gateway.prefillers)), skipped(gateway)) == (2, 1)
+
+
+async def test_an_answer_that_loses_the_decoder_goes_on_through_a_prefiller(deploy: Deploy) -> None:
+    gateway = await wanting(deploy, 2)
+    await gateway.ask(turn(LONG, stream=True))
+    (lost,) = [engine for engine in gateway.decoders if generations(engine)]
+    lost.faults.add("reset_after_tokens", tokens=20)
+    body = turn(LONG, "Yes.", "And then?", stream=True, max_tokens=60)
+    answer = await gateway.ask(body)
+    assert answer.is_done
+    assert answer.text == await answer_alone(body)
+    assert len(generations(*gateway.prefillers)) == 2
+    assert skipped(gateway) == 1
+
+
+async def test_a_request_that_failed_there_goes_the_usual_way(deploy: Deploy) -> None:
+    gateway = await wanting(deploy, 2)
+    await gateway.ask(turn(LONG, stream=True))
+    (sick,) = [engine for engine in gateway.decoders if generations(engine)]
+    sick.faults.add("refuse_status", path=Api.CHAT.path, status=500)
+    assert (await gateway.ask(turn(LONG, "Yes.", "And then?", stream=True))).is_done
+    assert len(generations(*gateway.prefillers)) == 2
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
+    gateway = await deploy(1, 1, kv={"skip_prefill": True}, listen={"fast_path": fast_path}, engine={"block_size": 16})
+    local = gateway.worker.gateway._parts.connector._local_prefill  # type: ignore[attr-defined]
+    await gateway.ask(turn(LONG, stream=True))
+    assert 0 < local.handover_seconds < 5
+    local.handover_seconds = 1000.0
+    usage = {"stream_options": {"include_usage": True}}
+    answer = await gateway.ask(turn(LONG, "Yes.", "And then?", stream=True, **usage))
+    assert skipped(gateway) == 1
+    assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 800
+    (prefixes,) = local._cached.values()
+    assert prefixes.trust > 0.75  # it was told that what was expected is there
+    assert local.cost.samples == 1
+    assert local.handover_seconds == 1000.0
