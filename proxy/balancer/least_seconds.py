@@ -137,7 +137,7 @@ class LeastSeconds(LeastTokens):
         wait = prefiller.left(prefiller.charge * SECONDS_PER_LOAD, now) if prefiller.charge else 0.0
         prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
-        cached = asked.ends[hit - 1] if hit else 0.0
+        cached = prefiller.cached.found(asked.ends, hit, asked.tokens) if hit else 0.0
         expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
         return Prediction(wait + expected, int(cached))
 

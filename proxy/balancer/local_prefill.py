@@ -63,7 +63,7 @@ class LocalPrefill:
                 continue
             prefixes = self._cached[backend.name]
             hit = prefixes.hit(asked.keys)
-            cached = asked.ends[hit - 1] if hit else 0.0
+            cached = prefixes.found(asked.ends, hit, asked.tokens)
             if asked.tokens - cached > most_tokens:
                 continue
             cached *= prefixes.trust
@@ -98,13 +98,15 @@ class LocalPrefill:
             return
         asked = ask(request)
         hit = prefixes.hit(asked.keys)
-        expected = asked.ends[hit - 1] if hit else 0.0
+        expected = prefixes.found(asked.ends, hit, asked.tokens)
         predicted = self.cost.seconds(asked.tokens - expected, expected) * self.cost.slowness(decoder)
         if told is None and seconds is not None and seconds > _MUCH_LONGER * predicted:
             told = asked.tokens, 0
         there = expected if told is None else asked.tokens * told[1] / max(1, told[0])
         odometer = prefixes.odometer
         known = prefixes.use(asked.keys, asked.ends, asked.tokens - there + answer_tokens)
+        if told is not None:
+            prefixes.tell(told[1])
         if asked.keys:
             prefixes.learn(known, odometer, asked.ends, expected, there)
         tokens, cached = (float(asked.tokens), expected) if told is None else (float(told[0]), float(told[1]))

@@ -101,8 +101,8 @@ class Prefiller:
         """A prompt of so many tokens goes there, of whose pieces, which end at `ends`, so many are probably cached. It
         takes so long by prediction. What is under way counts as cached, or a burst with one prompt would scatter.
         """
-        cached = ends[hit - 1] if hit else 0.0
         prefixes = self.cached
+        cached = prefixes.found(ends, hit, tokens) if hit else 0.0
         odometer = prefixes.odometer
         known: Sequence[float | None] = ()
         if keys:
@@ -138,6 +138,7 @@ class Prefiller:
             if sent.told is not None:
                 told_tokens, told_cached = sent.told
                 if sent.keys:
+                    prefixes.tell(told_cached)
                     there = tokens * told_cached / max(1, told_tokens)
                     further = cached - there
                     prefixes.odometer += further

@@ -103,7 +103,7 @@ class Prefillers:
             else:
                 prefixes = prefiller.cached
                 hit = prefixes.hit(asked.keys)
-                cached = prefixes.trust * asked.ends[hit - 1] if hit else 0.0
+                cached = prefixes.trust * prefixes.found(asked.ends, hit, asked.tokens)
                 seconds = self.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
             known = asked.there[prefiller] = prefiller.version, hit, seconds
         return known[1], known[2]

@@ -9,6 +9,7 @@ tells how far back the cache goes. Only keys are kept, and a bounded number of t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from math import gcd
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ _UNTOLD_TRUST: Final = 0.7
 _TRUST_STEP: Final = 0.2
 # Engines cache whole blocks, of so many tokens at most: of the last piece a part is always missing.
 _BLOCK_TOKENS: Final = 256
+# No engine's blocks are larger: what told numbers have in common beyond that they have by chance.
+_MOST_BLOCK_TOKENS: Final = 512
 
 
 class CachedPrefixes:
     """Those of one backend. Positions are of pieces of a prompt, in order; `ends` are tokens up to their ends."""
 
-    __slots__ = ("capacity", "odometer", "trust", "_young", "_old", "_turned")
+    __slots__ = ("capacity", "odometer", "trust", "_block", "_young", "_old", "_turned")
 
     def __init__(self) -> None:
         self.capacity = float(_FIRST_CAPACITY)
@@ -40,6 +43,7 @@ class CachedPrefixes:
         """Tokens that it has computed."""
         self.trust = _UNTOLD_TRUST
         """How much of what was expected to be cached really was, lately."""
+        self._block = 0  # the greatest common divisor of the cached tokens that were told
         # The readings of keys in two generations. What was used since the odometer stood at `_turned` is young. What
         # is old is remembered for one more generation, or it could not be learned that the cache is larger.
         self._young: dict[int, float] = {}
@@ -65,6 +69,20 @@ class CachedPrefixes:
             if reading is None:
                 return True
         return reading < self.odometer - self.capacity
+
+    def found(self, ends: Sequence[float], hit: int, tokens: int) -> float:
+        """Tokens that it finds of a prompt of so many, of which so many pieces are cached: whole blocks, and never all,
+        as the last token has to be computed for the first one of the answer.
+        """
+        if not hit:
+            return 0.0
+        cached = min(ends[hit - 1], tokens - 1.0)
+        return cached - cached % self._block if 0 < self._block <= _MOST_BLOCK_TOKENS else cached
+
+    def tell(self, cached_tokens: int) -> None:
+        """An answer says how many tokens were cached."""
+        if self._block != 1 and cached_tokens:
+            self._block = gcd(self._block, cached_tokens)
 
     def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[float | None]:
         """A prompt goes there, of which so many tokens will have to be computed. The readings of its pieces until now;

@@ -306,3 +306,17 @@ def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefiller
     assert lease.prediction.cached_tokens == 8 * PIECE
     assert lease.prediction.seconds == pytest.approx(PIECE / 1000, rel=0.5)
     lease.__exit__(None, None, None)
+
+
+def test_what_is_predicted_of_a_prompt_that_is_all_cached_is_what_is_missing_of_its_last_block(
+    prefillers: Prefillers,
+) -> None:
+    prefillers.teach()
+    whole = prompt(*range(1, 9))
+    for _ in range(30):
+        prefillers.serve(whole, cached=8 * PIECE - 128, seconds=0.128)
+        prefillers.serve(prompt(*range(1, 5)), cached=4 * PIECE - 128, seconds=0.128)
+    with prefillers.pool.lease(whole) as lease:
+        assert lease.prediction is not None
+        assert lease.prediction.cached_tokens == 8 * PIECE - 128
+        prefillers.clock.now += 0.3

@@ -48,6 +48,26 @@ def test_what_is_pushed_out_is_gone_from_its_tail() -> None:
     assert cached.hit(keys(*range(5))) == 0
 
 
+def test_engines_find_whole_blocks_of_a_size_that_what_they_tell_shows() -> None:
+    cached = CachedPrefixes()
+    assert cached.found(ends(5), 3, 900) == 300
+    cached.tell(16_384)  # of which nothing follows
+    assert cached.found(ends(5), 3, 900) == 300
+    cached.tell(16_384 + 3 * 128)
+    assert [cached.found(ends(5), hit, 900) for hit in (0, 1, 2, 3, 5)] == [0, 0, 128, 256, 384]
+    cached.tell(0)
+    cached.tell(4097)
+    assert cached.found(ends(5), 3, 900) == 300
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    cached = CachedPrefixes()
+    assert cached.found(ends(5), 5, 500) == 499
+    cached.tell(256)
+    cached.tell(384)
+    assert cached.found([512.0], 1, 512) == 384
+
+
 def test_what_is_used_again_stays() -> None:
     cached = CachedPrefixes()
     cached.capacity = 1000
