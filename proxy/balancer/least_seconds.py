@@ -247,7 +247,7 @@ class LeastSeconds(LeastTokens):
             return False
         if wait < self.ahead_seconds:
             return True
-        if limit == 1:
+        if limit == 1 or prefiller.works_on_one:
             return False
         # What other workers have sent there is not told in tokens.
         others = max(0, load - prefiller.charge) * SECONDS_PER_LOAD / max(1e-9, self._prefillers.cost.shape[1])

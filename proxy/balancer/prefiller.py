@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.journal import Seat
 
+# So many prompts that could have been computed together and were not show that the backend works on one at a time; that
+# is believed for so many more, and then found out once more.
+_ENOUGH_ALONE: Final = 12
+_BELIEVED: Final = 1000
+# Of shorter ones the order does not matter.
+_LEAST_SECONDS: Final = 0.1
+
 # What is under way is not thought to be over before its answer is here.
 _LEAST_LEFT: Final = 0.1
 
@@ -62,6 +69,8 @@ class Sample(NamedTuple):
     uncached: float
     cached: float
     seconds: float
+    was_behind: float = 0.0
+    """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +89,24 @@ class Prefiller:
     """Tokens of it that are not expected to be cached."""
     _sent: dict[int, Sent] = field(default_factory=dict)  # by request, the oldest first
     _answered_at: float = 0.0
+    _answered_before: float = 0.0  # the answer before that one
+    _alone: int = 0  # see `saw`
     _others: deque[tuple[float, float]] = field(default_factory=deque)
     """When others have sent something that is under way, and its predicted seconds, the oldest first."""
+
+    @property
+    def works_on_one(self) -> bool:
+        """It was seen to compute prompts one after the other."""
+        return self._alone > _ENOUGH_ALONE
+
+    def saw(self, together: bool) -> None:
+        """One that was behind others has been computed, together with the one before it or alone."""
+        if together:
+            self._alone = 0
+        elif self._alone <= _ENOUGH_ALONE:
+            self._alone += 1
+            if self._alone == _ENOUGH_ALONE:
+                self._alone += _BELIEVED
 
     @property
     def is_busy(self) -> bool:
@@ -145,8 +170,13 @@ class Prefiller:
                     prefixes.learn(sent.known, sent.odometer, sent.ends, cached, there)
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
-            sample = Sample(tokens - cached, cached, now - max(sent.at, self._answered_at))
-            self._answered_at = now
+            was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
+            sample = Sample(tokens - cached, cached, now - max(sent.at, self._answered_at), float(was_behind))
+            self._answered_before, self._answered_at = self._answered_at, now
+            if self._alone > _ENOUGH_ALONE:
+                self._alone -= 1
+                if self._alone == _ENOUGH_ALONE:
+                    self._alone = 0
         else:  # of a failure there is nothing in the cache
             dropped = [key for key, reading in zip(sent.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
@@ -156,6 +186,7 @@ class Prefiller:
 
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
+        self._alone = 0
         if len(self.cached):
             self.cached.clear()
             self.version += 1
@@ -199,7 +230,7 @@ class Prefiller:
         prefixes.drop(keys)
         if not sample:
             return None
-        self._answered_at = max(at, self._answered_at)
+        self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
         return Sample(*sample)
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Shorter prompts are not looked up: to compute them anew takes hardly longer.
 LEAST_TOKENS: Final = 256
+# What takes less than this part of what is predicted was computed together with what was before it.
+_TOGETHER: Final = 0.25
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
 
@@ -88,10 +90,13 @@ class Prefillers:
 
     def learn(self, prefiller: Prefiller, sample: Sample) -> None:
         """How long a prompt has taken it."""
+        if sample.was_behind:
+            predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
+            prefiller.saw(sample.seconds < _TOGETHER * predicted)
         now = self._clock()
         if now >= self._next_lesson:
             self._next_lesson = now + _LESSON_SECONDS
-            self.cost.learn(prefiller.backend.key, *sample)
+            self.cost.learn(prefiller.backend.key, sample.uncached, sample.cached, sample.seconds)
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
 
     def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:

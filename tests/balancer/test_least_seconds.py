@@ -320,3 +320,45 @@ def test_what_is_predicted_of_a_prompt_that_is_all_cached_is_what_is_missing_of_
         assert lease.prediction is not None
         assert lease.prediction.cached_tokens == 8 * PIECE - 128
         prefillers.clock.now += 0.3
+
+
+def burst(prefillers: Prefillers, *, together: bool) -> None:
+    """Of two prompts of 1 s for each of the two, and a third, which is computed with the second or after it."""
+    leases = [prefillers.begin(prompt(start := 10**7 * number, start + 1)) for number in range(6)]
+    by_backend: dict[Backend, list[Lease]] = {}
+    for lease in leases:
+        by_backend.setdefault(lease.backend, []).append(lease)
+    for place in range(3):
+        if place < 2 or not together:
+            prefillers.clock.now += 1.024
+        for each in by_backend.values():
+            if len(each) > place:
+                each[place].tell(2 * PIECE, 0)
+                each[place].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_is_seen_to_work_on_one_prompt_at_a_time_gets_one_at_a_time(prefillers: Prefillers, together: bool) -> None:
+    prefillers.teach()
+    for _ in range(20):
+        burst(prefillers, together=together)
+    leases: list[Lease] = []
+    while prefillers.pool.has_room():  # up to 16,384 tokens each, or one
+        leases.append(prefillers.begin(prompt(start := 10**9 + 100 * len(leases), start + 1)))
+    assert len(leases) > 20 if together else len(leases) == 2
+    for lease in leases:
+        lease.__exit__(None, None, None)
+
+
+def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    for _ in range(20):
+        burst(prefillers, together=False)
+    known = list(prefillers.policy._prefillers.by_key.values())
+    assert [prefiller.works_on_one for prefiller in known] == [True, True]
+    prefillers.policy.emptied(known[0].backend)
+    assert [prefiller.works_on_one for prefiller in known] == [False, True]
+    for number in range(1100):
+        asked = prompt(2 * 10**9 + 10 * number)
+        prefillers.serve(PickRequest(asked.prefill, asked.decode, asked.subject, prefer=known[1].backend))
+    assert not known[1].works_on_one
