@@ -139,3 +139,18 @@ async def test_who_would_wait_too_long_is_refused_at_once_where_that_is_wanted(d
         assert 1 <= int(answer.headers["retry-after"]) <= 5
         await client.leave()
         assert (await first).status == 200
+
+
+async def test_those_who_wait_are_bounded_in_number_and_in_bytes(deploy: Deploy) -> None:
+    async with busy(deploy, admission={"max_waiting": 3, "max_buffered_bytes": 40_000}) as queue:
+        tasks = len(asyncio.all_tasks())
+        for name in "ab":
+            await queue.queue(name * 16_000)
+        waiting = len(asyncio.all_tasks())
+        answer = await queue.gateway.ask(request(Api.CHAT, "c" * 16_000))
+        assert (answer.status, answer.error["code"]) == (503, "buffers_full")
+        await queue.queue("short")
+        answer = await queue.gateway.ask(request(Api.CHAT, "short, too"))
+        assert (answer.status, answer.error["code"]) == (503, "queue_full")
+        assert waiting - tasks <= 2 * 3  # a client's, its connection's and the handler's for each: looking costs none
+        assert len(await queue.served()) == 3
