@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONNECTIONS: Final = 16
 ROUNDS: Final = 5
+MEASUREMENTS: Final = 4
 STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed", "a further token"
 
 # Python functions of ours that are called, and C functions that ours call. About a tenth above what was measured; who
@@ -108,12 +109,17 @@ async def ask(lines: list[Line], rounds: int, **fields: Any) -> None:
 
 
 async def per_request(lines: list[Line], **fields: Any) -> Calls:
-    """The calls of one request, when everything has happened before."""
+    """The calls of one request, when everything has happened before: the least of some measurements, as on a busy
+    machine requests meet in other ways, and have more to be told of each other.
+    """
     await ask(lines, 3, **fields)
-    with counting() as calls:
-        await ask(lines, ROUNDS, **fields)
-    count = len(lines) * ROUNDS
-    return Calls(calls.python / count, calls.c / count)
+    found = []
+    for _ in range(MEASUREMENTS):
+        with counting() as calls:
+            await ask(lines, ROUNDS, **fields)
+        count = len(lines) * ROUNDS
+        found.append(Calls(calls.python / count, calls.c / count))
+    return min(found, key=lambda calls: calls.python)
 
 
 @asynccontextmanager

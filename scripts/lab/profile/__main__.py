@@ -58,7 +58,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
     parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
     parser.add_argument("--scraping", action="store_true", help="what a scrape takes, and what streams notice of it")
+    parser.add_argument("--fleet-size", action="store_true", help="the same by the number of instances and of workers")
     options = parser.parse_args()
+    if options.fleet_size:
+        print(choosing.growth(("least_tokens", "least_load")))
+        return
     if options.choosing:
         print(choosing.table(("least_tokens", "least_load")))
         return

@@ -1,4 +1,4 @@
-"""What choosing a prefiller costs, without engines and sockets: `scripts/profile --choosing`.
+"""What choosing an instance costs, without engines and sockets: `scripts/profile --choosing` and `--fleet-size`.
 
 A request is looked at as the fast path does: is there room, may it go, a lease, what the engine tells, its end. Its
 body has been read before, and its keys are computed anew each time. Each figure is the least of many rounds of ten.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
 from typing import Final
 
 import orjson
@@ -41,17 +42,37 @@ def table(policies: tuple[str, ...], prefillers: tuple[int, ...] = (8, 64)) -> s
     return "\n".join(lines)
 
 
-def _microseconds(policy: str, prefillers: int, messages: int, sentences: int) -> float:
-    scoreboard = Scoreboard(workers=1)
-    roster = Roster([("10.0.0.1", 7000 + number) for number in range(prefillers)], [], scoreboard)
+def growth(
+    policies: tuple[str, ...], instances: tuple[int, ...] = (16, 256, 1024), workers: tuple[int, ...] = (1, 4, 8)
+) -> str:
+    """Microseconds of choosing a prefiller and a decoder for 1 KB, by the number of instances and of workers."""
+    columns = [(count, sharing) for count in instances for sharing in workers]
+    lines = ["µs of choosing for 1 KB | " + " | ".join(f"{count} of {sharing}w" for count, sharing in columns)]
+    _, *body = _BODIES[0]
+    for role, policy in product((Role.PREFILL, Role.DECODE), policies):
+        figures = [_microseconds(policy, count, *body, role=role, workers=sharing) for count, sharing in columns]
+        lines.append(f"{role}, {policy} | " + " | ".join(f"{figure:.0f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def _microseconds(
+    policy: str, instances: int, messages: int, sentences: int, *, role: Role = Role.PREFILL, workers: int = 1
+) -> float:
+    scoreboard = Scoreboard(workers, slots=max(1024, instances))
+    origins: dict[Role, list[tuple[str, int]]] = {Role.PREFILL: [], Role.DECODE: []}
+    origins[role] = [("10.0.0.1", 7000 + number) for number in range(instances)]
+    roster = Roster(origins[Role.PREFILL], origins[Role.DECODE], scoreboard)
     pool = Pool(
-        Role.PREFILL,
-        policy=make_policy(policy, PolicyContext(rng=random.Random(1))),
+        role,
+        policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
         scoreboard=scoreboard,
         row=scoreboard.row(0),
         roster=roster,
         health=Health(HealthChecks()),
     )
+    for member in roster.members(role):  # until then each success is news, and all instances are looked at anew
+        pool.outcomes.served(member.backend)
+    pool.eligible()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
     tokens = [measured_prompt(body, Cost())[0] for body in bodies]
 
@@ -71,7 +92,7 @@ def _microseconds(policy: str, prefillers: int, messages: int, sentences: int) -
 
 def _serve(pool: Pool, call: Call) -> None:
     if not pool.has_room() or not pool.lets_go(call.pick_request):
-        raise RuntimeError("idle prefillers have no room")
+        raise RuntimeError("idle instances have no room")
     with pool.lease(call.pick_request()) as lease:
         lease.tell(call.prompt_tokens, call.prompt_tokens // 2)
         lease.free_compute()
