@@ -65,6 +65,11 @@ class FastConnection(FirstProtocol):
 
     # FirstProtocol
 
+    @property
+    def awaits_request(self) -> bool:
+        """Nothing is being answered here, and nothing has arrived that could be."""
+        return self._request is None and self._head is None
+
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request; an error is told before."""
         if error is not None:

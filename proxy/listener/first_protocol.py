@@ -23,6 +23,11 @@ class FirstProtocol(asyncio.Protocol, ABC):
     def client(self) -> str:
         """The address of the other side."""
 
+    @property
+    @abstractmethod
+    def awaits_request(self) -> bool:
+        """Nothing is being answered here, and nothing has arrived that could be."""
+
     @abstractmethod
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request; an error is told before."""

@@ -82,6 +82,7 @@ class HttpListener:
         """Makes what reads a new connection first, and may leave it to aiohttp by `hand_over`. None: aiohttp does."""
         self._open: set[Connection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
+        self._idle_since: dict[Connection | FirstProtocol, float] = {}  # as `end_idle` has seen it
         self._heads = HeaderDeadlines[asyncio.Transport](clock)
         self._turned_away: dict[Connection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
@@ -133,6 +134,15 @@ class HttpListener:
             listener.close()
         self._listening.clear()
         self.is_closing = True
+
+    def end_idle(self, seconds: float) -> None:
+        """Close the connections on which nothing was asked for so long, as far as this was called meanwhile."""
+        now = self._clock()
+        idle = {each for each in self._open if each.awaits_request and each.door not in self._heads}
+        self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
+        for connection, since in self._idle_since.items():
+            if now - since >= seconds:
+                connection.end_after_answer()
 
     async def stop_accepting(self) -> None:
         """Stop listening, and close each connection when nothing is being answered on it.

@@ -19,7 +19,7 @@ class Doors:
 
     def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
         self._front = worker.front
-        self._admin_front = worker.admin_front
+        self._fronts = [front for front in (worker.front, worker.admin_front) if front is not None]
         self._probes = probes
 
     async def stop_accepting(self) -> None:
@@ -32,10 +32,15 @@ class Doors:
         """
         if self._probes is not None:
             self._probes.leave()
-        for front in (self._front, self._admin_front):
-            if front is not None:
-                front.close_after_each_answer = True
-                front.leave_listening()
+        for front in self._fronts:
+            front.close_after_each_answer = True
+            front.leave_listening()
+
+    def end_idle(self, seconds: float) -> int:
+        """Close the connections on which nothing was asked for so long, see HttpListener; how many are left."""
+        for front in self._fronts:
+            front.end_idle(seconds)
+        return sum(front.connections for front in self._fronts)
 
 
 @asynccontextmanager

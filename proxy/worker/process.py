@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.shared import Listeners, Shared
     from proxy.worker.assembly import Worker
+    from proxy.worker.listening import Doors
 
 logger = logging.getLogger(__name__)
 
 # How often a drain tells how much is left of it, how long it may take to let in who is already connected, and how long
 # to tell the error to those who are left at last.
 _LEFT_EVERY_SECONDS: Final = 5.0
+_IDLE_LOOK_SECONDS: Final = 0.2
 _STOP_ACCEPTING_SECONDS: Final = 2.0
 _CUT_OFF_SECONDS: Final = 0.5
 
@@ -90,11 +92,10 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
         await stop.requested.wait()
         telling.cancel()
         if stop.has_successor:
-            worker.drain.has_successor = True
-            doors.leave()
+            await _make_room(worker, stop, doors)
         else:
             manager.tell(STOPPING, "draining")
-        await _drain(worker, stop, doors.stop_accepting)
+            await _drain(worker, stop, doors.stop_accepting)
 
 
 async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
@@ -117,8 +118,7 @@ async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaita
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = worker.front.close_after_each_answer = True
     _tell_left(drain)
-    # Load balancers in front learn from /readyz; until they have, what they still send is served. Where somebody else
-    # listens already it is for idle connections, on which a request may be under way.
+    # Load balancers in front learn from /readyz; until they have, what they still send is served.
     await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
     await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
     loop = asyncio.get_running_loop()
@@ -126,6 +126,33 @@ async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaita
     while drain.in_flight and not stop.now.is_set() and (left_seconds := deadline - loop.time()) > 0:
         _tell_left(drain)
         await _first_of(stop.now.wait(), drain.idle(), seconds=min(_LEFT_EVERY_SECONDS, left_seconds))
+    await _cut_off(drain)
+
+
+async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
+    """Let what is being answered come to its end, while another process has taken over.
+
+    A client may ask once more on a connection whose last answer did not say that it is the last one: so it stays open
+    for a while, until that was said.
+    """
+    drain, limits = worker.drain, worker.settings.drain
+    drain.is_draining = drain.has_successor = True
+    doors.leave()
+    _tell_left(drain)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limits.not_ready_seconds + limits.streams_seconds
+    tell_at = loop.time() + _LEFT_EVERY_SECONDS
+    while doors.end_idle(limits.not_ready_seconds) or drain.in_flight:
+        if stop.now.is_set() or loop.time() >= deadline:
+            break
+        if loop.time() >= tell_at:
+            tell_at += _LEFT_EVERY_SECONDS
+            _tell_left(drain)
+        await _first_of(stop.now.wait(), seconds=_IDLE_LOOK_SECONDS)
+    await _cut_off(drain)
+
+
+async def _cut_off(drain: Drain) -> None:
     if count := drain.cut_off():
         logger.warning("cut off %d requests", count)
         await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)

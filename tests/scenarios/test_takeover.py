@@ -40,6 +40,13 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """With a connection for each request: gateways close idle ones at once here, unless another time is given."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        yield session
+
+
 def newest(program: Program) -> int:
     """The process that serves last, the first one if nobody has taken over from it."""
     return int((re.findall(r"process (\d+) has taken over", program.output) or [program.pid])[-1])
@@ -111,7 +118,7 @@ async def test_nobody_notices(
     # Idle connections are closed after this long, and a request may be under way just then, as with any server.
     async with replaceable(*words, PROXY_DRAIN__NOT_READY_SECONDS="5", **ports) as program:
         places = [(await program.says(rf"{name} on (\S+?:\d+)"))[1] for name in ("operators", "probes")]
-        await until(lambda: "ready: " in program.output, "the first one to be ready", 10.0)
+        await replace(program)  # from here on all workers are ready
         urls = [f"{program.url}/readyz", *(f"http://{place}/readyz" for place in places), f"http://{places[0]}/metrics"]
         tasks = [asyncio.create_task(client(program, keeps=bool(number % 2))) for number in range(8)]
         tasks += [asyncio.create_task(onlooker(url)) for url in urls]
@@ -123,6 +130,28 @@ async def test_nobody_notices(
     assert {(answer.status, answer.is_done, answer.text) for answer in answers} == {(200, True, text)}
     assert not failures
     assert "ERROR" not in program.output
+
+
+async def test_a_connection_is_good_for_one_more_request_than_it_was_told(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine
+) -> None:
+    """Its last answer had begun before, and did not say that it would be the last."""
+    long = request(Api.CHAT, stream=True, max_tokens=3000)
+    async with (
+        replaceable("--prefill", prefiller.url, "--decode", decoder.url, PROXY_DRAIN__NOT_READY_SECONDS="1") as program,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session,
+    ):
+        await is_ready(session, program.url)
+        async with session.post(program.url + Api.CHAT.path, json=long) as response:
+            await response.content.readline()
+            old = await replace(program)
+            assert b"[DONE]" in await response.read()  # which takes longer than idle connections are kept
+            assert "Connection" not in response.headers
+        # At once, on the same connection.
+        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+            assert response.headers["Connection"] == "close"
+            assert b"[DONE]" in await response.read()
+        await until(lambda: not is_there(old), "the end of the old process", 10.0)
 
 
 async def test_what_was_changed_at_run_time_stays(
