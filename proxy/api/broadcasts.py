@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Scoreboard
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
 START_PROFILE: Final = "/start_profile"
 STOP_PROFILE: Final = "/stop_profile"
 """Of both. vLLM has these routes only if it was started with a profiler, SGLang takes options in the body."""
-_SLEEPING: Final = ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")
+_SLEEP: Final = ("/sleep", "/release_memory_occupation")
+_WAKE: Final = ("/wake_up", "/resume_memory_occupation")
 """Of vLLM (with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode), and of SGLang (with --enable-memory-saver)."""
 
 _FOR_US: Final[Mapping[str, Callable[[Backend], str]]] = {
@@ -67,9 +70,17 @@ class _Message:
     body: bytes
     content_type: str
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether an engine is to wake up in part: weights first, say, and then the KV cache."""
+        return any(name == "tags" for name, _ in self.query) or b'"tags"' in self.body
+
 
 class BroadcastApi:
     """The routes that reach every engine there is, or those that are named, whatever their states.
+
+    Who is to sleep is disabled first, and not told before it has answered all that it has; who has woken
+    up as a whole is enabled.
 
     `cache_path`: the engines' route that empties their prefix caches; callers may use that name, too.
     """
@@ -77,12 +88,16 @@ class BroadcastApi:
     def __init__(
         self,
         pools: Mapping[Role, Pool],
+        roster: Roster,
+        scoreboard: Scoreboard,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
         administrators: Administrators,
         cache_path: str = RESET_PREFIX_CACHE,
     ) -> None:
         self._pools = pools
+        self._roster = roster
+        self._scoreboard = scoreboard
         self._session = session
         self._keys = keys
         self._administrators = administrators
@@ -90,7 +105,7 @@ class BroadcastApi:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
-        engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEPING)}
+        engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEP, *_WAKE)}
         engines_paths |= dict.fromkeys((RESET_PREFIX_CACHE, self._cache_path), self._cache_path)
         return [web.post(path, self._handler(engines_path)) for path, engines_path in engines_paths.items()]
 
@@ -122,6 +137,20 @@ class BroadcastApi:
         return backends
 
     async def _tell(self, backend: Backend, message: _Message) -> bool:
+        """Whether it has done what it was told."""
+        member = backend.role, backend.host, backend.port
+        if message.path in _SLEEP:
+            self._roster.disable(*member)
+            if under_way := self._scoreboard.requests(backend.slot):
+                words = "is disabled, and not told %s before its %d requests have ended: ask again then"
+                logger.warning(f"%s instance %s {words}", backend.role, backend.name, message.path, under_way)
+                return False
+        is_done = await self._send(backend, message)
+        if message.path in _WAKE and is_done and not message.is_partial:
+            self._roster.enable(*member)
+        return is_done
+
+    async def _send(self, backend: Backend, message: _Message) -> bool:
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type

@@ -60,6 +60,8 @@ def _routes(
     basis.live.add(instances.configure)
     broadcasts = BroadcastApi(
         pools=engines.pools,
+        roster=shared.roster,
+        scoreboard=shared.scoreboard,
         session=engines.lines.session,
         keys=balancing.keys,
         administrators=administrators,

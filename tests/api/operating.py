@@ -74,7 +74,15 @@ async def client_of(
         ProbeApi(pools, drain),
         AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
-        BroadcastApi(pools, gateway.session, keys or gateway.keys(), administrators, cache_path),
+        BroadcastApi(
+            pools,
+            gateway.roster,
+            gateway.scoreboard,
+            gateway.session,
+            keys or gateway.keys(),
+            administrators,
+            cache_path,
+        ),
     )
     return await gateway.serve([route for api in apis for route in api.routes()])
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from proxy.api.broadcasts import RESET_PREFIX_CACHE
-from proxy.backend import Role
+from proxy.backend import Load, Role
+from proxy.balancer.pick import PickRequest
 from tests.api.operating import client_of
 
 if TYPE_CHECKING:
@@ -120,3 +121,42 @@ async def test_a_name_that_no_instance_has_is_refused(gateway: Gateway, query: s
     async with client.post(f"/sleep?{query.format(engines[0].name)}") as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, param)
     assert not any(engine.asked for engine in engines)
+
+
+@pytest.mark.parametrize(
+    ("sleep", "wake", "some"),
+    [
+        ("/sleep", "/wake_up", {"params": {"tags": "weights"}}),
+        ("/release_memory_occupation", "/resume_memory_occupation", {"json": {"tags": ["weights"]}}),
+    ],
+)
+async def test_who_sleeps_gets_no_requests_until_it_has_woken_up(
+    gateway: Gateway, sleep: str, wake: str, some: dict[str, Any]
+) -> None:
+    decoders = [await gateway.engine(role) for role in (Role.DECODE, Role.DECODE)]
+    pool, client = gateway.pools[Role.DECODE], await client_of(gateway)
+
+    def able() -> int:
+        return sum(member.serves for member in gateway.roster.members(Role.DECODE))
+
+    async with client.post(f"{sleep}?instance={decoders[0].name}") as answer:
+        assert (answer.status, able()) == (200, 1)
+    with pool.lease(PickRequest.of(Load(compute=1))) as lease:
+        assert lease.backend.name == decoders[1].name
+    async with client.post(wake, **some) as answer:
+        assert (answer.status, able()) == (200, 1)
+    async with client.post(wake) as answer:
+        assert (answer.status, able()) == (200, 2)
+
+
+async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_ended(gateway: Gateway) -> None:
+    decoder = await gateway.engine(Role.DECODE)
+    client = await client_of(gateway)
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
+        async with client.post("/sleep?role=decode") as answer:
+            assert (answer.status, await answer.json()) == (500, {"failed": [f"http://{decoder.name}"]})
+    assert decoder.asked == []
+    assert not any(member.serves for member in gateway.roster.members(Role.DECODE))
+    async with client.post("/sleep?role=decode") as answer:
+        assert answer.status == 200
+    assert [asked.path for asked in decoder.asked] == ["/sleep"]
