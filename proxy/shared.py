@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
+from uuid import uuid4
 
 from proxy.api_keys import KeyUsage
 from proxy.balancer.bulletin import Bulletin
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CELL_BYTES: Final = 8
+EXCHANGER: Final = 0
+"""The worker that writes the rows of guests: what other gateways tell."""
 REASONS: Final = ("died", "frozen")
 """Why a worker was replaced."""
 
@@ -114,12 +117,17 @@ class Shared:
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
+    replica: str = field(default_factory=lambda: uuid4().hex)
+    """What other gateways know this one by, which is the same when a worker was replaced."""
     predecessor: Predecessor | None = None
     """Who has started this process to take over from it."""
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
         self.scoreboard.erase(worker)
+        if worker == EXCHANGER:  # nobody keeps the rows of the guests now
+            for guest in range(self.scoreboard.workers, self.scoreboard.rows):
+                self.scoreboard.erase(guest)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
 
@@ -153,7 +161,7 @@ def share(
     decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
     encode = [(endpoint.host, endpoint.port) for endpoint in settings.encode]
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
-    scoreboard = Scoreboard(workers=settings.workers, slots=slots)
+    scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
     roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
     return Shared(
         configuration=Configuration(loaded, load, roster),

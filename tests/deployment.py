@@ -310,7 +310,7 @@ def _endpoint(engine: Engine) -> str:
 
 def _shared(settings: Settings) -> Shared:
     """What a supervisor would make, on any free port."""
-    scoreboard = Scoreboard(slots=32)
+    scoreboard = Scoreboard(slots=32, guests=settings.replicas.guests)
     roster = Roster(
         [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill],
         [(endpoint.host, endpoint.port) for endpoint in settings.decode],

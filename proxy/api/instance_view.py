@@ -61,7 +61,7 @@ class InstanceView:
     def _describe(self, member: Member) -> dict[str, Any]:
         board, backend, now = self._scoreboard, member.backend, time.monotonic()
         health = self._health.of(backend)
-        charged, pinned, changed_at = board.load(backend.slot), board.pinned(backend.slot), health.changed_at
+        (running, charged), pinned, changed_at = board.own(backend.slot), board.pinned(backend.slot), health.changed_at
         facts = health.facts or EngineFacts()
         return {
             **_described(backend, membership_of(member), health.state, health.reason),
@@ -73,7 +73,7 @@ class InstanceView:
             "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
                 "inflight": board.requests(backend.slot),
-                "running": board.running(backend.slot),
+                "running": running,
                 "max_running": self._pools[backend.role].limit(backend),
                 "compute_tokens": charged.compute,
                 "kv_tokens": charged.kv,

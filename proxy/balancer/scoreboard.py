@@ -84,6 +84,12 @@ class Row:
         if kv:
             cells[first + KV] += kv
 
+    def charge(self, slot: int, running: int, compute: int, kv: int) -> None:
+        """Replace what this row has. Only for guests, whose requests are not known one by one."""
+        first = CELLS_PER_SLOT * slot
+        cells = self.cells
+        cells[first + RUNNING], cells[first + COMPUTE], cells[first + KV] = running, compute, kv
+
     def hand_over(self, prefiller: int, decoder: int, tokens: int) -> None:
         """Count one more KV cache sent from slot to slot, which is never taken back."""
         lanes = self._lanes
@@ -124,6 +130,12 @@ class Scoreboard:
 
     def load(self, slot: int) -> Load:
         return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
+
+    def own(self, slot: int) -> tuple[int, Load]:
+        """What this gateway's workers have charged: requests that the backend works on, and their load. Without guests
+        it is all there is.
+        """
+        return self._own_sum(slot, RUNNING), Load(self._own_sum(slot, COMPUTE), self._own_sum(slot, KV))
 
     def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
@@ -227,6 +239,9 @@ class Scoreboard:
 
     def _column(self, slot: int, kind: int) -> memoryview[int]:
         return self._cells[CELLS_PER_SLOT * slot + kind :: self._width]
+
+    def _own_sum(self, slot: int, kind: int) -> int:
+        return sum(self._cells[CELLS_PER_SLOT * slot + kind : self.workers * self._width : self._width])
 
     def _sum(self, slot: int, kind: int) -> int:
         return sum(self._column(slot, kind))

@@ -27,9 +27,10 @@ FIXED: Final = (
     *("admin.host", "admin.port", "admin.probe_port", "admin.receipts_bytes"),
     *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),
     *("log.format", "tracing.endpoint", "tracing.sample_ratio"),
+    *("replicas.url", "replicas.password", "replicas.group", "replicas.interval_seconds", "replicas.ttl_seconds"),
 )
 """Options that a running gateway is built on: its processes, sockets, routes and memory, the form of its log, and who
-is told of traces."""
+is told of traces or loads."""
 
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 

@@ -100,7 +100,7 @@ class Instances:
             key = (backend.role.value, backend.name)
             if (most := pool.policy.most_running(backend)) is not None:
                 knee.add_metric(key, most)
-            charged = self._scoreboard.load(backend.slot)
+            _, charged = self._scoreboard.own(backend.slot)
             health = self._health.of(backend)
             up.add_metric(key, health.is_confirmed)
             state.add_metric(key, _STATES[health.state])

@@ -359,6 +359,21 @@ class Metrics:
             multiprocess_mode="livemax",
             **new,
         )
+        self.replicas_peers = Gauge(
+            "replicas_peers",
+            "Other gateways of the group (replicas.group) whose loads are known now.",
+            multiprocess_mode="livesum",
+            **new,
+        )
+        self.replicas_exchanges_total = Counter(
+            "replicas_exchanges_total", "Exchanges with the store of the replicas, by result.", ("result",), **new
+        )
+        self.replicas_last_exchange_timestamp_seconds = Gauge(
+            "replicas_last_exchange_timestamp_seconds",
+            "When the store of the replicas last answered, in seconds since the Unix epoch; 0: it did not yet.",
+            multiprocess_mode="livemax",
+            **new,
+        )
         self.config_reloads_total = Counter(
             "config_reloads_total", "Reloads of the configuration by result.", ("result",), **new
         )
@@ -484,6 +499,7 @@ class Metrics:
             (self.choices_total, product(CHOOSING_ROLES, REASONS)),
             (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
             (self.config_reloads_total, product(("ok", "failed"))),
+            (self.replicas_exchanges_total, product(("ok", "failed"))),
         ]
         _show_series(known)
 

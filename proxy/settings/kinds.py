@@ -61,7 +61,7 @@ def _endpoints(value: object) -> list[Endpoint]:
     return found
 
 
-def _empty_is_none(value: object) -> object:
+def empty_is_none(value: object) -> object:
     return (value.strip() or None) if isinstance(value, str) else value
 
 
@@ -166,9 +166,9 @@ Names = Annotated[tuple[str, ...], BeforeValidator(texts("names, such as qwen*")
 Sampling = Annotated[tuple[str, ...], BeforeValidator(_sampling)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 RouteGroups = Annotated[tuple[Literal["tokenizer", "pooling"], ...], BeforeValidator(_list)]
-CollectorUrl = Annotated[str | None, BeforeValidator(_empty_is_none), AfterValidator(_http_url)]
+CollectorUrl = Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_http_url)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
 
-Secret = Annotated[SecretStr | None, BeforeValidator(_empty_is_none), AfterValidator(_fits_a_header)]
-FilePath = Annotated[Path | None, BeforeValidator(_empty_is_none)]
+Secret = Annotated[SecretStr | None, BeforeValidator(empty_is_none), AfterValidator(_fits_a_header)]
+FilePath = Annotated[Path | None, BeforeValidator(empty_is_none)]

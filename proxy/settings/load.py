@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from proxy.settings.client_keys import ClientKey
 
 DEFAULT: Final = "default"
+# A URL may hold a password, where it should not.
+_NOT_SHOWN: Final = (*SECRETS, "replicas.url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: b
     origins = {option: values[option].origin if option in values else DEFAULT for option in OPTIONS}
     if settings.discovery.dns_names and find_spec("dns") is None:
         raise SettingsError("discovery by DNS needs the extra dns: pip install 'pdproxy[dns]'")
+    if settings.replicas.url is not None and find_spec("redis") is None:
+        raise SettingsError("replicas.url needs the extra redis: pip install 'pdproxy[redis]'")
     if settings.tracing.endpoint is not None:
         warnings += tuple(other_protocol(environ))
     if not needs_backends:
@@ -125,7 +129,7 @@ def _validated(values: Mapping[str, Sourced]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise SettingsError(explain(error, name_of, SECRETS)) from None
+        raise SettingsError(explain(error, name_of, _NOT_SHOWN)) from None
 
 
 def _keys(
@@ -133,8 +137,8 @@ def _keys(
 ) -> Iterator[tuple[str, Sourced]]:
     """Keys that are held by files, and the engine key's default."""
     for option in SECRETS:
-        name = option.removeprefix("auth.")
-        path: Path | None = getattr(settings.auth, f"{name}_file")
+        section, _, name = option.partition(".")
+        path: Path | None = getattr(getattr(settings, section), f"{name}_file")
         is_given = option in values and values[option].value is not None
         if path is not None:
             if is_given:

@@ -38,6 +38,7 @@ from proxy.settings.kinds import (
 )
 from proxy.settings.kubernetes import Kubernetes
 from proxy.settings.policies import policy_names
+from proxy.settings.replicas import Replicas
 from proxy.settings.section import Section
 
 # Each backend has a column in the scoreboard.
@@ -497,6 +498,7 @@ class Settings(Section):
     fanout: Fanout = Fanout()
     drain: Drain = Drain()
     auth: Auth = Auth()
+    replicas: Replicas = Replicas()
     log: Log = Log()
     tracing: Tracing = Tracing()
 

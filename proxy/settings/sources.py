@@ -51,7 +51,7 @@ def _options(model: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 OPTIONS: Final[Mapping[str, FieldInfo]] = dict(_options(Settings))
 SECTIONS: Final = frozenset(option.rpartition(".")[0] for option in OPTIONS if "." in option)
-SECRETS: Final = ("auth.engine_api_key", "auth.admin_key")
+SECRETS: Final = ("auth.engine_api_key", "auth.admin_key", "replicas.password")
 PATHS: Final = (
     *(f"{option}_file" for option in SECRETS),
     "auth.client_keys_file",

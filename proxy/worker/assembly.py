@@ -19,6 +19,7 @@ from proxy.worker.balancing import build_balancing
 from proxy.worker.basis import Basis, LiveSettings
 from proxy.worker.clients import build_clients
 from proxy.worker.engines import build_engines
+from proxy.worker.replicas import build_replicas
 from proxy.worker.tracing import build_tracing
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
         )
-        async with watcher, monitor:
+        async with watcher, monitor, build_replicas(basis):
             try:
                 yield worker
             finally:

@@ -1,0 +1,66 @@
+"""The options of gateways that share what they know."""
+
+# No `from __future__ import annotations` here: pydantic reads the annotations at run time.
+import re
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+
+from proxy.settings.kinds import FilePath, Seconds, Secret, empty_is_none
+from proxy.settings.section import Section
+
+_is_url = re.compile(r"(rediss?://[^\s/?#]+(/[0-9]*)?|unix:///[^\s?#]+)").fullmatch
+_is_group = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+
+
+def _url(url: str | None) -> str | None:
+    if url is None:
+        return None
+    try:
+        is_right, password = bool(_is_url(url)), urlsplit(url).password
+        urlsplit(url).port  # noqa: B018 raises
+    except ValueError:
+        is_right, password = False, None
+    if not is_right:
+        raise ValueError("must be a URL like redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path")
+    if password is not None:
+        raise ValueError("must hold no password: that is replicas.password, or in replicas.password_file")
+    return url
+
+
+def _group(name: str) -> str:
+    if not _is_group(name):
+        raise ValueError("must be 1 to 64 letters, digits, `.`, `_` or `-`")
+    return name
+
+
+class Replicas(Section):
+    """Several gateways in front of the same engines that tell each other their loads, through Redis or Valkey. Needs
+    the extra redis: pip install 'pdproxy[redis]'.
+    """
+
+    url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_url)] = None
+    """Where the store is: redis://10.0.0.9:6379/0, rediss://… for TLS, unix:///path; a user may stand before the host,
+    as in redis://user@host; null: nothing is shared."""
+    password: Secret = None
+    """Password for the store; null: none is needed."""
+    password_file: FilePath = None
+    """File that holds password."""
+    group: Annotated[str, AfterValidator(_group)] = "default"
+    """Name that the gateways in front of the same engines have in common, and no others."""
+    interval_seconds: Seconds = 0.1
+    """Time between two exchanges with the store."""
+    ttl_seconds: Seconds = 1.0
+    """What another gateway has told counts for this long; at least twice interval_seconds."""
+
+    @model_validator(mode="after")
+    def _some_exchange_may_fail(self) -> Self:
+        if self.ttl_seconds < 2 * self.interval_seconds:
+            raise ValueError(f"ttl_seconds {self.ttl_seconds} is less than twice interval_seconds")
+        return self
+
+    @property
+    def guests(self) -> int:
+        """How many rows in shared memory they need."""
+        return 0 if self.url is None else 1

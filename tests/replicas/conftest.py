@@ -1,0 +1,33 @@
+"""A store for the replicas: fakeredis' server, which speaks the protocol over a real socket."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from fakeredis import TcpFakeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[int]:
+    """An empty store at a port, 0 for any free one, until the end of the block, which closes its connections."""
+    server = TcpFakeServer(("127.0.0.1", port), server_type="valkey")
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def store_port() -> Iterator[int]:
+    with serving() as port:
+        yield port

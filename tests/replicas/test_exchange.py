@@ -1,0 +1,190 @@
+"""Gateways that tell each other their loads through a store, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy.backend import Load, Role
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.observe.metrics import Metrics
+from proxy.replicas import Exchange, Store
+from proxy.replicas.told import Told, encode
+from proxy.settings import Loaded, Settings
+from proxy.shared import Listeners, share
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.deployment import generations
+from tests.replicas.conftest import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import pytest
+
+    from tests.conftest import Deploy
+
+_A, _B = ("10.0.0.1", 7200), ("10.0.0.2", 7200)
+
+
+def _sections(port: int, ttl_seconds: float = 60.0, group: str = "g") -> dict[str, object]:
+    url = f"redis://127.0.0.1:{port}/0"
+    return {"url": url, "group": group, "interval_seconds": 0.01, "ttl_seconds": ttl_seconds}
+
+
+@dataclass
+class Gateway:
+    """What an exchange needs of one."""
+
+    scoreboard: Scoreboard
+    roster: Roster
+    metrics: Metrics
+
+    def slot(self, address: tuple[str, int]) -> int:
+        members = self.roster.members(Role.DECODE)
+        return next(m.backend.slot for m in members if (m.backend.host, m.backend.port) == address)
+
+    def running(self, address: tuple[str, int]) -> int:
+        """Requests that the instance works on, as this gateway's picks see it."""
+        return self.scoreboard.running(self.slot(address))
+
+    @property
+    def peers(self) -> float:
+        return self.metrics.replicas_peers._value.get()
+
+
+@asynccontextmanager
+async def _gateway(
+    name: str, replicas: dict[str, object], decode: list[tuple[str, int]], workers: int = 1
+) -> AsyncIterator[Gateway]:
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    board = Scoreboard(workers=workers, slots=8, guests=1)
+    gateway = Gateway(board, Roster([], decode, board), Metrics())
+    async with (
+        Store(settings, name) as store,
+        Exchange(store, name, board, gateway.roster, settings, gateway.metrics),
+    ):
+        yield gateway
+    assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "the guest has left nothing"
+
+
+async def test_the_load_of_all_workers_of_other_gateways_is_charged_by_instance(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A, _B], workers=2) as one,
+        _gateway("two", replicas, [_B, _A]) as two,
+        _gateway("three", replicas, [_A]) as three,
+    ):
+        assert one.slot(_A) != two.slot(_A)
+        one.scoreboard.row(0).add(one.slot(_A), requests=1, running=1, compute=5, kv=7)
+        one.scoreboard.row(1).add(one.slot(_A), requests=2, running=1, compute=5, kv=7)
+        one.scoreboard.row(1).add(one.slot(_B), kv=3)
+        two.scoreboard.row(0).add(two.slot(_A), requests=1, running=1, compute=1, kv=1)
+        await until(lambda: three.running(_A) == 3, "the third hears the other two")
+        await until(lambda: two.scoreboard.load(two.slot(_B)) == Load(0, 3), "the second hears the first")
+        assert two.running(_A) == 3
+        assert two.scoreboard.load(two.slot(_A)) == Load(11, 15)
+        assert two.scoreboard.requests(two.slot(_A)) == 1  # what leaves waits for this gateway's own requests
+        assert two.scoreboard.own(two.slot(_A)) == (1, Load(1, 1))
+        await until(lambda: one.running(_A) == 3, "nothing comes back as another's")
+        await until(lambda: (one.peers, two.peers, three.peers) == (2, 2, 2), "all know each other")
+        one.scoreboard.row(0).add(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
+        await until(lambda: three.running(_A) == 2, "what has ended is told, too")
+
+
+async def test_a_gateway_that_stops_takes_its_load_away_at_once(store_port: int) -> None:
+    replicas = _sections(store_port, ttl_seconds=3600.0)
+    async with _gateway("one", replicas, [_A]) as one:
+        async with _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, requests=1, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the other")
+        await until(lambda: one.running(_A) == 0, "its end")
+
+
+async def test_another_group_is_not_heard(store_port: int) -> None:
+    async with (
+        _gateway("one", _sections(store_port), [_A]) as one,
+        _gateway("two", _sections(store_port), [_A]) as two,
+        _gateway("else", _sections(store_port, group="h"), [_A]) as stranger,
+    ):
+        stranger.scoreboard.row(0).add(0, requests=1, running=1)
+        two.scoreboard.row(0).add(0, requests=2, running=2)
+        await until(lambda: one.running(_A) == 2, "the load of its own group")
+        assert one.peers == 1
+
+
+async def test_an_instance_that_left_and_its_slot_keep_nothing(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with _gateway("one", replicas, [_A, _B]) as one, _gateway("two", replicas, [_A, _B]) as two:
+        two.scoreboard.row(0).add(two.slot(_B), running=1, compute=9, kv=9)
+        await until(lambda: one.running(_B) == 1, "the load")
+        slot = one.slot(_B)
+        one.roster.remove(Role.DECODE, *_B)
+        one.roster.finalize()
+        await until(lambda: one.scoreboard.load(slot) == Load(), "the slot is free")
+
+
+async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def lines() -> list[str]:
+        return [record.message.partition(",")[0] for record in caplog.records if "replicas" in record.message]
+
+    def exchanges(gateway: Gateway, result: str) -> float:
+        return gateway.metrics.replicas_exchanges_total.labels(result)._value.get()
+
+    with ExitStack() as first:
+        port = first.enter_context(serving())
+        replicas = _sections(port, ttl_seconds=0.2)
+        async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, requests=1, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the other")
+            caplog.clear()
+            await asyncio.to_thread(first.close)
+            await until(lambda: one.running(_A) == 0 and one.peers == 0, "what it told is given up")
+            await until(lambda: len(lines()) == 2, "the lines of both")
+            failed = exchanges(one, "failed")
+            await until(lambda: exchanges(one, "failed") >= failed + 2, "some more attempts")
+            assert lines() == ["replicas: the store does not answer"] * 2
+            with serving(port):
+                await until(lambda: one.running(_A) == 1 and two.peers == 1, "the load once more")
+                assert sorted(lines()[2:]) == ["replicas: the store answers again"] * 2
+
+
+async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy: Deploy) -> None:
+    deployment = await deploy(decoders=2, replicas=_sections(store_port))
+    busy, free = deployment.decoders
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
+    )
+    backend = next(b for b in deployment.worker.pools.decode.backends() if b.port == busy.port)
+    async with Store(settings, "another") as other:
+        await other.exchange(encode(Told(1, {backend.key: (5, 500, 500)})))
+        await until(lambda: deployment.scoreboard.running(backend.slot) == 5, "the load of the other")
+        for _ in range(4):
+            assert (await deployment.ask(request(Api.CHAT))).status == 200
+        assert [len(generations(engine)) for engine in (busy, free)] == [0, 4]
+        await other.leave()
+    await until(lambda: deployment.scoreboard.running(backend.slot) == 0, "its end")
+
+
+def test_where_the_worker_died_that_exchanges_nothing_stays_charged() -> None:
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "workers": 2, "replicas": {"url": "redis://nowhere"}}
+    )
+    loaded = Loaded(settings, {})
+    with Listeners(socket.create_server(("127.0.0.1", 0))) as listeners:
+        shared = share(loaded, lambda: loaded, listeners)
+        board = shared.scoreboard
+        board.row(board.workers).charge(0, 1, 2, 3)
+        shared.erase(1)
+        assert board.running(0) == 1
+        shared.erase(0)
+        assert (board.running(0), board.load(0)) == (0, Load())

@@ -1,0 +1,63 @@
+"""What other gateways have told counts for a while, whatever the clocks of hosts say."""
+
+from __future__ import annotations
+
+from proxy.replicas.peers import Peers
+from proxy.replicas.told import Told, decode, encode
+
+
+def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
+    return encode(Told(turn, instances))
+
+
+def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    messages = {
+        "me": _message(1, a=(9, 9, 9)),
+        "one": _message(7, a=(1, 2, 3)),
+        "two": _message(3, a=(1, 1, 1), b=(0, 0, 5)),
+    }
+    peers.hear(messages, 100.0)
+    assert peers.charges(100.5) == {"a": (2, 3, 4), "b": (0, 0, 5)}
+    assert len(peers.telling(100.5)) == 2
+
+
+def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.0)
+    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.9)
+    assert peers.charges(100.99) == {"a": (1, 0, 0)}
+    assert peers.charges(101.0) == {}
+    peers.hear({"one": _message(2, a=(1, 0, 0))}, 101.5)
+    assert peers.charges(102.4) == {"a": (1, 0, 0)}
+
+
+def test_who_has_left_counts_no_more_at_once() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.0)
+    peers.hear({}, 100.1)
+    assert peers.charges(100.1) == {}
+
+
+def test_what_was_left_in_the_store_is_deleted_in_the_end() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    peers.hear({"one": _message(1)}, 100.0)
+    assert (peers.lost(160.0), peers.lost(160.1)) == ([], ["one"])
+
+
+def test_what_is_not_understood_is_no_load() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    for message in (
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"turn":1,"instances":{"a":[1,-2,3]}}',
+        b'{"turn":1,"instances":{"a":[1,2]}}',
+    ):
+        assert decode(message) is None
+        peers.hear({"one": message}, 100.0)
+        assert (peers.charges(100.0), peers.telling(100.0)) == ({}, [])
+
+
+def test_what_a_later_version_tells_besides_is_ignored() -> None:
+    assert decode(b'{"turn":1,"instances":{"a":[1,2,3]},"more":[]}') == Told(1, {"a": (1, 2, 3)})

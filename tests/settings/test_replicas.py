@@ -1,0 +1,59 @@
+"""Where gateways share their loads, and what cannot be one."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.configuration import secrets_of
+from proxy.settings import SettingsError
+from proxy.settings.load import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ENGINES = ["--prefill", "a:1", "--decode", "b:1"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://10.0.0.9", "redis://me@store:6379/3", "rediss://[::1]:6380", "unix:///run/valkey.sock"],
+)
+def test_a_store_is_a_url(url: str) -> None:
+    assert load(_ENGINES, {"PROXY_REPLICAS__URL": url}).settings.replicas.url == url
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"URL": "10.0.0.9:6379"}, "must be a URL like redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path"),
+        ({"URL": "redis://a:x"}, "must be a URL like"),
+        ({"URL": "redis://:topsecret@a:1"}, "must hold no password"),
+        ({"URL": "redis://me:topsecret@a"}, "must hold no password"),
+        ({"GROUP": "a b"}, "must be 1 to 64 letters"),
+        ({"TTL_SECONDS": "0.15"}, "ttl_seconds 0.15 is less than twice interval_seconds"),
+        ({"PASSWORD": "topsecret", "PASSWORD_FILE": "/nowhere"}, "are both given"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_no_password_is_told(given: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load(_ENGINES, {f"PROXY_REPLICAS__{name}": value for name, value in given.items()})
+    assert sentence in str(refused.value)
+    assert "topsecret" not in str(refused.value)
+
+
+def test_the_password_may_be_in_a_file_and_is_a_secret(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("topsecret\n")
+    settings = load(_ENGINES, {"PROXY_REPLICAS__PASSWORD_FILE": str(file)}).settings
+    assert secrets_of(settings) == ["topsecret"]
+    assert "topsecret" not in str(settings.model_dump(mode="json"))
+
+
+def test_without_the_extra_redis_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)  # as if it could not be imported
+    assert load(_ENGINES, {}).settings.replicas.guests == 0
+    with pytest.raises(SettingsError, match=r"pip install 'pdproxy\[redis\]'"):
+        load(_ENGINES, {"PROXY_REPLICAS__URL": "redis://a"})
