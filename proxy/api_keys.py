@@ -3,6 +3,8 @@
 A key's requests in flight and its requests per minute may be limited. Both are counted in shared memory, in rows
 that only their own worker writes, as on the scoreboard. Without keys everybody is the same anonymous key, which
 nothing limits and for whom nothing is counted.
+
+What other gateways have let in has a row of its own behind those of the workers, with one writer: see `replicas`.
 """
 
 from __future__ import annotations
@@ -51,6 +53,14 @@ class UsageRow:
         cell = self._cells[index]
         self._cells[index] = cell + 1 if cell >> _COUNT_BITS == minute else (minute << _COUNT_BITS) + 1
 
+    def charge(self, slot: int, in_flight: int, minute: int, count: int) -> None:
+        """Replace what this row has. Only for guests: `count` requests in a window that ends now, in this minute."""
+        first = _CELLS_PER_SLOT * slot
+        cells = self._cells
+        cells[first + _IN_FLIGHT] = in_flight
+        cells[first + _MINUTES + minute % 2] = (minute << _COUNT_BITS) + count
+        cells[first + _MINUTES + (minute + 1) % 2] = 0
+
 
 class KeyUsage:
     """What is used of each key, by slot: requests in flight, and requests counted in this minute and the one before.
@@ -59,14 +69,27 @@ class KeyUsage:
     so a reader in another worker cannot take the count of one minute for that of another. Create it before forking.
     """
 
-    def __init__(self, workers: int = 1, slots: int = MAX_KEYS) -> None:
+    def __init__(self, workers: int = 1, slots: int = MAX_KEYS, guests: int = 0) -> None:
+        """`guests`: rows for what other gateways have let in."""
         self.workers = workers
         self.slots = slots
+        self.rows = workers + guests
+        """Of workers and guests."""
         self._width = _CELLS_PER_SLOT * slots
-        self._cells = memoryview(mmap.mmap(-1, workers * self._width * _CELL_BYTES)).cast("q")
+        self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
 
-    def row(self, worker: int) -> UsageRow:
-        return UsageRow(self._cells_of(worker))
+    def row(self, number: int) -> UsageRow:
+        """The workers come first, then the guests."""
+        return UsageRow(self._cells_of(number))
+
+    def own(self, slot: int, now: float) -> tuple[int, int]:
+        """What this gateway's workers have let in: requests in flight, and those in the minute that ends now, as the
+        sliding window counts them. `now`: seconds of the clock of the ApiKeys.
+        """
+        minute, elapsed_ms = minute_of(now)
+        previous, current = self._own_counted(slot, minute - 1), self._own_counted(slot, minute)
+        in_flight = sum(self._own_column(slot, _IN_FLIGHT))
+        return in_flight, current + -(-previous * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
 
     def in_flight(self, slot: int) -> int:
         """Requests in flight, over all workers."""
@@ -77,16 +100,30 @@ class KeyUsage:
         cells = self._cells[_CELLS_PER_SLOT * slot + _MINUTES + minute % 2 :: self._width]
         return sum(cell - (minute << _COUNT_BITS) for cell in cells if cell >> _COUNT_BITS == minute)
 
-    def erase(self, worker: int) -> None:
-        """A worker is dead, and nothing of it is in flight any more. What it has counted was used all the same."""
-        cells = self._cells_of(worker)
+    def _own_counted(self, slot: int, minute: int) -> int:
+        cells = self._own_column(slot, _MINUTES + minute % 2)
+        return sum(cell - (minute << _COUNT_BITS) for cell in cells if cell >> _COUNT_BITS == minute)
+
+    def _own_column(self, slot: int, kind: int) -> memoryview[int]:
+        return self._cells[_CELLS_PER_SLOT * slot + kind : self.workers * self._width : self._width]
+
+    def erase(self, number: int) -> None:
+        """The writer of a row is dead, and nothing of it is in flight any more. What it has counted was used all the
+        same.
+        """
+        cells = self._cells_of(number)
         for index in range(_IN_FLIGHT, self._width, _CELLS_PER_SLOT):
             cells[index] = 0
 
-    def _cells_of(self, worker: int) -> memoryview[int]:
-        if not 0 <= worker < self.workers:
-            raise IndexError(f"worker {worker} of {self.workers}")
-        return self._cells[worker * self._width : (worker + 1) * self._width]
+    def _cells_of(self, number: int) -> memoryview[int]:
+        if not 0 <= number < self.rows:
+            raise IndexError(f"row {number} of {self.rows}")
+        return self._cells[number * self._width : (number + 1) * self._width]
+
+
+def minute_of(now: float) -> tuple[int, int]:
+    """The number of the minute, and how many milliseconds of it are over."""
+    return divmod(round(now * 1000), _MINUTE_MS)
 
 
 def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int = MAX_KEYS) -> dict[str, int]:

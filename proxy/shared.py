@@ -125,11 +125,12 @@ class Shared:
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead had counted."""
         self.scoreboard.erase(worker)
-        if worker == EXCHANGER:  # nobody keeps the rows of the guests now
-            for guest in range(self.scoreboard.workers, self.scoreboard.rows):
-                self.scoreboard.erase(guest)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
+        if worker == EXCHANGER:  # nobody keeps the rows of the guests now
+            for board in (self.scoreboard, self.key_usage):
+                for guest in range(board.workers, board.rows):
+                    board.erase(guest)
 
 
 RunWorker = Callable[[Shared, int, int | None], int]
@@ -168,7 +169,7 @@ def share(
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(workers=settings.workers),
+        key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         journal=Journal(settings.workers),

@@ -324,7 +324,7 @@ def _shared(settings: Settings) -> Shared:
         listeners=listeners,
         scoreboard=scoreboard,
         roster=roster,
-        key_usage=KeyUsage(),
+        key_usage=KeyUsage(guests=settings.replicas.guests),
         receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 

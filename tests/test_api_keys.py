@@ -332,3 +332,19 @@ def test_however_keys_come_and_go_no_two_share_a_slot(generations: list[set[str]
         assert len(set(slots.values())) == len(names)
         assert set(slots.values()) <= set(range(5))
         assert all(slots[name] == before[name] for name in names & set(before))
+
+
+def test_what_other_gateways_have_let_in_counts_and_is_not_told_as_ones_own() -> None:
+    usage = KeyUsage(workers=2, slots=2, guests=1)
+    for worker in range(2):
+        usage.row(worker).add(1, 1)
+        for _ in range(worker + 1):
+            usage.row(worker).count(1, 100)
+    guest = usage.row(2)
+    guest.charge(1, 5, 100, 7)
+    assert (usage.in_flight(1), usage.counted(1, 100)) == (7, 10)
+    assert usage.own(1, 100 * MINUTE) == (2, 3)
+    assert usage.own(1, 101.5 * MINUTE) == (2, 2)  # half of the minute before, rounded up
+    assert usage.own(1, 102 * MINUTE) == (2, 0)
+    guest.charge(1, 0, 101, 4)
+    assert (usage.in_flight(1), usage.counted(1, 100), usage.counted(1, 101)) == (2, 3, 4)

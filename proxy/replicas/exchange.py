@@ -1,4 +1,4 @@
-"""Tells the other gateways of the group what this one has under way, and charges what they have to a guest's row.
+"""Tells the other gateways of the group what this one has under way, and charges what they have to guests' rows.
 
 One worker does that for all. No request waits for it: whether the store answers or not, a pick reads the scoreboard,
 which has one row more.
@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from proxy.api_keys import minute_of
 from proxy.backend import Role
 from proxy.background import Background, BackgroundOwner
 from proxy.replicas.peers import Peers
@@ -20,9 +21,10 @@ from proxy.replicas.store import StoreFailed
 from proxy.replicas.told import Charge, Told, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
+    from proxy.api_keys import KeyUsage
     from proxy.backend import Backend
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -39,9 +41,20 @@ class Exchange(BackgroundOwner):
     """For the one worker that exchanges. `async with` it: leaving tells the others that this gateway has nothing."""
 
     def __init__(
-        self, store: Store, me: str, scoreboard: Scoreboard, roster: Roster, settings: Settings, metrics: Metrics
+        self,
+        *,
+        store: Store,
+        me: str,
+        scoreboard: Scoreboard,
+        roster: Roster,
+        key_usage: KeyUsage,
+        key_slots: Callable[[], Mapping[str, int]],
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
-        """`me`: what the others call this gateway. It writes the scoreboard's first guest row."""
+        """`me`: what the others call this gateway. `key_slots`: by name, those of the client keys whose use is told and
+        heard now. The first guests' rows of `scoreboard` and `key_usage` are written here and nowhere else.
+        """
         self._store = store
         self._scoreboard = scoreboard
         self._guest = scoreboard.workers
@@ -52,22 +65,30 @@ class Exchange(BackgroundOwner):
         self._peers = Peers(me, self._ttl_seconds)
         self._metrics = metrics
         self._charged: set[int] = set()
+        self._key_usage = key_usage
+        self._key_row = key_usage.row(key_usage.workers)
+        self._key_slots = key_slots
+        self._keys_charged: set[int] = set()
         self._answered_at = time.monotonic()
         self._is_gone = False
         self._background = Background(logger, "the exchange with other gateways")
 
     def _begin(self) -> None:
-        self._scoreboard.erase(self._guest)  # a worker that was here before may have left something
+        self._erase()  # a worker that was here before may have left something
         self._background.start(self._keep_exchanging())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        self._scoreboard.erase(self._guest)
+        self._erase()
         if not self._is_gone:
             with suppress(StoreFailed):
                 await self._store.leave()
+
+    def _erase(self) -> None:
+        self._scoreboard.erase(self._guest)
+        self._key_usage.erase(self._key_usage.workers)
 
     async def _keep_exchanging(self) -> None:
         failures = 0  # in a row
@@ -78,7 +99,7 @@ class Exchange(BackgroundOwner):
             except StoreFailed as error:
                 failures += 1
                 self._miss(error)
-            self._charge()
+            self._charge(time.monotonic())
             pause_seconds = self._interval_seconds
             if failures:  # what was told is given up in time all the same
                 pause_seconds = min(pause_seconds * 2 ** min(failures, 10), max(pause_seconds, _RETRY_SECONDS))
@@ -95,7 +116,9 @@ class Exchange(BackgroundOwner):
             charge = running, load.compute, load.kv + board.pinned(backend.slot).tokens
             if any(charge):
                 instances[backend.key] = tuple(max(0, count) for count in charge)  # type: ignore[assignment]
-        return Told(time.monotonic_ns(), instances)
+        now, usage = time.monotonic(), self._key_usage
+        used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
+        return Told(time.monotonic_ns(), instances, {name: counts for name, counts in used.items() if any(counts)})
 
     def _hear(self, messages: dict[str, bytes]) -> None:
         self._answered_at = time.monotonic()
@@ -112,8 +135,7 @@ class Exchange(BackgroundOwner):
             self._is_gone = True
             logger.warning("replicas: the store does not answer, so only the loads of this gateway count: %s", error)
 
-    def _charge(self) -> None:
-        now = time.monotonic()
+    def _charge(self, now: float) -> None:
         charges = self._peers.charges(now)
         self._metrics.replicas_peers.set(len(self._peers.telling(now)))
         by_slot = {backend.slot: charges[backend.key] for backend in self._members() if backend.key in charges}
@@ -122,3 +144,10 @@ class Exchange(BackgroundOwner):
         for slot, charge in by_slot.items():
             self._row.charge(slot, *charge)
         self._charged = set(by_slot)
+        used, minute = self._peers.used(now), minute_of(now)[0]
+        keys = {slot: used[name] for name, slot in self._key_slots().items() if name in used}
+        for slot in self._keys_charged - keys.keys():
+            self._key_row.charge(slot, 0, minute, 0)
+        for slot, (in_flight, count) in keys.items():
+            self._key_row.charge(slot, in_flight, minute, count)
+        self._keys_charged = set(keys)

@@ -7,10 +7,9 @@ rule holds for a gateway that died, one that cannot reach the store, and a store
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Final
 
-from proxy.replicas.told import Charge, Told, added, decode
+from proxy.replicas.told import Charge, Told, Used, added, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +53,11 @@ class Peers:
 
     def charges(self, now: float) -> Mapping[str, Charge]:
         """What they have under way together, by instance."""
-        return reduce(added, (told.instances for told in self.telling(now)), dict[str, Charge]())
+        return added(told.instances for told in self.telling(now))
+
+    def used(self, now: float) -> Mapping[str, Used]:
+        """What they have let in together, by client key."""
+        return added(told.keys for told in self.telling(now))
 
     def lost(self, now: float) -> list[str]:
         """The names of those that were silent for so long that what they left in the store can be deleted."""

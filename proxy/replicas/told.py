@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from operator import add
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 # Of some hundred gateways the sum still fits into a cell of the scoreboard.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 Charge = tuple[_Count, _Count, _Count]
 """Of one instance: requests it works on, tokens of compute, tokens of KV cache with those that are pinned."""
+
+Used = tuple[_Count, _Count]
+"""Of one client key: requests in flight, requests in the minute that ends when it is told."""
+
+_Counts = TypeVar("_Counts", Charge, Used)
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -23,6 +29,8 @@ class Told(msgspec.Struct, frozen=True):
     """Another one each time, so that what is told anew differs from what is merely still there."""
     instances: dict[str, Charge] = {}
     """By Backend.key; those that have nothing are left out."""
+    keys: dict[str, Used] = {}
+    """By the name of the client key, likewise. Empty where limits hold for each gateway."""
 
 
 encode: Final = msgspec.json.Encoder().encode
@@ -37,10 +45,11 @@ def decode(message: bytes) -> Told | None:
         return None
 
 
-def added(charges: Mapping[str, Charge], more: Mapping[str, Charge]) -> dict[str, Charge]:
-    """The sum by key."""
-    total = dict(charges)
-    for key, (running, compute, kv) in more.items():
-        before = total.get(key, (0, 0, 0))
-        total[key] = before[0] + running, before[1] + compute, before[2] + kv
+def added(tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
+    """The sums by name."""
+    total: dict[str, _Counts] = {}
+    for table in tables:
+        for name, counts in table.items():
+            before = total.get(name)
+            total[name] = counts if before is None else tuple(map(add, before, counts))
     return total

@@ -53,6 +53,8 @@ class Replicas(Section):
     """Time between two exchanges with the store."""
     ttl_seconds: Seconds = 1.0
     """What another gateway has told counts for this long; at least twice interval_seconds."""
+    key_limits: bool = False
+    """Limits of client keys (auth.client_keys_file) hold over all gateways of the group together; false: for each."""
 
     @model_validator(mode="after")
     def _some_exchange_may_fail(self) -> Self:

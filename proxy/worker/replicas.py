@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from proxy.shared import EXCHANGER
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from proxy.worker.basis import Basis
 
@@ -25,6 +26,24 @@ async def build_replicas(basis: Basis) -> AsyncIterator[None]:
 
     async with (
         Store(settings, shared.replica) as store,
-        Exchange(store, shared.replica, shared.scoreboard, shared.roster, settings, basis.metrics),
+        Exchange(
+            store=store,
+            me=shared.replica,
+            scoreboard=shared.scoreboard,
+            roster=shared.roster,
+            key_usage=shared.key_usage,
+            key_slots=partial(_key_slots, basis),
+            settings=settings,
+            metrics=basis.metrics,
+        ),
     ):
         yield
+
+
+def _key_slots(basis: Basis) -> Mapping[str, int]:
+    """Of the client keys whose limits hold over all gateways."""
+    if not basis.settings.replicas.key_limits:
+        return {}
+    current = basis.live.current
+    limited = (key for key in current.client_keys if (key.max_concurrent, key.requests_per_minute) != (None, None))
+    return {key.name: current.slots[key.name] for key in limited}

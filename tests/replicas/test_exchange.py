@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import count
 from typing import TYPE_CHECKING
 
+import pytest
+
+from proxy.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.backend import Load, Role
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.errors import LimitExceeded
 from proxy.observe.metrics import Metrics
 from proxy.replicas import Exchange, Store
-from proxy.replicas.told import Told, encode
-from proxy.settings import Loaded, Settings
+from proxy.replicas.told import Told, Used, decode, encode
+from proxy.settings import ClientKey, Loaded, Settings
 from proxy.shared import Listeners, share
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -24,8 +31,6 @@ from tests.replicas.conftest import serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import pytest
 
     from tests.conftest import Deploy
 
@@ -44,6 +49,7 @@ class Gateway:
     scoreboard: Scoreboard
     roster: Roster
     metrics: Metrics
+    usage: KeyUsage
 
     def slot(self, address: tuple[str, int]) -> int:
         members = self.roster.members(Role.DECODE)
@@ -60,14 +66,23 @@ class Gateway:
 
 @asynccontextmanager
 async def _gateway(
-    name: str, replicas: dict[str, object], decode: list[tuple[str, int]], workers: int = 1
+    name: str, replicas: dict[str, object], decode: list[tuple[str, int]], workers: int = 1, **keys: int
 ) -> AsyncIterator[Gateway]:
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     board = Scoreboard(workers=workers, slots=8, guests=1)
-    gateway = Gateway(board, Roster([], decode, board), Metrics())
+    gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
     async with (
         Store(settings, name) as store,
-        Exchange(store, name, board, gateway.roster, settings, gateway.metrics),
+        Exchange(
+            store=store,
+            me=name,
+            scoreboard=board,
+            roster=gateway.roster,
+            key_usage=gateway.usage,
+            key_slots=lambda: keys,
+            settings=settings,
+            metrics=gateway.metrics,
+        ),
     ):
         yield gateway
     assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "the guest has left nothing"
@@ -184,7 +199,78 @@ def test_where_the_worker_died_that_exchanges_nothing_stays_charged() -> None:
         shared = share(loaded, lambda: loaded, listeners)
         board = shared.scoreboard
         board.row(board.workers).charge(0, 1, 2, 3)
+        shared.key_usage.row(2).charge(0, 4, minute_of(time.monotonic())[0], 0)
         shared.erase(1)
-        assert board.running(0) == 1
+        assert (board.running(0), shared.key_usage.in_flight(0)) == (1, 4)
         shared.erase(0)
-        assert (board.running(0), board.load(0)) == (0, Load())
+        assert (board.running(0), board.load(0), shared.key_usage.in_flight(0)) == (0, Load(), 0)
+
+
+def _refusal(usage: KeyUsage, key: ApiKey) -> str | None:
+    try:
+        with ApiKeys(usage).enter(key):
+            return None
+    except LimitExceeded as refused:
+        return refused.code
+
+
+async def test_limits_of_a_client_key_hold_over_all_gateways(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A], workers=2, team=0, other=1) as one,
+        _gateway("two", replicas, [_A], other=0, team=3) as two,
+    ):
+        held = ApiKey("team", 3, max_concurrent=3)
+        for worker in range(2):
+            one.usage.row(worker).add(0, 1)
+        assert _refusal(two.usage, held) is None
+        await until(lambda: two.usage.in_flight(3) == 2, "requests in flight at the other gateway")
+        with ApiKeys(two.usage).enter(held):
+            assert _refusal(two.usage, held) == "key_concurrency"
+            await until(lambda: one.usage.in_flight(0) == 3, "both ways")
+        one.usage.row(0).add(0, -1)
+        await until(lambda: _refusal(two.usage, held) is None, "what has ended")
+        one.usage.row(1).add(0, -1)
+
+        a_few = ApiKey("other", 0, requests_per_minute=5)
+        for _ in range(4):
+            with ApiKeys(one.usage, 1).enter(ApiKey("other", 1)):
+                pass
+        await until(lambda: two.usage.own(0, time.monotonic())[1] == 0 and _used(two.usage, 0) >= 4, "the requests")
+        assert _refusal(two.usage, a_few) is None
+        assert _refusal(two.usage, a_few) == "key_rate"
+        assert two.usage.own(0, time.monotonic())[1] == 1  # nothing of the others is told as its own
+
+
+def _used(usage: KeyUsage, slot: int) -> int:
+    minute = minute_of(time.monotonic())[0]
+    return usage.counted(slot, minute) + usage.counted(slot, minute - 1)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, deploy: Deploy, store_port: int) -> None:
+    replicas = {**_sections(store_port), "key_limits": is_shared}
+    deployment = await deploy(replicas=replicas)
+    live, hears = deployment.worker.live, deployment.worker.metrics.replicas_peers._value.get
+    names = {"limited": {"max_concurrent": 5}, "rated": {"requests_per_minute": 5}, "free": {}}
+    keys = tuple(
+        ClientKey.model_validate({"name": name, "key_sha256": sha256(name.encode()).hexdigest(), **limits})
+        for name, limits in names.items()
+    )
+    live.apply(replace(live.current, client_keys=keys, slots={"limited": 0, "rated": 1, "free": 2}))
+    async with Store(live.current.settings, "another") as other:
+        for name in names:
+            assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
+        told: dict[str, Used] = {}
+        for turn in count():
+            messages = await other.exchange(
+                encode(Told(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
+            )
+            told = next(decode(message) for name, message in messages.items() if name != "another").keys  # type: ignore[union-attr]
+            if told or not is_shared:
+                break
+        assert told == ({"limited": (0, 1), "rated": (0, 1)} if is_shared else {})
+        await until(lambda: hears() == 1, "the other gateway")
+        statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
+        assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])
+        await other.leave()
