@@ -3,16 +3,17 @@
 A further kind of source is one file here and one line in SOURCES.
 """
 
+import pkgutil
 from typing import Final
 
 from proxy.discovery.dns_names import looked_up_names
 from proxy.discovery.files import WatchedFiles
-from proxy.discovery.kubernetes import watched_slices
 from proxy.discovery.source import MakeSources
 
 SOURCES: Final[dict[str, MakeSources]] = {
     "file": lambda settings: map(WatchedFiles, settings.discovery.files),
     "dns": looked_up_names,
-    "kubernetes": watched_slices,
+    # Named and not imported: aiohttp would keep the program's first line waiting.
+    "kubernetes": lambda settings: pkgutil.resolve_name("proxy.discovery.kubernetes:watched_slices")(settings),
 }
 """By kind. `kind:name` is a source's origin: what its instances show as such."""

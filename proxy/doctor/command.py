@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import logging
 import os
 import shutil
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from proxy import SERVER
+from proxy import SERVER, logs
 from proxy.doctor.examination import Examination
 from proxy.doctor.findings import exit_code
 from proxy.doctor.gateway import Host, check_gateway
@@ -43,8 +42,6 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code. Raises SettingsError."""
     flags, rest = _parser().parse_known_args(argv)
     loaded = load(rest, environ)
-    # What its parts have to say to an operator of a gateway is in the findings.
-    logging.getLogger("proxy").setLevel(logging.CRITICAL)
     found = check_gateway(Host(loaded=loaded, is_gateway=_is_gateway, cores=os.cpu_count() or 1))
     progress = Progress()
     examination = Examination(
@@ -55,7 +52,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         progress=progress.show,
     )
     try:
-        found += asyncio.run(examination.run())
+        with logs.silenced():  # what its parts have to say to an operator of a gateway is in the findings
+            found += asyncio.run(examination.run())
     finally:
         progress.clear()
     return tell(found, environ, is_json=flags.json)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from proxy import logs
 from proxy.doctor.command import Progress, tell
 from proxy.doctor.findings import Severity
 from proxy.launch.fleet import compared, load_gateway
@@ -91,11 +91,10 @@ def _is_good(plan: Plan) -> bool:
 
 def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
     loaded = load_gateway(plan, environ)
-    # What the doctor's parts have to say to an operator of a gateway is in the findings.
-    logging.getLogger("proxy").setLevel(logging.CRITICAL)
     progress = Progress()
     try:
-        found = asyncio.run(compared(plan, loaded, progress=progress.show))
+        with logs.silenced():  # what the doctor's parts have to say to an operator of a gateway is in the findings
+            found = asyncio.run(compared(plan, loaded, progress=progress.show))
     finally:
         progress.clear()
     return tell(found, environ, is_json=flags.json)

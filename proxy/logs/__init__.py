@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from proxy.logs.floods import Floods
@@ -36,6 +37,7 @@ __all__ = [
     "precede",
     "request_id",
     "setup",
+    "silenced",
     "timestamp",
 ]
 
@@ -75,6 +77,18 @@ def setup(
 def configure(level: str) -> None:
     """Write no line of the program's own that is less severe than this."""
     logging.getLogger("proxy").setLevel(level)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """In the block the program's own parts write no line: what a sub-command finds it tells in its own way."""
+    logger = logging.getLogger("proxy")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def access_line(fields: Mapping[str, object]) -> None:

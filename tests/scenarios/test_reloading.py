@@ -142,6 +142,7 @@ async def test_whichever_worker_is_asked_all_change(
         status, told = await reload(session, program)
         assert status == 200
         assert told == {
+            "dry_run": False,
             "changed": ["decode", "fanout.max_units"],
             "instances": {"added": [address(another)], "removed": [address(decoder)]},
         }
