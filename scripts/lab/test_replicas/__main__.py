@@ -1,4 +1,4 @@
-"""Do several gateways that share their loads place requests as one does? And what if the store is killed?
+"""Do several gateways that share their loads place requests as one does? And what if the store is gone?
 
 The same bursts go through one gateway, through three that know nothing of each other, and through three that share, in
 front of the same engines, which are one process, so that the truth has one clock: at each arrival, what the chosen
