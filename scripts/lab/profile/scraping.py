@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from lab.bench.histogram import Histogram
 from lab.bench.scenarios import PACED
 from lab.common import peers
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
+from lab.common.processes import HOST, quiet_ports, running, wait_until_ready
 from lab.common.table import aligned
 from lab.profile.asking import ask
 
@@ -58,7 +58,8 @@ def gateway(instances: int, workers: int) -> Iterator[int]:
     """Half of the instances prefill, half decode. Yields the gateway's port."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prefill, decode, (port,) = free_ports(instances // 2), free_ports(instances // 2), free_ports(1)
+        port, *ports = quiet_ports(1 + instances)
+        prefill, decode = ports[: instances // 2], ports[instances // 2 :]
         words = (",".join(map(str, prefill)), ",".join(map(str, decode)))
         engines = [sys.executable, "-m", "lab.bench.engines", *words]
         stack.enter_context(running("the engines", engines, decode[-1], directory / "engines"))
