@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.api.instance_changes import read_change
-from proxy.api.instance_view import InstanceView, membership_of
+from proxy.api.instance_view import membership_of
 from proxy.backend import Backend, Role
 from proxy.discovery.static import configured
 from proxy.errors import BadRequest
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.api.instance_changes import Change
-    from proxy.balancer.health import Health
-    from proxy.balancer.health_board import HealthBoard
-    from proxy.balancer.misfits import Misfits
+    from proxy.api.instance_view import InstanceView
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
     from proxy.balancer.source_states import SourceStates
     from proxy.discovery.joining import Joiner
     from proxy.settings import Endpoint, Settings
@@ -51,10 +48,7 @@ class InstancesApi:
         self,
         pools: Mapping[Role, Pool],
         roster: Roster,
-        scoreboard: Scoreboard,
-        health: Health,
-        health_board: HealthBoard,
-        misfits: Misfits,
+        view: InstanceView,
         joiner: Joiner,
         sources: SourceStates,
         drop_drained: Callable[[], None],
@@ -64,13 +58,12 @@ class InstancesApi:
     ) -> None:
         self._pools = pools
         self._roster = roster
-        self._scoreboard = scoreboard
+        self._view = view
         self._joiner = joiner
         self._sources = sources
         self._drop_drained = drop_drained
         self._names = names
         self._administrators = administrators
-        self._view = InstanceView(pools, roster, scoreboard, health, health_board, misfits, joiner)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import BroadcastApi
+from proxy.api.instance_view import InstanceView
 from proxy.api.instances import InstancesApi
 from proxy.api.requests import RequestsApi
 from proxy.api.status_page import StatusPage
@@ -43,13 +44,19 @@ def _routes(
     shared, settings = basis.shared, basis.settings
     administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
     basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
-    instances = InstancesApi(
+    view = InstanceView(
         pools=engines.pools,
         roster=shared.roster,
         scoreboard=shared.scoreboard,
         health=balancing.health,
         health_board=shared.health_board,
         misfits=shared.misfits,
+        joiner=engines.joiner,
+    )
+    instances = InstancesApi(
+        pools=engines.pools,
+        roster=shared.roster,
+        view=view,
         joiner=engines.joiner,
         sources=shared.sources,
         drop_drained=engines.prober.drop_drained,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
+from proxy.api.instance_view import InstanceView
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.backend import Role
@@ -56,13 +57,19 @@ async def client_of(
     drain.is_draining = is_draining
     administrators = Administrators(admin_key, listens_on=listens_on)
     names = names or Names(RULES, (), gateway.metrics)
-    instances = InstancesApi(
+    view = InstanceView(
         pools,
         gateway.roster,
         gateway.scoreboard,
         gateway.health,
         gateway.health_board,
         gateway.misfits,
+        gateway.joiner,
+    )
+    instances = InstancesApi(
+        pools,
+        gateway.roster,
+        view,
         gateway.joiner,
         SourceStates(),
         gateway.prober.drop_drained,
