@@ -41,6 +41,11 @@ function setChildren(parent, children) {
   while (parent.children.length > children.length) parent.lastElementChild.remove();
 }
 
+/** What was made for each of these keys: what there was `before`, and for new keys what `make` makes of them. */
+function kept(before, keys, make) {
+  return new Map(keys.map((key) => [key, before.get(key) ?? make(key)]));
+}
+
 /** A line over time, for who looks; figures beside it say the same in words. */
 class Sparkline {
   constructor(points) {

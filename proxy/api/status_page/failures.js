@@ -54,14 +54,11 @@ class Failures {
   }
 
   _show(requests) {
-    const links = new Map();
-    const rows = requests.map((request) => {
-      const key = `${request.time} ${request.id}`;
-      const link = this._links.get(key) ?? linkTo(request.id);
-      links.set(key, link);
-      return { key, cells: [clockTime(new Date(request.time)), link, ...failureOf(request)] };
+    const byKey = new Map(requests.map((request) => [`${request.time} ${request.id}`, request]));
+    this._links = kept(this._links, [...byKey.keys()], (key) => linkTo(byKey.get(key).id));
+    const rows = [...byKey].map(([key, request]) => {
+      return { key, cells: [clockTime(new Date(request.time)), this._links.get(key), ...failureOf(request)] };
     });
-    this._links = links;
     this._table.show(rows);
     setHidden(byId("failures-table"), rows.length === 0);
     setHidden(byId("no-failures"), rows.length > 0);

@@ -26,20 +26,19 @@ class Table {
 
   /** Rows as `{key, level, cells}`; a cell is a text or an element that stays the same one. */
   show(rows) {
-    const shown = new Map(rows.map((row) => [row.key, this._shown(row)]));
-    this._rows = shown;
-    setChildren(this._body, [...shown.values()]);
+    const keys = rows.map(({ key }) => key);
+    this._rows = kept(this._rows, keys, () => this._made());
+    rows.forEach((row) => this._fill(this._rows.get(row.key), row));
+    setChildren(this._body, [...this._rows.values()]);
   }
 
-  _shown({ key, level = "", cells }) {
-    const row = this._rows.get(key) ?? this._made();
+  _fill(row, { level = "", cells }) {
     setAttribute(row, "data-level", level);
     cells.forEach((cell, index) => {
       const place = row.children[index];
       if (!(cell instanceof Node)) setText(place, cell);
       else if (place.firstChild !== cell) place.replaceChildren(cell);
     });
-    return row;
   }
 
   _made() {
@@ -112,15 +111,16 @@ class Pool {
     const up = instances.filter((one) => one.state === "up").length;
     this.table.caption = `${this._name}: ${up} of ${instances.length} up`;
     const most = Math.max(1, ...instances.map((one) => one.inFlight));
-    const bars = new Map();
+    const addresses = instances.map(({ address }) => address);
+    this._bars = kept(this._bars, addresses, () =>
+      element("span", { class: "bar" }, element("span"), element("meter", { "aria-hidden": "true" })),
+    );
     const rows = instances.map((one) => {
-      const bar = this._bars.get(one.address) ?? element("span", { class: "bar" }, element("span"), element("meter", { "aria-hidden": "true" }));
-      bars.set(one.address, bar);
+      const bar = this._bars.get(one.address);
       setText(bar.firstChild, one.most === null ? count(one.inFlight) : `${count(one.inFlight)} of ${count(one.most)}`);
       setAttribute(bar.lastChild, "value", String(Math.min(1, one.inFlight / (one.most || most)).toFixed(2)));
       return { key: one.address, level: levelOf(one), cells: cellsOf(one, bar) };
     });
-    this._bars = bars;
     this.table.show(rows);
   }
 }
