@@ -132,10 +132,10 @@ class Successor:
 
     def _give_up(self, why: str) -> None:
         logger.error("process %d, which was to take over, %s: this one goes on", self.pid, why)
-        self._channel.close()
         with suppress(OSError):
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGTERM)
+        self._channel.close()  # last: to the other process that means that we are gone, and that it has to serve
 
 
 def command_line() -> list[str]:

@@ -139,21 +139,31 @@ class BroadcastApi:
     async def _tell(self, backend: Backend, message: _Message) -> bool:
         """Whether it has done what it was told."""
         member = backend.role, backend.host, backend.port
+        is_disabled_here = False
         if message.path in _SLEEP:
-            self._roster.disable(*member)
+            if not self._is_disabled(backend):  # it may be one that is about to be evacuated
+                is_disabled_here = self._roster.disable(*member)
             if under_way := self._scoreboard.requests(backend.slot):
                 words = "is disabled, and not told %s before its %d requests have ended: ask again then"
                 logger.warning(f"%s instance %s {words}", backend.role, backend.name, message.path, under_way)
                 return False
-        is_done = await self._send(backend, message)
-        if message.path in _WAKE and is_done and not message.is_partial:
+        status = await self._send(backend, message)
+        is_done = status is not None and status < 300
+        # Who has not answered may sleep by now; who has refused, as without a sleep mode, serves as before.
+        refuses_to_sleep = is_disabled_here and status is not None and not is_done
+        if refuses_to_sleep or (message.path in _WAKE and is_done and not message.is_partial):
             self._roster.enable(*member)
         return is_done
 
-    async def _send(self, backend: Backend, message: _Message) -> bool:
+    def _is_disabled(self, backend: Backend) -> bool:
+        return any(each.backend == backend and each.is_disabled for each in self._roster.members(backend.role))
+
+    async def _send(self, backend: Backend, message: _Message) -> int | None:
+        """The status of its answer; None: there was none. One line tells of what is not a success."""
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
+        status = None
         try:
             status = await engine_json.post_status(
                 self._session,
@@ -170,4 +180,4 @@ class BroadcastApi:
             problem = str(error)
         if problem:
             logger.error("%s instance %s failed on %s: %s", backend.role, backend.name, message.path, problem)
-        return not problem
+        return status

@@ -76,6 +76,8 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
     if shared.predecessor is not None:
         # It serves until then. If it is gone, somebody who is not ready is better than nobody.
         await _first_of(worker.monitor.became_ready.wait(), shared.predecessor.gone(), stop.requested.wait())
+        if stop.requested.is_set():  # it was given up, and the other one goes on
+            return
     async with manager.told_that_it_lives(), listening(worker, shared.listeners) as doors:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         tune()

@@ -20,7 +20,7 @@ _MIB: Final = 1024 * 1024
 def tune() -> None:
     """Call it once in each process, when everything is there that lives as long as the process."""
     _spare_the_collector()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))  # tracing wants a shorter one
     _keep_pages()
 
 

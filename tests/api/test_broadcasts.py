@@ -160,3 +160,18 @@ async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_end
     async with client.post("/sleep?role=decode") as answer:
         assert answer.status == 200
     assert [asked.path for asked in decoder.asked] == ["/sleep"]
+
+
+async def test_who_refuses_to_sleep_serves_as_before(gateway: Gateway) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=404)
+
+    decoder = await gateway.engine(Role.DECODE, refuse)
+    client = await client_of(gateway)
+    for is_disabled in (False, True):
+        if is_disabled:  # by an administrator, before
+            gateway.roster.disable(Role.DECODE, HOST, decoder.port, leaves_at=1e9)
+        async with client.post("/sleep") as answer:
+            assert answer.status == 500
+        (member,) = gateway.roster.members(Role.DECODE)
+        assert (member.is_disabled, member.leaves_at) == ((True, 1e9) if is_disabled else (False, None))
