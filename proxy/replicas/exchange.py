@@ -81,7 +81,7 @@ class Exchange(BackgroundOwner):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        self._erase()
+        self._erase()  # also if it was never begun
         if not self._is_gone:
             with suppress(StoreFailed):
                 await self._store.leave()
@@ -91,6 +91,12 @@ class Exchange(BackgroundOwner):
         self._key_usage.erase(self._key_usage.workers)
 
     async def _keep_exchanging(self) -> None:
+        try:
+            await self._exchange()
+        finally:  # whatever ends it: what the others had is not known any more
+            self._erase()
+
+    async def _exchange(self) -> None:
         failures = 0  # in a row
         while True:
             try:

@@ -17,6 +17,7 @@ from proxy.roll.gateways import Gateways, GatewayTrouble
 from proxy.roll.progress import Progress
 from proxy.roll.walk import Limits, RollStopped, Walk
 from proxy.settings import SettingsError
+from proxy.settings.load import read_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +31,9 @@ on elsewhere, the hook restarts it, and when it serves again it is the next one'
 harmed: when fewer others serve than have to, or clients see requests fail. Ctrl-C stops it when no instance is away,
 and once more at once. Said again, it goes on where it stopped."""
 _PLACEHOLDERS: Final = ("address", "host", "port", "role")
+
+
+_KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,12 +154,14 @@ def _hook(text: str) -> str:
 
 
 def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
+    """Raises SettingsError, which does not tell the key."""
     if path is None:
-        return environ.get("PROXY_AUTH__ADMIN_KEY") or None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise SettingsError(f"--admin-key-file: {path} cannot be read") from None
+        what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
+    else:
+        what, key = "--admin-key-file", read_key("--admin-key-file", Path(path))
+    if key and not (key.isascii() and key.isprintable()):
+        raise SettingsError(f"{what} must be printable ASCII, as it is sent in an HTTP header")
+    return key or None
 
 
 # Restarting

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
@@ -108,9 +108,17 @@ class Gateways:
         return _patiently(lambda: _answer(request), f"{url} does not answer")
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """No: the admin key would go along."""
+
+
+_open: Final = build_opener(ProxyHandler({}), _NoRedirects()).open  # past any proxy, which would have the key, too
+
+
 def _answer(request: Request) -> bytes:
     try:
-        with urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+        with _open(request, timeout=_TIMEOUT_SECONDS) as answer:
             return bytes(answer.read(_MOST_BYTES))
     except HTTPError as error:
         with error:

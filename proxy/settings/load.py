@@ -143,22 +143,23 @@ def _keys(
         if path is not None:
             if is_given:
                 raise SettingsError(f"{option} and {option}_file are both given: give only one of them")
-            yield option, Sourced(_read_key(option, path), str(path))
+            yield option, Sourced(read_key(f"{option}_file", path), str(path))
         elif option == "auth.engine_api_key" and not is_given and (key := environ.get("OPENAI_API_KEY")):
             yield option, Sourced(key, "OPENAI_API_KEY")
 
 
-def _read_key(option: str, path: Path) -> str:
+def read_key(what: str, path: Path) -> str:
+    """The key in a file, which an error calls `what`. Raises SettingsError."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise SettingsError(f"{option}_file {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise SettingsError(f"{what} {path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
-        raise SettingsError(f"{option}_file {path} is not text") from None
+        raise SettingsError(f"{what} {path} is not text") from None
     except ValueError:  # a null byte
-        raise SettingsError(f"{option}_file must be a path") from None
+        raise SettingsError(f"{what} must be a path") from None
     if not key:
-        raise SettingsError(f"{option}_file {path} is empty")
+        raise SettingsError(f"{what} {path} is empty")
     return key
 
 

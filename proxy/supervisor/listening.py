@@ -43,7 +43,7 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
                     raise SettingsError(f"this process was given a socket for {name}, for which there is no port")
                 return None
             if name in given:
-                return stack.enter_context(_checked(name, given[name], host, port))
+                return _checked(name, given[name], host, port)  # not closed here: it may be wanted once more
             return stack.enter_context(create_listener(host, port, backlog))
 
         clients = open_if("clients", settings.listen.host, settings.listen.port, settings.listen.backlog)

@@ -106,3 +106,15 @@ def test_mistakes_are_one_line(flags: list[str], capsys: pytest.CaptureFixture[s
     told = capsys.readouterr().err
     assert told.startswith("pdproxy: error: ")
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "problem"), [("s3cr3t\ns3cr3t", "must be printable ASCII"), ("\n", "is empty")])
+def test_an_admin_key_that_cannot_be_sent_is_refused_and_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, problem: str
+) -> None:
+    (tmp_path / "key").write_text(key)
+    line = ["roll", "--role", "decode", "--url", "http://h:1", "--hook", "x", "--admin-key-file", str(tmp_path / "key")]
+    assert main(line) == 2
+    told = capsys.readouterr().err
+    assert problem in told
+    assert "s3cr3t" not in told
