@@ -215,7 +215,7 @@ class ApiKeys:
                 code="key_concurrency",
                 retry_after_seconds=_BUSY_RETRY_SECONDS,
             )
-        minute, elapsed_ms = divmod(round(self._clock() * 1000), _MINUTE_MS)
+        minute, elapsed_ms = minute_of(self._clock())
         limit = key.requests_per_minute
         if limit is not None:
             wait_ms = _until_room_ms(limit, usage.counted(slot, minute - 1), usage.counted(slot, minute), elapsed_ms)

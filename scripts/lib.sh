@@ -37,6 +37,17 @@ takes_no_arguments() {
   fi
 }
 
+# Packages of Debian, for what needs a program. Where they cannot be installed, the sentence says what is needed.
+install_packages() { # the sentence, then the packages
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    say "$1"
+    exit 1
+  fi
+  say "installing ${*:2}"
+  local install=(env DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends "${@:2}")
+  "${install[@]}" >/dev/null || { apt-get update --quiet >/dev/null && "${install[@]}" >/dev/null; }
+}
+
 # The first interpreter that is new enough and can make a virtual environment. Each one is run: a name on the PATH may
 # be a shim that leads nowhere.
 find_python() {

@@ -8,13 +8,14 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
 from proxy.advise.observed import Unknown, observed, read
 from proxy.advise.split import advised, verdict
 from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +29,6 @@ _MOST_SCRAPES: Final = 60
 _DESCRIPTION: Final = """\
 Watch the metrics of running gateways for a while, and say which side of the fleet is the bottleneck, prefillers or
 decoders, and what moving one instance from one to the other would do."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """What follows the sub-command. Raises SettingsError."""
-    parser = _Parser(prog="pdproxy advise", description=_DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="pdproxy advise", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add(
         "--metrics",

@@ -33,9 +33,7 @@ _MOST_KV: Final = 0.9
 class LocalPrefill:
     """What one worker knows of it. `cost` is that of decoders."""
 
-    def __init__(self, prefill: Pool, decode: Pool, max_tokens: int) -> None:
-        """`max_tokens`: that a decoder may have to compute of a prompt."""
-        self.max_tokens = max_tokens
+    def __init__(self, prefill: Pool, decode: Pool) -> None:
         self._tried_tokens = _FIRST_TOKENS / 2
         self._prefill = prefill
         self._decode = decode
@@ -45,9 +43,10 @@ class LocalPrefill:
         self._eligible: tuple[Backend, ...] = ()
         self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
 
-    def sooner(self, request: PickRequest) -> Backend | None:
+    def sooner(self, request: PickRequest, max_tokens: int) -> Backend | None:
         """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
-        not known, or it is not free to choose. None of them is at its knee, or short of KV memory.
+        not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
+        compute more than `max_tokens` of the prompt.
         """
         if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
             return None
@@ -56,7 +55,7 @@ class LocalPrefill:
             return None
         best, least = None, soonest + self.handover_seconds
         asked = ask(request)
-        most_tokens = min(self.max_tokens, 2 * self._tried_tokens)
+        most_tokens = min(max_tokens, 2 * self._tried_tokens)
         for backend in self._known():
             streams = self._decode.in_flight(backend)
             if not self._has_time(backend, streams, request):

@@ -8,6 +8,7 @@ decoder alone would have sooner goes there, where the settings say so.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
@@ -15,7 +16,6 @@ import orjson
 from proxy.backend import Role
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import LocalPrefill
-from proxy.balancer.pick import PickRequest
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from proxy.answers import EngineAnswer
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
-    from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Document
 
@@ -70,16 +70,9 @@ class Sequential(Disaggregated):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
-        self._local_prefill = LocalPrefill(
-            context.pools.prefill, context.pools.decode, context.settings.kv.local_max_tokens
-        )
+        self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode)
         self._metrics = context.metrics
         self._releaser = context.releaser
-
-    def configure(self, settings: Settings) -> None:
-        """See Connector.configure."""
-        super().configure(settings)
-        self._local_prefill.max_tokens = settings.kv.local_max_tokens
 
     def goes_leg_by_leg(self, call: Call) -> bool:
         """All do, but rare ones are not for every protocol."""
@@ -102,7 +95,7 @@ class Sequential(Disaggregated):
     def _where_sooner(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Both legs, or a decoder alone; what comes of it is learned."""
         local, usage = self._local_prefill, timeline.usage
-        decoder = None if usage.is_resumed else local.sooner(request)
+        decoder = None if usage.is_resumed else local.sooner(request, self._context.settings.kv.local_max_tokens)
         if decoder is None:
             yield from self._both(call, request, timeline)
             seconds = timeline.seconds
@@ -112,7 +105,7 @@ class Sequential(Disaggregated):
                 local.handed_over(timeline.decoder, request, took, usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = PickRequest(request.prefill, request.decode, request.subject, prefer=decoder)
+        chosen = replace(request, prefer=decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         told = None if tokens is None or cached is None else (tokens, cached)

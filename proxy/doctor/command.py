@@ -8,14 +8,15 @@ import http.client
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from proxy import SERVER, logs
 from proxy.doctor.examination import Examination
 from proxy.doctor.findings import exit_code
 from proxy.doctor.gateway import Host, check_gateway
 from proxy.doctor.report import as_json, as_table
-from proxy.settings import SettingsError, load, reachable
+from proxy.settings import load, reachable
+from proxy.settings.cli import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,11 +32,6 @@ decoder, and say what does not fit and what to do about it. All other flags are 
 with. Instances that were added at run time are not known here."""
 _EPILOG: Final = """\
 The exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not work."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -71,7 +67,7 @@ def tell(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="pdproxy doctor",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -63,8 +63,9 @@ class Evacuation:
             return
         now = self._clock()
         due = {member.backend for member in removed if member.leaves_at is not None and member.leaves_at <= now}
-        self._told &= due.union(leaving)
-        for backend in due.union(leaving):
+        due.update(leaving)
+        self._told &= due
+        for backend in due:
             self._evacuate(backend)
 
     def _evacuate(self, backend: Backend) -> None:

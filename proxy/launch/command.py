@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from proxy import logs
 from proxy.doctor.command import Progress, tell
@@ -17,6 +17,7 @@ from proxy.launch.refusals import refusals
 from proxy.launch.render import as_text, rendered
 from proxy.launch.topology import read_topology
 from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,11 +30,6 @@ not work is refused in words. configs/topologies has topologies for published gu
 _EPILOG: Final = """\
 The exit code of render is 2 if the topology is refused. check, or render --check, compares the fleet that runs with it:
 the exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not fit."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -54,7 +50,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """What follows the sub-command. Raises SettingsError."""
-    parser = _Parser(
+    parser = Parser(
         prog="pdproxy launch",
         usage="pdproxy launch {render,check} TOPOLOGY.yaml [--output DIR] [--check] [--json]",
         description=_DESCRIPTION,

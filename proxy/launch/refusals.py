@@ -5,14 +5,13 @@ A FAILURE is refused, and a WARNING told.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import defaultdict
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.doctor.findings import Finding, Severity
 from proxy.launch.ports import TRANSPORT, claims, meets
-from proxy.settings.endpoints import canonical_host, is_loopback
+from proxy.settings.endpoints import canonical_host, is_literal, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +39,7 @@ def refusals(plan: Plan) -> list[Finding]:
 
 def check_nodes(plan: Plan) -> Iterator[Finding]:
     """No two nodes are one host, and each has something to do."""
+    busy = {launch.node_name for launch in plan.launches} | {plan.topology.gateway.node}
     places: dict[str, str] = {}
     # HCCL_IF_IP, which is the address where there is a nic, takes IPv4 and IPv6 addresses only (CANN's documentation).
     needs_addresses = plan.topology.engine == "vllm-ascend"
@@ -48,10 +48,9 @@ def check_nodes(plan: Plan) -> Iterator[Finding]:
         if (first := places.setdefault(place, name)) != name:
             words = f"has the address of node {first}, {node.address}"
             yield Finding(_REFUSED, "address", f"node {name}", words, "each node has an address of its own")
-        if needs_addresses and node.nic is not None and not _is_address(node.address):
+        if needs_addresses and node.nic is not None and not is_literal(node.address):
             words = f"has a nic and the address {node.address}, which HCCL takes only as an IP address"
             yield Finding(_REFUSED, "address", f"node {name}", words, "write the IP address")
-        busy = {launch.node_name for launch in plan.launches} | {plan.topology.gateway.node}
         if name not in busy:
             yield Finding(Severity.WARNING, "idle", f"node {name}", "starts nothing", "name it in a group")
 
@@ -124,13 +123,14 @@ def check_devices(plan: Plan) -> Iterator[Finding]:
 
 def check_ports(plan: Plan) -> Iterator[Finding]:
     """No port of a node is wanted twice."""
-    for one, other in combinations(claims(plan), 2):
+    claimed = [*claims(plan)]
+    for one, other in combinations(claimed, 2):
         if one.node == other.node and max(one.ports.start, other.ports.start) < min(one.ports.stop, other.ports.stop):
             hint = "move one of them"
             if other.what == TRANSPORT:
                 hint = f"begin at {other.ports.stop} or above"
             yield Finding(_REFUSED, "ports", f"node {one.node}", f"{one} would collide with {other}", hint)
-    for claim in claims(plan):
+    for claim in claimed:
         if claim.ports.stop > 65536:
             yield Finding(_REFUSED, "ports", f"node {claim.node}", f"{claim} ends behind 65535", "begin lower")
 
@@ -224,14 +224,6 @@ CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
 def _member(topology: Topology, role: RoleName, flag: str, name: str) -> Any:
     value = topology.options_of(role).get(flag)
     return value.get(name) if isinstance(value, dict) else None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _resume_mode(topology: Topology) -> object:

@@ -10,13 +10,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from proxy.roll.gateways import Gateways, GatewayTrouble
 from proxy.roll.progress import Progress
 from proxy.roll.walk import Limits, RollStopped, Walk
 from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
 from proxy.settings.load import read_key
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ _PLACEHOLDERS: Final = ("address", "host", "port", "role")
 
 
 _KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -81,7 +77,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """What follows the sub-command. Raises SettingsError."""
-    parser = _Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--role", required=True, choices=["prefill", "decode", "encode"], help="whose instances are restarted")
     add(

@@ -107,8 +107,11 @@ _EPILOG: Final = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """The parser of a sub-command, whose mistakes are SettingsErrors."""
+
     def error(self, message: str) -> NoReturn:
+        """Raises SettingsError."""
         raise SettingsError(message.removeprefix("argument "))
 
 
@@ -241,9 +244,9 @@ def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[En
         raise SettingsError(str(error)) from None
 
 
-def _parser(command: str | None) -> tuple[_Parser, list[str]]:
+def _parser(command: str | None) -> tuple[Parser, list[str]]:
     """The parser, whose results are named like their flags, and all flags."""
-    parser = _Parser(
+    parser = Parser(
         prog="pdproxy",
         description=_DESCRIPTION if command is None else f"{COMMANDS[command].capitalize()}.",
         epilog=_EPILOG if command is None else None,

@@ -7,10 +7,11 @@ import http.client
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from proxy.settings import SettingsError, load, reachable
+from proxy.settings.cli import Parser
 from proxy.top.scrape import Scrape
 from proxy.top.screen import as_table, as_text
 from proxy.top.view import View, view
@@ -22,11 +23,6 @@ _TIMEOUT_SECONDS: Final = 5.0
 _DESCRIPTION: Final = """\
 Show what a running gateway does: its rates and latencies since the last look, and every instance. On a terminal the
 table renews itself, with pdproxy[tui] installed; otherwise it is printed again and again."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
 
 
 class _NoMetrics(Exception):
@@ -65,7 +61,7 @@ def _look(host: str, port: int, before: Scrape | None) -> tuple[View, Scrape | N
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="pdproxy top",
         description=_DESCRIPTION,
         usage="pdproxy top [--url URL] [--interval SECONDS] [--once] [flags of pdproxy]",
