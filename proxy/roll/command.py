@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -120,30 +121,34 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < 1e9:
+            return value
+    raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return value
+    with suppress(ValueError):
+        if (value := int(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError("must be a number, 0 or more")
 
 
 def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.rstrip("/"):
-        raise argparse.ArgumentTypeError(f"{text} is not http://host:port")
+    try:
+        parts = urlsplit(text)
+        is_place = parts.hostname is not None and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # no port, or no IPv6 address
+        is_place = False
+    if not is_place or parts.scheme not in ("http", "https") or parts.path.rstrip("/"):
+        raise argparse.ArgumentTypeError("must be http://host:port")  # and may hold a password
     return text
 
 
 def _hook(text: str) -> str:
     try:
         _filled(text, "decode", "host:1")
-    except (LookupError, ValueError):
+    except (AttributeError, LookupError, ValueError):
         names = ", ".join(f"{{{name}}}" for name in _PLACEHOLDERS)
         raise argparse.ArgumentTypeError(f"knows {names}; braces of the shell are written twice") from None
     return text

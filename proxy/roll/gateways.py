@@ -85,12 +85,15 @@ class Gateways:
     # How
 
     def _view(self, url: str) -> dict[str, Mapping[str, Any]]:
-        instances = orjson.loads(self._ask(url, "/instances"))["instances"]
-        return {
-            one["address"]: one
-            for one in instances
-            if one["role"] == self._role and one["membership"] in ("enabled", "disabled")
-        }
+        answer = self._ask(url, "/instances")
+        try:
+            return {
+                one["address"]: one
+                for one in orjson.loads(answer)["instances"]
+                if one["role"] == self._role and one["membership"] in ("enabled", "disabled")
+            }
+        except (ValueError, LookupError, TypeError):
+            raise GatewayTrouble(f"{url}/instances does not answer as a gateway's does") from None
 
     def _change(self, what: str, address: str, **fields: object) -> list[str]:
         warnings: list[str] = []

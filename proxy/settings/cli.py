@@ -152,6 +152,8 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     }
     both_stages = [flag for flag in map(_flag_of, spelled) if flag in _BOTH_STAGES]
     if given["--prefill"] and given["--prefill"][0] in _NO_PREFILLERS:
+        if len(given["--prefill"]) > 1:
+            raise SettingsError(f"--prefill {given['--prefill'][0]} stands for no prefillers, and others are given")
         both_stages.append("--prefill-servers-urls")
         given["--prefill"] = None
     if both_stages:

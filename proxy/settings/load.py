@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT: Final = "default"
 # A URL may hold a password, where it should not.
-_NOT_SHOWN: Final = (*SECRETS, "replicas.url")
+_NOT_SHOWN: Final = (*SECRETS, "replicas.url", "tracing.endpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -118,3 +120,47 @@ def test_an_admin_key_that_cannot_be_sent_is_refused_and_not_told(
     told = capsys.readouterr().err
     assert problem in told
     assert "s3cr3t" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--url", "http://root:s3cr3t@h:1"), "--url: must be http://host:port"),
+        (("--url", "http://h:abc"), "--url: must be http://host:port"),
+        (("--drain-seconds", "soon"), "--drain-seconds: must be a number of seconds, 0 or more"),
+        (("--min-serving", "-1"), "--min-serving: must be a number, 0 or more"),
+        (("--hook", "x {host.name}"), "--hook: knows {address}"),
+    ],
+)
+def test_a_mistake_in_a_flag_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+) -> None:
+    assert main(["roll", "--role", "decode", "--hook", "x", *words]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert problem in told
+    assert "s3cr3t" not in told
+
+
+def test_who_is_no_gateway_is_told_to_be_none(
+    unused_tcp_port: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_: object) -> None:
+            """Not on the test's terminal."""
+
+    with ThreadingHTTPServer(("127.0.0.1", unused_tcp_port), Other) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            url = f"http://127.0.0.1:{unused_tcp_port}"
+            state = str(tmp_path / "state")
+            assert main(["roll", "--role", "decode", "--hook", "x", "--url", url, "--state", state]) == 1
+        finally:
+            server.shutdown()
+            serving.join()
+    assert "does not answer as a gateway's does" in capsys.readouterr().err

@@ -587,6 +587,10 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        (
+            "--prefill-servers-urls disable --prefill a:1 --decode b:1",
+            "--prefill disable stands for no prefillers, and others are given",
+        ),
         ("--prot 1", "unknown flag --prot (did you mean --port?)"),
         ("--frobnicate", "unknown flag --frobnicate"),
         ("--api-key=hush", "unknown flag --api-key"),
