@@ -45,10 +45,7 @@ def _told(record: RequestRecord) -> Iterator[tuple[str, str]]:
         yield from _chosen("Prefill", first.prefiller, first.prefill_id, first.prefill_pick)
         yield from _chosen("Decode", first.decoder, first.decode_id, first.decode_pick)
     yield "X-PDProxy-Attempts", str(sum(timeline.attempts for timeline in timelines))
-    longest: dict[str, float] = {}
-    for timeline in timelines:
-        for stage, seconds in timeline.seconds.items():
-            longest[stage.label] = max(seconds, longest.get(stage.label, 0.0))
+    longest = {stage.label: seconds for stage, seconds in record.longest_seconds().items()}
     longest["total"] = record.clock() - record.started
     # Milliseconds, as https://www.w3.org/TR/server-timing/ has them.
     yield "Server-Timing", ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in longest.items())

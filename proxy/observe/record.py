@@ -94,15 +94,17 @@ class RequestRecord:
             self._told = outcome, self._fields(outcome)
         return self._told[1]
 
-    def _fields(self, outcome: Outcome) -> dict[str, object]:
-        timelines = self.timelines or [Timeline(self.clock)]
-        first, *others = timelines
-        seconds, attempts, resumes = first.seconds, first.attempts, first.resumes
-        for timeline in others:
-            attempts += timeline.attempts
-            resumes += timeline.resumes
+    def longest_seconds(self) -> dict[Stage, float]:
+        """Of each stage that has begun: how long it took in the unit in which it took longest, so far."""
+        longest: dict[Stage, float] = {}
+        for timeline in self.timelines:
             for stage, spent in timeline.seconds.items():
-                seconds[stage] = max(seconds.get(stage, 0.0), spent)
+                longest[stage] = max(spent, longest.get(stage, 0.0))
+        return longest
+
+    def _fields(self, outcome: Outcome) -> dict[str, object]:
+        first = self.timelines[0] if self.timelines else Timeline(self.clock)
+        seconds = self.longest_seconds()
         prompt, cached, completion = self.tokens()
         return {
             "id": self.request_id,
@@ -118,8 +120,8 @@ class RequestRecord:
             "kv": first.kv,
             **_reasons(first),
             "units": len(self.timelines),
-            "attempts": attempts,
-            "resumes": resumes,
+            "attempts": sum(timeline.attempts for timeline in self.timelines),
+            "resumes": sum(timeline.resumes for timeline in self.timelines),
             "t_queue": round(seconds.get(Stage.QUEUE, 0.0), 4),
             **({"t_encode": round(seconds[Stage.ENCODE], 4)} if Stage.ENCODE in seconds else {}),  # few have encoders
             "t_prefill": round(seconds.get(Stage.PREFILL, 0.0), 4),

@@ -33,8 +33,6 @@ on elsewhere, the hook restarts it, and when it serves again it is the next one'
 harmed: when fewer others serve than have to, or clients see requests fail. Ctrl-C stops it when no instance is away,
 and once more at once. Said again, it goes on where it stopped."""
 _PLACEHOLDERS: Final = ("address", "host", "port", "role")
-
-
 _KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
 
 
@@ -42,11 +40,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code: 0 when all were restarted, 1 when it stopped before. Raises SettingsError."""
     flags = read_flags(argv)
     path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
-    if flags.anew and not flags.dry_run:
-        path.unlink(missing_ok=True)
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     progress = Progress(path, flags.role, began) if flags.anew else Progress.taken_up(path, flags.role, began)
     gateways = Gateways(flags.url or ["http://127.0.0.1:1999"], flags.role, _key(flags.admin_key_file, environ))
+    if flags.anew and not flags.dry_run:
+        progress.forget()
     limits = Limits(
         min_serving=flags.min_serving,
         max_failures=flags.max_failures,

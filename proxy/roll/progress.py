@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -11,6 +12,7 @@ import orjson
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -59,14 +61,24 @@ class Progress:
         self.taking(None)
 
     def forget(self) -> None:
-        """The roll is complete."""
+        """The roll is complete. Raises SettingsError."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with self._writing():
+                self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         """Whole or not at all."""
         if self.path is not None:
             new = self.path.with_name(f"{self.path.name}.new")
             told = {name: value for name, value in asdict(self).items() if name != "path"}
-            new.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-            os.replace(new, self.path)
+            with self._writing():
+                new.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+                os.replace(new, self.path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise SettingsError(f"--state {self.path} cannot be written: {reason}") from None

@@ -40,3 +40,9 @@ def test_that_of_another_role_is_told(tmp_path: Path) -> None:
     Progress(tmp_path / "x", "prefill", "now").taking("a:1")
     with pytest.raises(SettingsError, match="is of a roll of prefill instances"):
         Progress.taken_up(tmp_path / "x", "decode", "now")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "gone" / "state", "decode", "now")
+    with pytest.raises(SettingsError, match=r"^--state .*/gone/state cannot be written: no such file or directory$"):
+        progress.taking("d:1")
