@@ -102,6 +102,12 @@ setup_venv() {
   is_made_as fingerprint || make_venv_with fingerprint '.[dev]' "the gateway and its development tools (a minute or two)"
 }
 
+# A server by which several gateways share what they know.
+setup_store() {
+  [ -z "$helping" ] && ! command -v valkey-server >/dev/null && ! command -v redis-server >/dev/null || return 0
+  install_packages "a server is needed: apt-get install valkey-server or redis-server (Debian, Ubuntu)" redis-server
+}
+
 # The program of a script is the package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.
 # Paths on its command line begin where the script was called from.
 run_lab() {

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 import orjson
 import uvloop
 
+from lab.common.invocation import called_from
 from lab.common.processes import clean_environment
-from lab.soak.cluster import LIMITS, started
+from lab.soak.changes import EVACUATE_AFTER_SECONDS
+from lab.soak.cluster import started
 from lab.soak.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
 from lab.soak.faults import FaultInjector
+from lab.soak.gateways import LIMITS
 from lab.soak.invariants import INVARIANTS, judged
 from lab.soak.recorder import Recorder
 from lab.soak.report import details, table
@@ -41,7 +44,7 @@ def main() -> None:
     """The whole run."""
     options = _options()
     with tempfile.TemporaryDirectory() as temporary:
-        directory = options.keep or Path(temporary)
+        directory = called_from() / options.keep if options.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         evidence = uvloop.run(_soak(options, directory))
         _leave(evidence, directory)
@@ -63,7 +66,11 @@ def _options() -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=60.0, help="how long faults happen (default: 60)")
     length.add_argument("--minutes", type=float, help="the same, for long runs")
-    parser.add_argument("--workers", type=int, default=1, help="of the gateway; if several, they are killed, too")
+    parser.add_argument("--workers", type=int, default=1, help="of each gateway; if several, they are killed, too")
+    parser.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="gateways that share what they know by a store; it is lost"
+    )
+    parser.add_argument("--evacuation", action="store_true", help="engines leave under their answers, and are rolled")
     parser.add_argument("--clients", type=int, default=48, help="requests at a time (default: 48)")
     parser.add_argument("--engines", type=int, default=4, help="prefillers, and decoders (default: 4)")
     parser.add_argument("--discovery", action="store_true", help="engines are found in a file, which breaks at times")
@@ -75,6 +82,8 @@ def _options() -> argparse.Namespace:
         options.seconds = 60 * options.minutes
     if not 5 <= options.seconds <= 24 * 3600 or not 1 <= options.workers <= 16 or not 1 <= options.clients <= 512:
         parser.error("--seconds must be 5 or more, --workers 1 to 16 and --clients 1 to 512")
+    if not 1 <= options.replicas <= 8:
+        parser.error("--replicas must be 1 to 8")
     if not 2 <= options.engines <= 16:
         parser.error("--engines must be 2 to 16: where there is only one, nobody can take over")
     return options
@@ -98,10 +107,18 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         return Recorder(instance, legs.append, sent_by_client)
 
     answers = directory / "answers.jsonl"
-    async with started(directory, options.workers, options.engines, watch, is_discovered=options.discovery) as cluster:
-        injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1)
-        words = (cluster.port, options.seed, options.clients, answers)
-        async with _traffic(*map(str, words)) as traffic:
+    async with started(
+        directory,
+        options.workers,
+        options.engines,
+        watch,
+        gateways=options.replicas,
+        is_discovered=options.discovery,
+        evacuate_after_seconds=EVACUATE_AFTER_SECONDS if options.evacuation else None,
+    ) as cluster:
+        injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1, evacuates=options.evacuation)
+        ports = ",".join(str(gateway.port) for gateway in cluster.gateways)
+        async with _traffic(ports, str(options.seed), str(options.clients), str(answers)) as traffic:
             _say("a few seconds without faults")
             await traffic.ask(_WARM_UP_SECONDS)
             await asyncio.sleep(_QUIET_SECONDS)
@@ -116,15 +133,16 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
             lagging.cancel()
             rest = await cluster.sample()
             engines = {engine.name: await cluster.state(engine) for engine in cluster.engines}
-    lines = log_lines((directory / "gateway.log").read_text(errors="replace"))
-    down = absences(lines, rest.at) if options.workers == 1 else []
+    lines = [line for text in cluster.logs() for line in log_lines(text)]
+    workers = options.workers * options.replicas
+    down = absences(lines, rest.at) if workers == 1 else []
     return Evidence(
-        limits=LIMITS.of_workers(options.workers),
+        limits=LIMITS.of_workers(workers),
         answers=[_answer(line) for line in answers.read_bytes().splitlines()],
         lines=lines,
         legs=legs,
         faults=injector.faults,
-        absences=[*injector.absences, *down],
+        absences=[*injector.changes.absences, *down],
         samples=samples,
         base=base,
         rest=rest,

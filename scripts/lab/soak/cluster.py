@@ -1,36 +1,32 @@
-"""Engines, the network before each of them, and the gateway; and the questions one asks of them."""
+"""Engines, the network before each of them, and the gateways; and the questions one asks of them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
-from lab.common.proc import open_fds, resident_bytes, tree
 from lab.common.processes import HOST, quiet_ports
 from lab.common.programs import Program
 from lab.common.toxics import ToxicProxy
-from lab.soak.evidence import Limits, Sample
+from lab.soak.evidence import together
+from lab.soak.gateways import Gateway, Store, settings
 from lab.soak.listed import ListedEngines
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
     from pathlib import Path
     from typing import BinaryIO
 
     from lab.common.toxics import Watcher
+    from lab.soak.evidence import Sample
 
 ENGINE_OPTIONS: dict[str, Any] = {"eos_after": 150, "tool_call_parser": "kimi_k2", "prompt_tokens_details": False}
 """What decides what engines say: those of the cluster and the one that is asked alone."""
-STALL_SECONDS = 1.0
-LIMITS = Limits(handoff_seconds=4.0, health_seconds=0.5)
 _ENGINE_FLAGS = (
     *("--decode-step-ms", "25", "--prefill-ms-per-1k-tokens", "100", "--pin-seconds", "20"),
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
@@ -40,46 +36,8 @@ _START_SECONDS = 60.0
 """All programs start at once, on machines that may be busy with something else."""
 
 
-def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
-    """The gateway's configuration: everything that takes a while by default takes a second or so."""
-    return {
-        "prefill": list(prefill),
-        "decode": list(decode),
-        "workers": workers,
-        "listen": {"port": port},
-        "retry": {
-            "max_attempts": LIMITS.max_attempts,
-            "budget_share": LIMITS.budget_share,
-            "budget_least": LIMITS.budget_least,
-        },
-        "resume": {"mode": "exact", "max_attempts": LIMITS.max_resumes, "deadline_seconds": 10.0},
-        "timeouts": {
-            "connect_seconds": 1.0,
-            "prefill_seconds": 10.0,
-            "handoff_seconds": LIMITS.handoff_seconds,
-            "first_token_seconds": 10.0,
-            "idle_seconds": 10.0,
-            "answer_seconds": 30.0,
-        },
-        "health": {
-            "interval_seconds": LIMITS.health_seconds,
-            "timeout_seconds": 1.0,
-            "changing_interval_seconds": 0.2,
-            "fall": 2,
-            "rise": 2,
-            "eject_seconds": 1.0,
-            "stall_seconds": STALL_SECONDS,
-            "slow_start_seconds": 2.0,
-            "quarantine_seconds": 2.0,
-        },
-        "joining": {"interval_seconds": 0.2, "max_attempts": 50},
-        "drain": {"not_ready_seconds": 0.0},
-        "log": {"format": "json"},
-    }
-
-
 class Engine:
-    """A simulated engine and the network before it. The gateway knows it as `instance`."""
+    """A simulated engine and the network before it. Gateways know it as `instance`."""
 
     def __init__(
         self, role: str, port: int, network_port: int, output: BinaryIO, watch: Callable[[str], Watcher]
@@ -101,74 +59,122 @@ class Cluster:
     def __init__(
         self,
         engines: list[Engine],
-        gateway: Program,
-        port: int,
+        gateways: list[Gateway],
         session: aiohttp.ClientSession,
         listed: ListedEngines | None,
+        store: Store | None,
     ) -> None:
-        """`listed`: where the gateway finds the engines; None: they are configured, and changed by an administrator."""
+        """`listed`: where the gateways find the engines; None: they are configured, and changed by an administrator.
+        `store`: by which the gateways share what they know; None: they do not.
+        """
         self.engines = engines
+        self.gateways = gateways
         self.listed = listed
-        self.port = port
-        self._gateway = gateway
+        self.store = store
         self._session = session
-        self._url = f"http://{HOST}:{port}"
 
     async def start(self, engine: Engine) -> None:
         """Start an engine, and wait until it answers."""
         await engine.program.start()
         await self._wait_for(engine.url + "/health", engine.name)
 
-    async def start_gateway(self) -> None:
-        await self._gateway.start()
-        await self._wait_for(self._url + "/readyz", "the gateway")
+    async def start_gateways(self) -> None:
+        """All at once, and wait until they are ready and know of each other."""
+        await asyncio.gather(*(gateway.program.start() for gateway in self.gateways))
+        for gateway in self.gateways:
+            await self._wait_for(f"{gateway.url}/readyz", f"the gateway at port {gateway.port}")
+        await until(self._know_each_other)
 
     async def sample(self) -> Sample:
-        """What the gateway tells of itself, and the kernel of it."""
-        async with self._session.get(self._url + "/metrics") as response:
-            text = await response.text()
-        metrics = {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.name.endswith("_bucket")
-        }
-        gateway = self._gateway.pid
-        fds = sum(map(open_fds, tree(gateway)))
-        return Sample(at=time.time(), metrics=metrics, rss_bytes=resident_bytes(gateway), fds=fds)
+        """What the gateways tell of themselves, and the kernel of them."""
+        return together(await asyncio.gather(*(gateway.sample() for gateway in self.gateways)))
+
+    def logs(self) -> list[str]:
+        """What each gateway has written."""
+        return [gateway.log() for gateway in self.gateways]
 
     def workers(self) -> list[int]:
-        """The gateway's; none if it is one process."""
-        return tree(self._gateway.pid)[1:]
+        """The gateways'; none of one that is one process."""
+        return [pid for gateway in self.gateways for pid in gateway.workers()]
 
-    async def change(self, verb: str, engine: Engine) -> None:
-        """`add` or `remove` an instance, until the gateway has heard of it."""
+    # Instances
+
+    async def change(self, verb: str, engine: Engine, **fields: Any) -> None:
+        """`add` or `remove` an instance, until the gateways have heard of it."""
         if self.listed is not None:
             (self.listed.add if verb == "add" else self.listed.remove)(engine.role, engine.instance)
             await until(partial(self._is_enabled, engine, is_expected=verb == "add"))
-            return
-        body = {"type": engine.role, "instances": engine.instance}
-        async with self._session.post(f"{self._url}/instances/{verb}", json=body) as response:
-            if response.status != 200:
-                sys.exit(f"the gateway does not {verb} {engine.name}: {await response.text()}")
+        else:
+            await self.administer(verb, engine, **fields)
+
+    async def administer(self, verb: str, engine: Engine, **fields: Any) -> None:
+        """Tell every gateway to `add` or `remove` an instance."""
+        for gateway in self.gateways:
+            if refused := await gateway.change(verb, {"type": engine.role, "instances": engine.instance, **fields}):
+                sys.exit(f"a gateway does not {verb} {engine.name}: {refused}")
+
+    async def have(self, engine: Engine) -> bool:
+        """Whether all gateways know an instance, be it draining."""
+        return all([engine.instance in await _addresses(gateway) for gateway in self.gateways])
+
+    async def lack(self, engine: Engine) -> bool:
+        """Whether no gateway knows an instance."""
+        return not any([engine.instance in await _addresses(gateway) for gateway in self.gateways])
 
     async def _is_enabled(self, engine: Engine, *, is_expected: bool) -> bool:
-        async with self._session.get(f"{self._url}/instances") as response:
-            told = (await response.json())["instances"]
-        enabled = {one["address"] for one in told if one["membership"] == "enabled"}
-        return (engine.instance in enabled) == is_expected
+        for gateway in self.gateways:
+            enabled = {one["address"] for one in await gateway.instances() if one["membership"] == "enabled"}
+            if (engine.instance in enabled) != is_expected:
+                return False
+        return True
+
+    async def are_told(self, count: int) -> bool:
+        """Whether discovery has named so many instances to each gateway."""
+        return (await self.sample()).total("pdproxy_discovery_instances") == count * len(self.gateways)
 
     async def discovery_fails(self) -> bool:
-        """Whether the gateway says so."""
+        """Whether the gateways say so."""
         return (await self.sample()).total("pdproxy_discovery_up") == 0
 
-    async def has(self, engine: Engine) -> bool:
-        """Whether the gateway knows an instance, be it draining."""
-        sample = await self.sample()
-        return any(("address", engine.instance) in labels for _, labels in sample.metrics)
+    # What is well
 
-    async def lacks(self, engine: Engine) -> bool:
-        return not await self.has(engine)
+    async def is_well(self) -> bool:
+        """Whether the gateways say so of every instance, and of each other."""
+        for gateway in self.gateways:
+            for sample in await gateway.samples():
+                if sample.total("pdproxy_instance_up") < len(self.engines):
+                    return False
+        return await self._know_each_other()
+
+    async def is_well_soon(self) -> bool:
+        """Wait until all is well; False if that takes too long."""
+        with suppress(TimeoutError):
+            await until(self.is_well)
+            return True
+        return False
+
+    async def is_down(self, engine: Engine) -> bool:
+        """Whether no worker of any gateway holds an instance to be up."""
+        for gateway in self.gateways:
+            if any(s.total("pdproxy_instance_up", address=engine.instance) for s in await gateway.samples()):
+                return False
+        return True
+
+    async def are_alone(self) -> bool:
+        """Whether no gateway knows of another one."""
+        return (await self.sample()).total("pdproxy_replicas_peers") == 0
+
+    async def _know_each_other(self) -> bool:
+        if self.store is None:
+            return True
+        count = len(self.gateways)
+        return (await self.sample()).total("pdproxy_replicas_peers") == count * (count - 1)
+
+    # Engines
+
+    async def is_idle(self, engine: Engine) -> bool:
+        """Whether an engine works on nothing."""
+        return not (await self.state(engine))["live"]
 
     async def inject(self, engine: Engine, rule: dict[str, Any]) -> None:
         async with self._session.post(engine.url + "/_mock/faults", json=rule):
@@ -184,21 +190,6 @@ class Cluster:
             state = dict(await response.json())
         del state["requests"]
         return state
-
-    async def is_well(self) -> bool:
-        """Whether the gateway says so of every instance, and every worker does: each knows for itself."""
-        for _ in range(max(1, 4 * len(self.workers()))):
-            sample = await self.sample()
-            if sample.total("pdproxy_instance_up") < len(self.engines):
-                return False
-        return True
-
-    async def is_well_soon(self) -> bool:
-        """Wait until all is well; False if that takes too long."""
-        with suppress(TimeoutError):
-            await until(self.is_well)
-            return True
-        return False
 
     async def _wait_for(self, url: str, name: str) -> None:
         async def answers() -> bool:
@@ -220,39 +211,69 @@ async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: floa
             await asyncio.sleep(0.1)
 
 
+async def _addresses(gateway: Gateway) -> set[str]:
+    return {one["address"] for one in await gateway.instances()}
+
+
 @asynccontextmanager
 async def started(
-    directory: Path, workers: int, per_role: int, watch: Callable[[str], Watcher], *, is_discovered: bool
+    directory: Path,
+    workers: int,
+    per_role: int,
+    watch: Callable[[str], Watcher],
+    *,
+    gateways: int,
+    is_discovered: bool,
+    evacuate_after_seconds: float | None,
 ) -> AsyncIterator[Cluster]:
-    """Start everything, and stop it in the end. Logs and configuration are written to the directory. `is_discovered`:
-    the gateway finds the engines in a file.
+    """Start everything, and stop it in the end. Logs and configurations are written to the directory. Several gateways
+    share what they know. `is_discovered`: they find the engines in a file. `evacuate_after_seconds`: what still runs at
+    an instance that leaves may end there for so long; None: however long that takes.
     """
-    gateway_port, *ports = quiet_ports(1 + 4 * per_role)
+    store_port, *ports = quiet_ports(1 + gateways + 4 * per_role)
+    gateway_ports, ports = ports[:gateways], ports[gateways:]
     roles = ["prefill"] * per_role + ["decode"] * per_role
-    # Not kept: a connection that is left open would count among the gateway's.
-    connector = aiohttp.TCPConnector(force_close=True)
-    with (directory / "engines.log").open("wb") as engine_log, (directory / "gateway.log").open("wb") as gateway_log:
+    async with AsyncExitStack() as stack:
+        # Not kept: a connection that is left open would count among the gateways'.
+        connector = aiohttp.TCPConnector(force_close=True)
+        client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10.0))
+        session = await stack.enter_async_context(client)
+        engine_log = stack.enter_context((directory / "engines.log").open("wb"))
         engines = [
             Engine(role, port, network_port, engine_log, watch)
             for role, port, network_port in zip(roles, ports[::2], ports[1::2], strict=True)
         ]
-        gateway = Program(["--config", str(directory / "gateway.yaml")], gateway_log)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10.0)) as session:
-            names = ((engine.role, engine.instance) for engine in engines)
-            listed = ListedEngines(directory / "engines.json", names) if is_discovered else None
-            cluster = Cluster(engines, gateway, gateway_port, session, listed)
-            configured = [] if is_discovered else engines
-            instances = {role: [e.instance for e in configured if e.role == role] for role in ("prefill", "decode")}
-            options = settings(gateway_port, workers, **instances) | (listed.settings if listed else {})
-            # JSON is YAML, too.
-            (directory / "gateway.yaml").write_text(json.dumps(options, indent=1))
-            try:
-                for engine in engines:
-                    await engine.network.__aenter__()
-                await asyncio.gather(*map(cluster.start, engines))
-                await cluster.start_gateway()
-                yield cluster
-            finally:
-                await asyncio.gather(*(program.end() for program in (gateway, *(e.program for e in engines))))
-                for engine in engines:
-                    await engine.network.__aexit__(None, None, None)
+        for engine in engines:
+            await stack.enter_async_context(engine.network)
+        listed = store = None
+        configured = engines
+        if is_discovered:
+            listed = ListedEngines(directory / "engines.json", ((engine.role, engine.instance) for engine in engines))
+            configured = []
+        if gateways > 1:
+            store = Store(store_port, directory)
+            stack.push_async_callback(store.end)
+            await store.start()
+        instances = {role: [e.instance for e in configured if e.role == role] for role in ("prefill", "decode")}
+        options = {
+            **settings(**instances),
+            "workers": workers,
+            "leaving": {"evacuate_after_seconds": evacuate_after_seconds},
+            **(listed.settings if listed else {}),
+            **(store.settings if store else {}),
+        }
+        made = [
+            stack.enter_context(Gateway(directory / f"gateway-{number}", port, options, session))
+            for number, port in enumerate(gateway_ports, 1)
+        ]
+        cluster = Cluster(engines, made, session, listed, store)
+        stack.push_async_callback(
+            _end, [*(gateway.program for gateway in made), *(engine.program for engine in engines)]
+        )
+        await asyncio.gather(*map(cluster.start, engines))
+        await cluster.start_gateways()
+        yield cluster
+
+
+async def _end(programs: Iterable[Program]) -> None:
+    await asyncio.gather(*(program.end() for program in programs))

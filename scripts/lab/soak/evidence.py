@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     Series = tuple[str, tuple[tuple[str, str], ...]]
     """A metric's name and its labels, sorted."""
@@ -108,7 +108,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the gateway's metrics and the kernel said at one moment."""
+    """What the gateways' metrics and the kernel said at one moment."""
 
     at: float
     metrics: Mapping[Series, float]
@@ -134,11 +134,22 @@ class Sample:
         return values
 
 
+def together(samples: Sequence[Sample]) -> Sample:
+    """Of several gateways, whose metrics have labels that tell them apart."""
+    return Sample(
+        at=min(sample.at for sample in samples),
+        metrics={series: value for sample in samples for series, value in sample.metrics.items()},
+        rss_bytes=sum(sample.rss_bytes for sample in samples),
+        fds=sum(sample.fds for sample in samples),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The gateway's settings that the judge needs."""
+    """The gateways' settings that the judge needs."""
 
     workers: int = 1
+    """Of all gateways together."""
     max_attempts: int = 3
     max_resumes: int = 3
     budget_share: float = 0.2
@@ -157,7 +168,7 @@ class Evidence:
     limits: Limits
     answers: list[Answer]
     lines: list[dict[str, Any]]
-    """The gateway's log."""
+    """The gateways' logs."""
     legs: list[Leg]
     faults: list[Fault]
     absences: list[Absence]

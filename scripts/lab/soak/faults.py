@@ -1,4 +1,7 @@
-"""What goes wrong. Each fault is done to one backend and undone again; then the gateway has some time to find out."""
+"""What goes wrong. Each fault is done to one backend and undone again; then the gateways have some time to find out.
+
+What is planned (`changes`) counts as one, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -13,8 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lab.common.toxics import Direction, Latency, Slicer
-from lab.soak.cluster import STALL_SECONDS, until
-from lab.soak.evidence import KILL_WORKER, Absence, Fault
+from lab.soak.changes import Changes
+from lab.soak.cluster import until
+from lab.soak.evidence import KILL_WORKER, Fault
+from lab.soak.gateways import STALL_SECONDS
+from proxy.roll import GatewayTrouble, RollStopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from lab.soak.cluster import Cluster, Engine
 
 Damage = Callable[["Cluster", "Engine"], Awaitable[None]]
+Change = Callable[["Engine"], Awaitable[None]]
 
 _DEAD_SECONDS = 0.5
 _STOPPED_SECONDS = STALL_SECONDS + 2.0
@@ -93,19 +101,25 @@ _ONE_ROLE: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 _DAMAGES: dict[str, Damage] = {"kill": kill, "stop": stop, "partition": partition, "slow down": slow_down}
-DRAIN = "drain"
+_ROLL = "roll"
 _SPOIL = "spoil the list"
+_LOSE_STORE = "lose the store"
 
 
 class FaultInjector:
     """One fault after the other, in an order that depends on the seed alone. Owns the notes of them."""
 
-    def __init__(self, cluster: Cluster, seed: int, *, kills_workers: bool) -> None:
+    def __init__(self, cluster: Cluster, seed: int, *, kills_workers: bool, evacuates: bool) -> None:
+        """`evacuates`: instances leave under their answers, too."""
         self.faults: list[Fault] = []
-        self.absences: list[Absence] = []
+        self.changes = Changes(cluster)
         self._cluster = cluster
         self._kills_workers = kills_workers
         self._draw = random.Random(seed)
+        self._planned: dict[str, Change] = {"drain": self.changes.drain}
+        self._rolls = evacuates
+        if evacuates:
+            self._planned |= {"evacuate": self.changes.evacuate, "leave": self.changes.leave}
 
     async def run_for(self, seconds: float, tell: Callable[[Fault], None]) -> None:
         """One fault at a time until then; the last one is undone, too."""
@@ -114,8 +128,13 @@ class FaultInjector:
             if time.monotonic() >= until:
                 return
             began = time.time()
-            target = await self._do(kind, role)
-            is_healed = await self._cluster.is_well_soon()
+            is_done, target = True, role
+            try:
+                target = await self._do(kind, role)
+            except (RollStopped, GatewayTrouble) as error:
+                print(f"  {error}", file=sys.stderr, flush=True)
+                is_done = False
+            is_healed = await self._cluster.is_well_soon() and is_done
             fault = Fault(kind=kind, target=target, began=began, ended=time.time(), is_healed=is_healed)
             self.faults.append(fault)
             tell(fault)
@@ -123,9 +142,13 @@ class FaultInjector:
 
     def _deck(self) -> Iterator[tuple[str, str]]:
         """Kinds and roles: what is worst, in some order, then what engines do wrong by themselves; and again."""
-        worst = [(kind, role) for role in _ONE_ROLE for kind in ("kill", *_DAMAGES, DRAIN)]
+        worst = [(kind, role) for role in _ONE_ROLE for kind in ("kill", *_DAMAGES, *self._planned)]
+        if self._rolls:
+            worst += [(_ROLL, role) for role in _ONE_ROLE]
         if self._cluster.listed is not None:
             worst += [(_SPOIL, "")] * 2
+        if self._cluster.store is not None:
+            worst += [(_LOSE_STORE, "")] * 2
         if self._kills_workers:
             worst += [(KILL_WORKER, "")] * 3
         others = [(kind, role) for role, rules in _ONE_ROLE.items() for kind in rules]
@@ -134,16 +157,21 @@ class FaultInjector:
                 yield from self._draw.sample(cards, len(cards))
 
     async def _do(self, kind: str, role: str) -> str:
-        """Do it to somebody, and tell to whom."""
+        """Do it to somebody, and tell to whom. Raises RollStopped and GatewayTrouble."""
         if kind == KILL_WORKER:
             pid = self._draw.choice(self._cluster.workers())
             os.kill(pid, signal.SIGKILL)
             return str(pid)
         if kind == _SPOIL:
             return await self._spoil()
+        if kind == _LOSE_STORE:
+            return await self._lose_store()
+        if kind == _ROLL:
+            await self.changes.roll(role)
+            return role
         engine = self._draw.choice([engine for engine in self._cluster.engines if engine.role == role])
-        if kind == DRAIN:
-            await self._drain(engine)
+        if change := self._planned.get(kind):
+            await change(engine)
         else:
             damage = _DAMAGES.get(kind) or partial(inject, _ONE_ROLE[engine.role][kind])
             await damage(self._cluster, engine)
@@ -161,14 +189,14 @@ class FaultInjector:
             listed.repair()
         return "discovery"
 
-    async def _drain(self, engine: Engine) -> None:
-        """As an operator restarts an engine: taken out, waited for, started again, put back."""
-        cluster = self._cluster
-        await cluster.change("remove", engine)
-        removed_at = time.time()
-        await until(partial(cluster.lacks, engine))
-        await engine.program.end()
-        await cluster.start(engine)
-        self.absences.append(Absence(instance=engine.instance, began=removed_at, ended=time.time(), why="was removed"))
-        await cluster.change("add", engine)
-        await until(partial(cluster.has, engine))
+    async def _lose_store(self) -> str:
+        """Nobody tells the gateways of each other for a while, and nothing is left of what they have said."""
+        store = self._cluster.store
+        assert store is not None
+        await store.end()
+        try:
+            await until(self._cluster.are_alone)
+            await asyncio.sleep(_INJECTED_SECONDS)
+        finally:
+            await store.start()
+        return "the store"

@@ -1,4 +1,4 @@
-"""The clients: `python -m lab.soak.traffic PORT SEED CLIENTS FILE`. What they get must be what an engine alone says.
+"""The clients: `python -m lab.soak.traffic PORT,… SEED CLIENTS FILE`. What they get must be what an engine alone says.
 
 Reads lines from standard input, the seconds to ask for; asks, lets everything end, and prints a line. Notes an Answer
 for every request in the file.
@@ -26,6 +26,7 @@ from lab.soak.workload import Request, user_name, workload
 from proxy.sim.engine import SimulatedEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import BinaryIO
 
 _PATIENCE_SECONDS = 60.0
@@ -35,8 +36,8 @@ _CLEAN_EVERY_SECONDS = 0.1
 class Traffic:
     """All clients of one run. Owns the file of answers."""
 
-    def __init__(self, port: int, seed: int, clients: int, answers: BinaryIO) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+    def __init__(self, ports: Sequence[int], seed: int, clients: int, answers: BinaryIO) -> None:
+        self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         self._clients = clients
         self._answers = answers
         self._draw = random.Random(seed)
@@ -78,6 +79,7 @@ class Traffic:
         serial = next(self._serials)
         user = user_name(serial, request)
         received = _Received()
+        url = self._urls[serial % len(self._urls)] + request.api.path
         began = time.time()
         outcome, problem = Outcome.CUT, ""
         leaves_after = request.leaves_after_seconds
@@ -85,7 +87,7 @@ class Traffic:
             async with asyncio.timeout(_PATIENCE_SECONDS if leaves_after is None else leaves_after):
                 # Some clients come anew each time, and so to any of several workers.
                 headers = {"X-Request-Id": user, **({"Connection": "close"} if serial % 3 == 0 else {})}
-                await received.read(session, self._url + request.api.path, request.body(user), headers)
+                await received.read(session, url, request.body(user), headers)
         except TimeoutError:
             outcome = Outcome.SILENT if leaves_after is None else Outcome.LEFT
         except aiohttp.ClientError as error:
@@ -164,11 +166,11 @@ def _error(body: bytes) -> str:
         return str(body[:100])
 
 
-async def main(port: int, seed: int, clients: int, path: Path) -> None:
+async def main(ports: Sequence[int], seed: int, clients: int, path: Path) -> None:
     """Serve the commands on standard input until it ends."""
     loop = asyncio.get_running_loop()
     with path.open("wb") as answers:
-        traffic = Traffic(port, seed, clients, answers)
+        traffic = Traffic(ports, seed, clients, answers)
         await traffic.learn()
         print("ready", flush=True)
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -178,4 +180,6 @@ async def main(port: int, seed: int, clients: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))
+    uvloop.run(
+        main([int(port) for port in sys.argv[1].split(",")], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    )

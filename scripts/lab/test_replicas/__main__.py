@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import random
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -24,10 +23,11 @@ from urllib.request import urlopen
 import uvloop
 
 from lab.common.invocation import allow_many_files, unwind_on_signals
-from lab.common.processes import HOST, free_ports, running
+from lab.common.processes import HOST, free_ports
 from lab.common.scripted import programs
 from lab.common.scripted.clients import Crowd, request
 from lab.common.scripted.engines import Script
+from lab.common.store import store
 from lab.common.table import aligned
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class _Found:
 
 
 @contextmanager
-def _gateways(engines: programs.Engines, count: int, logs: Path, store: int | None) -> Iterator[list[int]]:
+def _gateways(engines: programs.Engines, count: int, logs: Path, store_url: str | None) -> Iterator[list[int]]:
     """Their ports."""
     settings = dict(_POLICIES)
-    if store is not None:
-        settings["PROXY_REPLICAS__URL"] = f"redis://{HOST}:{store}/0"
+    if store_url is not None:
+        settings["PROXY_REPLICAS__URL"] = store_url
     with ExitStack() as stack:
         ports = []
         for number in range(count):
@@ -68,17 +68,6 @@ def _gateways(engines: programs.Engines, count: int, logs: Path, store: int | No
             directory.mkdir(parents=True, exist_ok=True)
             ports.append(stack.enter_context(programs.gateway(engines, 1, directory, settings))[0])
         yield ports
-
-
-@contextmanager
-def _store(port: int, logs: Path) -> Iterator[int]:
-    """A server that keeps nothing on disk."""
-    server = shutil.which("valkey-server") or shutil.which("redis-server")
-    if server is None:
-        sys.exit("there is neither valkey-server nor redis-server")
-    command = [server, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no", "--dir", str(logs)]
-    with running("the store", command, port, logs / "store.log"):
-        yield port
 
 
 async def _bursts(options: argparse.Namespace, ports: Sequence[int]) -> int:
@@ -146,14 +135,14 @@ def _lose_store(engines: programs.Engines, options: argparse.Namespace, logs: Pa
         return [path.read_text(errors="replace").count(line) for path in paths]
 
     with ExitStack() as stack:
-        store = stack.enter_context(ExitStack())
-        store.enter_context(_store(port, logs))
-        ports = stack.enter_context(_gateways(engines, _GATEWAYS, logs, port))
+        until_lost = stack.enter_context(ExitStack())
+        url = until_lost.enter_context(store(port, logs))
+        ports = stack.enter_context(_gateways(engines, _GATEWAYS, logs, url))
         _become_aware(ports)
-        store.close()
+        until_lost.close()
         failed = uvloop.run(_bursts(options, ports))
         _become_aware(ports, of=0)
-        stack.enter_context(_store(port, logs))
+        stack.enter_context(store(port, logs))
         _become_aware(ports)
         lines = told(_GONE), told(_BACK)
     print(
@@ -171,11 +160,11 @@ def main() -> None:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = stack.enter_context(programs.engines(_PREFILLERS, _DECODERS, logs))
-        store = stack.enter_context(_store(free_ports(1)[0], logs))
-        ways: dict[str, tuple[int, int | None]] = {
+        url = stack.enter_context(store(free_ports(1)[0], logs))
+        ways: dict[str, tuple[int, str | None]] = {
             "1": (1, None),
             f"{_GATEWAYS}, not sharing": (_GATEWAYS, None),
-            f"{_GATEWAYS}, sharing": (_GATEWAYS, store),
+            f"{_GATEWAYS}, sharing": (_GATEWAYS, url),
         }
         found = {}
         for name, (count, shared) in ways.items():
