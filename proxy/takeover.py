@@ -80,7 +80,7 @@ class Predecessor:
 
 class Successor:
     """The process that is to take over, as the one that started it sees it. To be asked (`look`) when its descriptor is
-    readable, and now and then.
+    readable, and now and then, until that has said how it ends, or until `stop`.
     """
 
     def __init__(self, sockets: Mapping[str, socket.socket], instances: Any) -> None:
@@ -99,7 +99,7 @@ class Successor:
             self.pid = _spawn(orjson.dumps(told).decode(), [theirs.fileno(), file.fileno(), *passed.values()])
             theirs.close()
             file.close()
-            stack.pop_all()  # from here on it is closed by `look`
+            stack.pop_all()  # from here on it is closed by `look` and `stop`
         self._channel.setblocking(False)
         logger.info("process %d is started to take over", self.pid)
 
@@ -130,8 +130,16 @@ class Successor:
         self._channel.close()
         return True
 
+    def stop(self) -> None:
+        """End it, too: this process was told to stop, and `look` has not said yet what becomes of that one."""
+        logger.info("process %d, which was to take over, is told to stop, too", self.pid)
+        self._end()
+
     def _give_up(self, why: str) -> None:
         logger.error("process %d, which was to take over, %s: this one goes on", self.pid, why)
+        self._end()
+
+    def _end(self) -> None:
         with suppress(OSError):
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGTERM)

@@ -58,6 +58,19 @@ def test_one_that_does_not_get_ready_is_ended(
     assert os.WTERMSIG(status) == 15
 
 
+def test_one_that_is_not_wanted_any_more_is_ended(
+    successor: Callable[[str], Successor], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    slow = successor("exec sleep 60")
+    assert slow.look() is None
+    slow.stop()
+    assert f"process {slow.pid}, which was to take over, is told to stop, too" in caplog.text
+    _, status = os.waitpid(slow.pid, 0)
+    assert os.WTERMSIG(status) == 15
+    assert slow.fileno() == -1
+
+
 def test_a_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "command_line", lambda: ["/nowhere/pdproxy"])
     before = os.listdir("/proc/self/fd")

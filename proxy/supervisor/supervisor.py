@@ -188,6 +188,8 @@ class _Supervisor:
 
     def _pass_on(self, number: signal.Signals) -> None:
         if number in _STOP_SIGNALS:
+            if self._has_been_replaced():
+                return  # the workers drain, which is what was asked for
             logger.info("%s: stopping the workers", number.name)
             self._stop(now=self._stop_signals > 0)
             self._stop_signals += 1
@@ -197,18 +199,28 @@ class _Supervisor:
             living = [seat for seat in self._seats if seat.pid is not None]
             for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
                 self._signal(seat, number)
-
         elif number is signal.SIGUSR2 and self._successor is None and not self._is_stopping:
             self._successor = start_successor(self._shared)
 
-    def _look_for_successor(self) -> None:
-        """Let the workers drain when another process has taken over."""
+    def _look_for_successor(self) -> bool:
+        """Let the workers drain when another process has taken over; whether one has just now."""
         if self._successor is None or (has_taken_over := self._successor.look()) is None:
-            return
+            return False
         self._successor = None
-        if has_taken_over and not self._is_stopping:
-            self._stop(now=False)
-            self._signal_workers(signal.SIGUSR2)
+        if not has_taken_over or self._is_stopping:
+            return False
+        self._stop(now=False)
+        self._signal_workers(signal.SIGUSR2)
+        return True
+
+    def _has_been_replaced(self) -> bool:
+        """Whether another process has taken over just now. One that has not is told to stop, too."""
+        if self._look_for_successor():
+            return True
+        if self._successor is not None:
+            self._successor.stop()
+            self._successor = None
+        return False
 
     def _stop(self, *, now: bool) -> None:
         """No more replacements; the workers, about to be told to leave, get this long for it."""

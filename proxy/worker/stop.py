@@ -18,7 +18,7 @@ class Stop:
     """The first signal asks the worker to drain; the second, or the supervisor's end, to leave now.
 
     SIGUSR2 has another process take over: without a supervisor this one starts it, and drains when it accepts; with one
-    the signal says that it does.
+    the signal says that it does. Who is asked to drain before that has that process stop, too.
     """
 
     def __init__(self, alive_fd: int | None, start_successor: Callable[[], Successor | None]) -> None:
@@ -42,6 +42,7 @@ class Stop:
         if self.requested.is_set():
             self.now.set()
             self.exit_code = 128 + number
+        self._stop_successor()
         self.requested.set()
 
     def _on_supervisor_gone(self, alive_fd: int) -> None:
@@ -58,6 +59,16 @@ class Stop:
         if self._successor is None and not self.requested.is_set():
             self._successor = self._start_successor()
             self._await_successor()
+
+    def _stop_successor(self) -> None:
+        """Unless it has taken over just now."""
+        if self._successor is not None:
+            self._look()
+        if self._successor is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._successor.fileno())
+            self._successor.stop()
+            self._successor = None
 
     def _await_successor(self) -> None:
         if self._successor is not None:

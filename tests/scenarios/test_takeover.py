@@ -203,6 +203,23 @@ async def test_one_that_does_not_come_up_changes_nothing(
         assert (await ask(session, program.url, BODY)).is_done
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_who_is_told_to_stop_does_not_leave_one_that_comes_up(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path, workers: str
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
+    async with replaceable("--config", str(path), "--workers", workers) as program:
+        path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['127.0.0.1:1']\n")  # with which it never is ready
+        await program.says("ready: ")
+        program.signal(signal.SIGUSR2)
+        new = int((await program.says(STARTED))[1])
+        program.signal(signal.SIGTERM)
+        assert await program.ended() == 0
+        await until(lambda: not is_there(new), "the end of the new one", 10.0)
+        assert f"process {new}, which was to take over, is told to stop, too" in program.output
+
+
 async def test_systemd_opens_the_port_and_hears_who_serves_now(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
