@@ -6,7 +6,7 @@ All of it is synchronous, so no cancellation can fall in between, and nothing el
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 from proxy.balancer.choice import OTHER
 from proxy.balancer.scoreboard import CELLS_PER_SLOT, COMPUTE, KV, REQUESTS, RUNNING
@@ -35,7 +35,7 @@ class Lease:
     )
 
     backend: Backend
-    """The backend that was picked, once the lease is entered."""
+    """The backend that was picked, once the lease is entered; before, AttributeError."""
     pick: Pick
     """The same, with why."""
     prediction: Prediction | None
@@ -62,14 +62,6 @@ class Lease:
         self.answer_tokens = None
         self.prediction = None
         self._has_begun = False
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            # Only for a slot that is not filled yet.
-            if name == "backend":
-                raise RuntimeError("a lease has a backend only after it was entered")
-            raise AttributeError(name)
 
     def __enter__(self) -> Self:
         """Pick and charge. Raises NoBackendAvailable."""

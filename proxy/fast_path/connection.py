@@ -29,8 +29,8 @@ class FastConnection(FirstProtocol):
     """What a HttpListener makes for each connection that it accepts, if the fast path is on."""
 
     __slots__ = (
-        *("_body", "_closes", "_drained", "_head", "_held_bytes", "_listener", "_missing_bytes", "_intake", "_pending"),
-        *("_request", "_since", "door", "is_paused", "on_full", "transport"),
+        *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
+        *("_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
     )
 
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
@@ -51,6 +51,8 @@ class FastConnection(FirstProtocol):
         """What came behind the request under way."""
         self._head: Head | None = None
         """Of the request whose body is on its way."""
+        self._last: Head | None = None
+        """Of the request that came last."""
         self._body: list[bytes] = []
         """What there is of that request, its head included."""
         self._missing_bytes = 0
@@ -155,11 +157,12 @@ class FastConnection(FirstProtocol):
     # How
 
     def _read(self, data: bytes) -> None:
-        head = read_head(data)
+        head = read_head(data, self._last)
         if head is None or head.path not in self._intake.paths:
             self._body.append(data)
             self._leave()
             return
+        self._last = head
         self._listener.headers_arrived(self)
         missing_bytes = head.size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:

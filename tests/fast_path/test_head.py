@@ -224,6 +224,37 @@ def test_a_head_ends_where_it_ends(data: bytes, at: int, behind: bytes) -> None:
         assert read_head(data[: head.size_bytes] + behind) == head
 
 
+@example(PLAIN, LINE + b"Host: x\r\nContent-Length: 17\r\n\r\n")
+@example(PLAIN, LINE + b"Host: x\r\nContent-Length: 2 \r\n\r\n")
+@example(PLAIN, LINE + b"Host: x\r\nContent-Length: \r\n\r\n")
+@given(heads(), st.one_of(heads(), nearly_plain()))
+def test_a_head_is_the_same_whatever_came_before_it_on_its_connection(first: bytes, second: bytes) -> None:
+    assert read_head(second, read_head(first)) == read_head(second)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"0", b"3", b"17", b"002", b"9" * 15, b"9" * 16, b"", b"2 ", b"+2", b"2, 2", b"0x2", b"\xb2", b"2\r\nX: y"],
+)
+@given(heads())
+def test_only_the_length_may_be_another(value: bytes, first: bytes) -> None:
+    head = read_head(first)
+    if head is not None:
+        for rest in (b"", b"{}", b"7\r\n\r\n"):
+            second = head.before + value + head.behind + rest
+            assert read_head(second, head) == read_head(second)
+
+
+def test_a_head_that_grows_too_long_is_not_plain() -> None:
+    field = b"X-A: " + b"v" * 4090 + b"\r\n"
+    left = MAX_HEAD_BYTES - len(with_fields(field, b"X-B: \r\n"))
+    longest = with_fields(field, b"X-B: " + b"v" * left + b"\r\n")
+    head = read_head(longest)
+    assert head is not None
+    assert head.size_bytes == MAX_HEAD_BYTES
+    assert read_head(head.before + b"17" + head.behind, head) is None
+
+
 def with_fields(*lines: bytes, host: bytes = b"Host: x\r\n", length: bytes = b"Content-Length: 2\r\n") -> bytes:
     return LINE + host + length + b"".join(lines) + b"\r\n"
 
