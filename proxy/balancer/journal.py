@@ -28,6 +28,7 @@ class Journal:
     """
 
     def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES) -> None:
+        """`workers`: all who write. One of them may be a guest who tells what workers on other hosts have done."""
         self.workers = workers
         self._ring_bytes = ring_bytes
         self._memory = mmap.mmap(-1, workers * (2 * _CELL_BYTES + ring_bytes))

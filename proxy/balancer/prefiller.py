@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from enum import IntEnum
-from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.prefill_records import Kind, Record, packed, unpacked
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
@@ -46,21 +44,6 @@ class Sent:
     odometer: float
     told: tuple[int, int] | None = None
     """Tokens of the prompt, and those of them that were cached, as the backend told."""
-
-
-class _Kind(IntEnum):
-    """Of a record in the journal."""
-
-    SENT = 0
-    """A prompt with these keys goes there. Numbers: when, the predicted seconds, the tokens that are not expected to be
-    cached, and the ends of its pieces."""
-    ENDED = 1
-    """One has ended, and nothing has come of these keys. Numbers: when, how far the odometer has to be moved, the trust
-    and the capacity by now, and a sample, if it teaches one."""
-
-
-# Its kind, the prefiller's slot, the number of keys and of other numbers, which follow.
-_RECORD: Final = Struct("<IIII")
 
 
 class Sample(NamedTuple):
@@ -135,7 +118,7 @@ class Prefiller:
         else:
             prefixes.odometer += tokens
         if self.journal is not None:
-            self._write(_Kind.SENT, keys, (now, seconds, tokens - cached, *ends))
+            self._write(Kind.SENT, keys, ends, now, seconds, tokens - cached)
         charge = round(seconds / SECONDS_PER_LOAD)
         self.version += 1
         self.charge += charge
@@ -181,7 +164,7 @@ class Prefiller:
             dropped = [key for key, reading in zip(sent.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
-            self._write(_Kind.ENDED, dropped, (now, further, prefixes.trust, prefixes.capacity, *(sample or ())))
+            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, prefixes.capacity, *(sample or ()))
         return sample
 
     def emptied(self) -> None:
@@ -209,25 +192,24 @@ class Prefiller:
         left = max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
         return max(0.0, load - seconds + left)
 
-    def _write(self, kind: _Kind, keys: Sequence[int], numbers: Sequence[float]) -> None:
+    def _write(self, kind: Kind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
         assert self.journal is not None
-        head = _RECORD.pack(kind, self.backend.slot, len(keys), len(numbers))
-        self.journal.write(head + array("Q", keys).tobytes() + array("d", numbers).tobytes())
+        self.journal.write(packed(Record(kind, self.backend.slot, keys, ends, numbers)))
 
-    def _hear(self, kind: int, keys: Sequence[int], numbers: Sequence[float]) -> Sample | None:
+    def _hear(self, record: Record) -> Sample | None:
         self.version += 1
-        if kind == _Kind.SENT:
-            at, seconds, computed, *ends = numbers
+        if record.kind == Kind.SENT:
+            at, seconds, computed = record.numbers
             self._others.append((at, seconds))
-            self.cached.use(keys, ends, computed)
+            self.cached.use(record.keys, record.ends, computed)
             return None
-        at, further, trust, capacity, *sample = numbers
+        at, further, trust, capacity, *sample = record.numbers
         if self._others:
             self._others.popleft()
         prefixes = self.cached
         prefixes.odometer += further
         prefixes.trust, prefixes.capacity = trust, capacity
-        prefixes.drop(keys)
+        prefixes.drop(record.keys)
         if not sample:
             return None
         self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
@@ -238,13 +220,8 @@ def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[P
     """Take in what other workers have sent there, and what has come of it. `prefillers`: by slot; of others nothing is
     kept.
     """
-    for record in journal.news():
-        kind, slot, key_count, number_count = _RECORD.unpack_from(record)
-        if (prefiller := prefillers.get(slot)) is None:
-            continue
-        keys, numbers = array("Q"), array("d")
-        split = _RECORD.size + key_count * keys.itemsize
-        keys.frombytes(record[_RECORD.size : split])
-        numbers.frombytes(record[split : split + number_count * numbers.itemsize])
-        if (sample := prefiller._hear(kind, keys, numbers)) is not None:
+    for data in journal.news():
+        record = unpacked(data)
+        prefiller = prefillers.get(record.slot)
+        if prefiller is not None and (sample := prefiller._hear(record)) is not None:
             yield prefiller, sample

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Set
 
     from proxy.backend import Backend
 
@@ -32,6 +32,7 @@ _PINNED_TOKENS: Final = 5
 _PINNED_SINCE: Final = 6
 _PINNED_EVER: Final = 7
 _CELL_BYTES = 8
+_SLOT_BYTES = CELLS_PER_SLOT * _CELL_BYTES
 # Hand-overs are counted by decoder and lane, a count and tokens each. One lane for each possible prefiller would take
 # 16 MB for each worker.
 LANES: Final = 64
@@ -136,6 +137,24 @@ class Scoreboard:
         it is all there is.
         """
         return self._own_sum(slot, RUNNING), Load(self._own_sum(slot, COMPUTE), self._own_sum(slot, KV))
+
+    def own_cells(self) -> bytes:
+        """All that this gateway's workers have charged, as it is now, for `changed`."""
+        return self._cells[: self.workers * self._width].tobytes()
+
+    def changed(self, before: bytes, after: bytes) -> Set[int]:
+        """The slots in which `own_cells` was another then. `before` may be empty: nothing was charged."""
+        width = self._width * _CELL_BYTES
+        before = before or bytes(len(after))
+        slots: set[int] = set()
+        for row in range(0, len(after), width):
+            if before[row : row + width] != after[row : row + width]:
+                slots.update(
+                    slot
+                    for slot, at in enumerate(range(row, row + width, _SLOT_BYTES))
+                    if before[at : at + _SLOT_BYTES] != after[at : at + _SLOT_BYTES]
+                )
+        return slots
 
     def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""

@@ -368,6 +368,15 @@ class Metrics:
         self.replicas_exchanges_total = Counter(
             "replicas_exchanges_total", "Exchanges with the store of the replicas, by result.", ("result",), **new
         )
+        self.replicas_news_total = Counter(
+            "replicas_news_total",
+            "Messages about changes between the gateways of the group, by whether this one told or heard them.",
+            ("direction",),
+            **new,
+        )
+        self.replicas_news_bytes_total = Counter(
+            "replicas_news_bytes_total", "Bytes of these messages.", ("direction",), **new
+        )
         self.replicas_last_exchange_timestamp_seconds = Gauge(
             "replicas_last_exchange_timestamp_seconds",
             "When the store of the replicas last answered, in seconds since the Unix epoch; 0: it did not yet.",
@@ -500,6 +509,8 @@ class Metrics:
             (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
             (self.config_reloads_total, product(("ok", "failed"))),
             (self.replicas_exchanges_total, product(("ok", "failed"))),
+            (self.replicas_news_total, product(("told", "heard"))),
+            (self.replicas_news_bytes_total, product(("told", "heard"))),
         ]
         _show_series(known)
 

@@ -1,12 +1,15 @@
 """Several gateways in front of the same engines, which tell each other their loads through Redis or Valkey.
 
 told.py      what a gateway tells, as bytes
+own.py       what this one has to tell
 peers.py     what the others have told, for as long as it counts
+guests.py    what they have told, in the guests' rows of shared memory, where picks look
 store.py     the only place that knows the store
-exchange.py  the loop of one worker, which writes what others have told into the guests' rows of shared memory
+exchange.py  the loops of one worker, which has all of that done
 """
 
 from proxy.replicas.exchange import Exchange
-from proxy.replicas.store import Store, StoreFailed
+from proxy.replicas.port import StoreFailed
+from proxy.replicas.store import Store
 
 __all__ = ["Exchange", "Store", "StoreFailed"]

@@ -6,22 +6,26 @@ rule holds for a gateway that died, one that cannot reach the store, and a store
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.replicas.told import Charge, Told, Used, added, decode
+from proxy.replicas.told import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _FORGET_AFTER_TTLS: Final = 60
+_NOTHING: Final = (0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Peer:
     message: bytes
-    told: Told | None
     heard_at: float
+    turn: int | None = None
+    """None: it cannot be understood."""
+    instances: dict[str, Charge] = field(default_factory=dict)
+    keys: dict[str, Used] = field(default_factory=dict)
 
 
 class Peers:
@@ -39,27 +43,49 @@ class Peers:
         for name, message in messages.items():
             if name == self._me:
                 continue
-            known = before.get(name)
-            is_news = known is None or known.message != message
-            self._peers[name] = _Peer(message, decode(message), now) if known is None or is_news else known
+            peer = self._peers[name] = before.get(name) or _Peer(b"", now)
+            if peer.message == message:
+                continue
+            peer.message, peer.heard_at = message, now
+            told = decode(message)
+            if told is None:
+                peer.turn = None
+            elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
+                peer.turn, peer.instances, peer.keys = told.turn, dict(told.instances), told.keys
 
-    def telling(self, now: float) -> list[Told]:
-        """What counts now, of each gateway that can be understood."""
-        return [
-            peer.told
-            for peer in self._peers.values()
-            if peer.told is not None and now - peer.heard_at < self._ttl_seconds
-        ]
+    def hear_news(self, news: News, now: float) -> bool:
+        """Whether they count: they come from another gateway, whose message is known, and after all that it has told
+        so far.
+        """
+        peer = self._peers.get(news.me)
+        if peer is None or peer.turn is None or news.turn <= peer.turn:
+            return False
+        peer.turn, peer.heard_at = news.turn, now
+        peer.instances.update(news.instances)
+        return True
+
+    def telling(self, now: float) -> int:
+        """How many gateways there are that can be understood and have told something that counts now."""
+        return len(self._counting(now))
 
     def charges(self, now: float) -> Mapping[str, Charge]:
         """What they have under way together, by instance."""
-        return added(told.instances for told in self.telling(now))
+        return added(peer.instances for peer in self._counting(now))
+
+    def charges_on(self, instances: Iterable[str], now: float) -> Mapping[str, Charge]:
+        """The same of some instances."""
+        peers = self._counting(now)
+        return added({name: peer.instances.get(name, _NOTHING) for name in instances} for peer in peers)
 
     def used(self, now: float) -> Mapping[str, Used]:
         """What they have let in together, by client key."""
-        return added(told.keys for told in self.telling(now))
+        return added(peer.keys for peer in self._counting(now))
 
     def lost(self, now: float) -> list[str]:
         """The names of those that were silent for so long that what they left in the store can be deleted."""
         after = _FORGET_AFTER_TTLS * self._ttl_seconds
         return [name for name, peer in self._peers.items() if now - peer.heard_at > after]
+
+    def _counting(self, now: float) -> list[_Peer]:
+        peers = self._peers.values()
+        return [peer for peer in peers if peer.turn is not None and now - peer.heard_at < self._ttl_seconds]

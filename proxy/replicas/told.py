@@ -1,4 +1,4 @@
-"""What a gateway tells the others of its group, as JSON."""
+"""What a gateway tells the others of its group: all that it has under way, as JSON, and what is new, as MessagePack."""
 
 from __future__ import annotations
 
@@ -26,21 +26,46 @@ class Told(msgspec.Struct, frozen=True):
     """What one gateway has under way. Members that another version has besides are ignored."""
 
     turn: int
-    """Another one each time, so that what is told anew differs from what is merely still there."""
+    """More each time, so that what is told anew differs from what is merely still there, and news are not older than
+    they seem."""
     instances: dict[str, Charge] = {}
     """By Backend.key; those that have nothing are left out."""
     keys: dict[str, Used] = {}
     """By the name of the client key, likewise. Empty where limits hold for each gateway."""
 
 
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What has changed since the last ones. Some may be lost: what they hold is in the next Told, or merely of use."""
+
+    me: str
+    turn: int
+    """Of the same count as Told's."""
+    now: float
+    """The time at the clock that records tell."""
+    instances: dict[str, Charge] = {}
+    """By Backend.key, those that have changed; they may have nothing any more."""
+    prompts: dict[str, list[bytes]] = {}
+    """By the prefiller's Backend.key, what was sent there and what came of it: see balancer/prefill_records.py."""
+
+
 encode: Final = msgspec.json.Encoder().encode
-_decoder: Final = msgspec.json.Decoder(Told)
+encode_news: Final = msgspec.msgpack.Encoder().encode
+_told_in: Final = msgspec.json.Decoder(Told).decode
+_news_in: Final = msgspec.msgpack.Decoder(News).decode
 
 
 def decode(message: bytes) -> Told | None:
     """None: it is nothing that this version understands."""
     try:
-        return _decoder.decode(message)
+        return _told_in(message)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def decode_news(message: bytes) -> News | None:
+    """None: it is nothing that this version understands."""
+    try:
+        return _news_in(message)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -50,7 +50,9 @@ class Replicas(Section):
     group: Annotated[str, AfterValidator(_group)] = "default"
     """Name that the gateways in front of the same engines have in common, and no others."""
     interval_seconds: Seconds = 0.1
-    """Time between two exchanges with the store."""
+    """Time between two exchanges of all that there is."""
+    news_seconds: Seconds | None = 0.005
+    """What changes is told at once, by as many messages as this time between two allows; null: only by exchanges."""
     ttl_seconds: Seconds = 1.0
     """What another gateway has told counts for this long; at least twice interval_seconds."""
     key_limits: bool = False

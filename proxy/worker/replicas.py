@@ -31,6 +31,7 @@ async def build_replicas(basis: Basis) -> AsyncIterator[None]:
             me=shared.replica,
             scoreboard=shared.scoreboard,
             roster=shared.roster,
+            journal=shared.journal.seat(settings.workers),
             key_usage=shared.key_usage,
             key_slots=partial(_key_slots, basis),
             settings=settings,

@@ -16,6 +16,7 @@ import pytest
 
 from proxy.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.backend import Load, Role
+from proxy.balancer.journal import Journal
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import LimitExceeded
@@ -78,6 +79,7 @@ async def _gateway(
             me=name,
             scoreboard=board,
             roster=gateway.roster,
+            journal=Journal(workers + 1).seat(workers),
             key_usage=gateway.usage,
             key_slots=lambda: keys,
             settings=settings,
@@ -110,6 +112,37 @@ async def test_the_load_of_all_workers_of_other_gateways_is_charged_by_instance(
         await until(lambda: (one.peers, two.peers, three.peers) == (2, 2, 2), "all know each other")
         one.scoreboard.row(0).add(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
         await until(lambda: three.running(_A) == 2, "what has ended is told, too")
+
+
+async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -> None:
+    replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    async with Store(settings, "before") as before:
+        await before.exchange(encode(Told(1)))  # somebody for the first one to tell
+        async with _gateway("one", replicas, [_A]) as one:
+            await until(lambda: one.peers == 1, "its exchange")
+            async with _gateway("two", replicas, [_A]) as two:
+                await until(lambda: two.peers == 2, "its exchange")
+                while not two.running(_A):  # what was told before it listened is lost
+                    one.scoreboard.row(0).add(0, running=1)
+                    await asyncio.sleep(0.01)
+                running = one.running(_A)
+                await until(lambda: two.running(_A) == running, "all of it")
+                one.scoreboard.row(0).add(0, running=-running)
+                await until(lambda: two.running(_A) == 0, "its end")
+                told, heard = (
+                    gateway.metrics.replicas_news_total.labels(direction)._value.get()
+                    for gateway, direction in ((one, "told"), (two, "heard"))
+                )
+                assert told >= heard >= 2
+
+
+async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
+    replicas = {**_sections(store_port), "news_seconds": None}
+    async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
+        one.scoreboard.row(0).add(0, running=1)
+        await until(lambda: two.running(_A) == 1, "the load of the other")
+        assert two.metrics.replicas_news_total.labels("heard")._value.get() == 0
 
 
 async def test_a_gateway_that_stops_takes_its_load_away_at_once(store_port: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.replicas.peers import Peers
-from proxy.replicas.told import Told, decode, encode
+from proxy.replicas.told import News, Told, decode, encode
 
 
 def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
@@ -19,7 +19,7 @@ def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
     }
     peers.hear(messages, 100.0)
     assert peers.charges(100.5) == {"a": (2, 3, 4), "b": (0, 0, 5)}
-    assert len(peers.telling(100.5)) == 2
+    assert peers.telling(100.5) == 2
 
 
 def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> None:
@@ -30,6 +30,23 @@ def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> N
     assert peers.charges(101.0) == {}
     peers.hear({"one": _message(2, a=(1, 0, 0))}, 101.5)
     assert peers.charges(102.4) == {"a": (1, 0, 0)}
+
+
+def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_told_since() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    assert not peers.hear_news(News("one", 1, 0.0, {"a": (1, 0, 0)}), 100.0)
+    peers.hear({"one": _message(5, a=(2, 0, 0), b=(1, 1, 1)), "me": _message(1)}, 100.0)
+    assert not peers.hear_news(News("one", 5, 0.0, {"a": (1, 0, 0)}), 100.1)
+    assert not peers.hear_news(News("me", 9, 0.0, {"a": (1, 0, 0)}), 100.1)
+    assert peers.hear_news(News("one", 7, 0.0, {"a": (3, 0, 0)}), 100.9)
+    assert peers.charges(100.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
+    assert peers.charges_on(["a", "c"], 100.9) == {"a": (3, 0, 0), "c": (0, 0, 0)}
+    peers.hear({"one": _message(6, a=(2, 0, 0))}, 101.0)  # written before the news
+    assert peers.charges(101.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
+    peers.hear({"one": _message(8, b=(1, 1, 1))}, 101.5)
+    assert peers.charges(102.4) == {"b": (1, 1, 1)}
+    assert peers.hear_news(News("one", 9, 0.0, {"b": (0, 0, 0)}), 102.4)
+    assert peers.charges_on(["b"], 103.4) == {}
 
 
 def test_who_has_left_counts_no_more_at_once() -> None:
@@ -56,7 +73,7 @@ def test_what_is_not_understood_is_no_load() -> None:
     ):
         assert decode(message) is None
         peers.hear({"one": message}, 100.0)
-        assert (peers.charges(100.0), peers.telling(100.0)) == ({}, [])
+        assert (peers.charges(100.0), peers.telling(100.0)) == ({}, 0)
 
 
 def test_what_a_later_version_tells_besides_is_ignored() -> None:

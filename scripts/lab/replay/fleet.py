@@ -5,27 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lab.replay.engines import Engine
+from lab.replay.gateways import Gateway, Plan, SharedStore
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_facts import EngineFacts
-from proxy.balancer.health import Health
-from proxy.balancer.journal import Journal
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.pool import Pool, PoolLimits
-from proxy.balancer.pools import Pools
-from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
 from proxy.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
 from proxy.errors import NoBackendAvailable, Overloaded
-from proxy.flow.admission import Admission
-from proxy.observe.metrics import Metrics
-from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import Cost as CostSettings
-from proxy.settings.model import HealthChecks
 from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
@@ -145,19 +137,6 @@ class Course:
         return (self.ended_at - self.first_token_at) / tokens
 
 
-class Worker:
-    """One of the gateway's: its pools, and the queue in front of them."""
-
-    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
-        self.pools = pools
-        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill)
-        for each in (pools.prefill, pools.decode):
-            each.on_release = self.admission.notify
-
-    def _has_room(self) -> bool:
-        return self.pools.decode.has_room() and self.pools.prefill.has_room()
-
-
 class Replay:
     """One run. Make it on the loop it runs on."""
 
@@ -173,10 +152,12 @@ class Replay:
         tells_cached: bool = True,
         workers: int = 1,
         gateways: int = 1,
+        replicas: Mapping[str, object] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of each gateway.
-        Any of them gets a request; gateways know nothing of each other. `on_end` is called at the end of each request.
+        Any of them gets a request. `replicas`: the options by which gateways share; None: they know nothing of each
+        other. `on_end` is called at the end of each request.
         """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
@@ -184,7 +165,6 @@ class Replay:
         self._tells_cached = tells_cached
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._scoreboards: list[Scoreboard] = []
         rng = self._rng = random.Random(seed)
 
         decoder = EngineFacts(kv_tokens=fleet.decode_machine.decode.kv_tokens)
@@ -192,62 +172,36 @@ class Replay:
         def facts(backend: Backend) -> EngineFacts | None:
             return decoder if backend.role is Role.DECODE else None
 
-        def gateway() -> list[Worker]:
-            scoreboard = Scoreboard(workers=workers, slots=fleet.prefillers + fleet.decoders)
-            self._scoreboards.append(scoreboard)
-            journal = Journal(workers)
-            names = [("10.0.0.1", 7000 + number) for number in range(fleet.prefillers + fleet.decoders)]
-            roster = Roster(names[: fleet.prefillers], names[fleet.prefillers :], scoreboard)
-            health = Health(HealthChecks(), self._loop.time, rng)
-
-            def pool(worker: int, role: Role, make: MakePolicy, max_running: int | None) -> Pool:
-                row = scoreboard.row(worker)
-                context = PolicyContext(
-                    worker,
-                    rng=rng,
-                    clock=self._loop.time,
-                    facts=facts,
-                    journal=journal.seat(worker) if workers > 1 else None,
-                    role=role,
-                    elsewhere=scoreboard.elsewhere(row),
-                )
-                return Pool(
-                    role,
-                    policy=make(context, self.engines),
-                    scoreboard=scoreboard,
-                    row=row,
-                    roster=roster,
-                    health=health,
-                    limits=PoolLimits(max_running=max_running),
-                    clock=self._loop.time,
-                    rng=rng,
-                )
-
-            return [
-                Worker(
-                    Pools(
-                        prefill=pool(worker, Role.PREFILL, prefill_policy, max_running_prefill),
-                        decode=pool(worker, Role.DECODE, decode_policy, max_running_decode),
-                    ),
-                    self._loop.time,
-                )
-                for worker in range(workers)
-            ]
-
-        self.workers = [worker for _ in range(gateways) for worker in gateway()]
+        plan = Plan(
+            prefillers=fleet.prefillers,
+            decoders=fleet.decoders,
+            policies={Role.PREFILL: prefill_policy, Role.DECODE: decode_policy},
+            max_running={Role.PREFILL: max_running_prefill, Role.DECODE: max_running_decode},
+            facts=facts,
+            workers=workers,
+            replicas=replicas,
+        )
+        self._gateways = [Gateway(plan, f"gateway-{number}", self.engines, rng) for number in range(gateways)]
+        self._is_shared = replicas is not None
+        self.workers = [worker for gateway in self._gateways for worker in gateway.workers]
         self.pools = self.workers[0].pools
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
 
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with now."""
-        loads = [scoreboard.load(backend.slot) for scoreboard in self._scoreboards]
+        loads = [gateway.scoreboard.own(backend.slot)[1] for gateway in self._gateways]
         return Load(sum(load.compute for load in loads), sum(load.kv for load in loads))
 
     async def run(self, requests: Sequence[Request]) -> None:
         """All requests, each at its time, to their ends."""
         tasks = set()
-        async with asyncio.TaskGroup() as group:
+        async with AsyncExitStack() as stack:
+            if self._is_shared:
+                store = SharedStore()
+                for gateway in self._gateways:
+                    await stack.enter_async_context(gateway.exchange(store))
+            group = await stack.enter_async_context(asyncio.TaskGroup())
             for request in requests:
                 await asyncio.sleep(request.at - self._loop.time())
                 tasks.add(group.create_task(self._serve(request)))

@@ -78,6 +78,14 @@ def read_options() -> argparse.Namespace:
     add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
     add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
     add("--workers", type=int, default=1, metavar="N", help="of the gateway (default: 1)")
+    add("--gateways", type=int, default=1, metavar="N", help="any of them gets a request (default: 1)")
+    add(
+        "--share",
+        choices=("nothing", "exchanges", "news"),
+        default="nothing",
+        help="what gateways tell each other: all that they have every 0.1 s, or changes, too (default: %(default)s)",
+    )
+    add("--bursts", type=int, metavar="N", help="so many requests come in a third of their time each (default: evenly)")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--slo-seconds", type=_positive, default=10.0, help="to the first token (default: 10)")

@@ -6,21 +6,29 @@ import random
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lab.replay import virtual_time
 from lab.replay.figures import Case, Run, Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names, policies
-from lab.replay.trace import faster, spread
+from lab.replay.trace import bursty, faster, spread
 from proxy.sim.hardware.machines import MACHINES
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lab.replay.fleet import MakePolicy
     from lab.replay.trace import Request
+
+
+_URL: Final = "redis://in-memory"
+_SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
+    "nothing": None,
+    "exchanges": {"url": _URL, "news_seconds": None},
+    "news": {"url": _URL},
+}
 
 
 def fleets(options: argparse.Namespace) -> list[Fleet]:
@@ -50,6 +58,8 @@ def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list
     for number, (trace, fleet, name, load, seed) in enumerate(plan, 1):
         began = time.monotonic()
         requests = arrivals(fleet, traces[trace], load, seed)
+        if options.bursts is not None:
+            requests = bursty(requests, options.bursts)
         case = Case(trace, fleet.name)
         progress = Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
         both = policies(fleet, options.decode_policy)[name]
@@ -92,6 +102,8 @@ def in_virtual_time(
                 *policy,
                 seed=seed,
                 workers=options.workers,
+                gateways=options.gateways,
+                replicas=_SHARED[options.share],
                 max_running_prefill=options.max_running_prefill,
                 max_running_decode=options.max_running_decode,
                 tells_cached=not options.untold,

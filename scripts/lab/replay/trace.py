@@ -92,3 +92,12 @@ def spread(requests: Sequence[Request], rng: random.Random) -> list[Request]:
 def faster(requests: Sequence[Request], factor: float) -> list[Request]:
     """The same requests, so many times as fast one after the other."""
     return [replace(request, at=request.at / factor) for request in requests]
+
+
+def bursty(requests: Sequence[Request], size: int) -> list[Request]:
+    """The same requests in bursts of so many: each comes in the first third of the time that it had."""
+    moved = []
+    for first in range(0, len(requests), size):
+        burst = requests[first : first + size]
+        moved += [replace(request, at=burst[0].at + (request.at - burst[0].at) / 3) for request in burst]
+    return moved

@@ -171,3 +171,15 @@ def test_several_workers_are_as_good_as_one() -> None:
     one, four = ([run(requests, "least_load", workers=workers)[0] for requests in traces] for workers in (1, 4))
     assert sum(figures.mean for figures in four) <= 1.05 * sum(figures.mean for figures in one)
     assert sum(figures.good for figures in four) >= sum(figures.good for figures in one) - len(traces) * TOLERANCE
+
+
+def test_gateways_that_share_are_as_good_as_one() -> None:
+    # Seldom, as each look takes time even where time is virtual: prefills here take seconds.
+    replicas = {"url": "redis://in-memory", "interval_seconds": 2.0, "ttl_seconds": 5.0, "news_seconds": 0.1}
+    requests = conversations(10, 300, 0.9)
+    one, alone, sharing = (
+        run(requests, "least_load", **options)[0]
+        for options in ({}, {"gateways": 3}, {"gateways": 3, "replicas": replicas})
+    )
+    assert sharing.mean <= 1.1 * one.mean < 0.8 * alone.mean
+    assert sharing.hits >= 0.95 * one.hits > alone.hits

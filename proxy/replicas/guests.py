@@ -1,0 +1,66 @@
+"""What the other gateways have, written where this gateway's workers look: the guests' rows of shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.api_keys import minute_of
+from proxy.balancer.prefill_records import InvalidRecord, packed, translated, unpacked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.api_keys import KeyUsage
+    from proxy.balancer.journal import Seat
+    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.replicas.told import Charge, Used
+
+
+class Guests:
+    """The only writer of the first guests' rows."""
+
+    def __init__(self, scoreboard: Scoreboard, key_usage: KeyUsage, journal: Seat) -> None:
+        """`journal`: the guests' seat."""
+        self._scoreboard = scoreboard
+        self._row = scoreboard.row(scoreboard.workers)
+        self._key_usage = key_usage
+        self._key_row = key_usage.row(key_usage.workers)
+        self._journal = journal
+        self._charged: set[int] = set()
+        self._keys_charged: set[int] = set()
+
+    def erase(self) -> None:
+        """Nothing is known of them."""
+        self._scoreboard.erase(self._scoreboard.workers)
+        self._key_usage.erase(self._key_usage.workers)
+
+    def charge(self, charges: Mapping[int, Charge]) -> None:
+        """All that they have, by slot."""
+        for slot in self._charged - charges.keys():
+            self._row.charge(slot, 0, 0, 0)
+        self._charged = set()
+        self.charge_some(charges)
+
+    def charge_some(self, charges: Mapping[int, Charge]) -> None:
+        """What they have on some instances, by slot."""
+        for slot, charge in charges.items():
+            self._row.charge(slot, *charge)
+        self._charged |= charges.keys()
+
+    def use(self, used: Mapping[int, Used], now: float) -> None:
+        """All that they have let in, by slot of the client key. `now`: seconds of the clock of the ApiKeys."""
+        minute = minute_of(now)[0]
+        for slot in self._keys_charged - used.keys():
+            self._key_row.charge(slot, 0, minute, 0)
+        for slot, (in_flight, count) in used.items():
+            self._key_row.charge(slot, in_flight, minute, count)
+        self._keys_charged = set(used)
+
+    def note_prompts(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:
+        """What they have sent, by the prefiller's slot here. This gateway's clock is so much ahead of theirs."""
+        for slot, records in prompts.items():
+            for data in records:
+                try:
+                    self._journal.write(packed(translated(unpacked(data), slot, seconds)))
+                except InvalidRecord:
+                    continue  # of another version

@@ -1,0 +1,95 @@
+"""What this gateway has to tell the others: all of it, or what is new since it was asked last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.backend import Role
+from proxy.balancer.prefill_records import packed, unpacked, without_keys
+from proxy.replicas.told import Charge, News, Told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from proxy.api_keys import KeyUsage
+    from proxy.backend import Backend
+    from proxy.balancer.journal import Seat
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.scoreboard import Scoreboard
+
+# What the names of prompts' prefixes may take, in bytes a second, and at once.
+_KEYS_PER_SECOND: Final = 256 * 1024
+_KEYS_AT_ONCE: Final = 64 * 1024
+
+
+class Own:
+    """Of all workers. Times are seconds of the clock that the journal's records tell."""
+
+    def __init__(
+        self,
+        me: str,
+        scoreboard: Scoreboard,
+        roster: Roster,
+        journal: Seat,
+        key_usage: KeyUsage,
+        key_slots: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """`journal`: the guests' seat, who hear all workers. `key_slots`: by name, those of the client keys whose use
+        is told.
+        """
+        self._me = me
+        self._scoreboard = scoreboard
+        self._roster = roster
+        self._journal = journal
+        self._key_usage = key_usage
+        self._key_slots = key_slots
+        self._cells = b""  # of the scoreboard, when the last news were told
+        self._keys_left, self._keys_at = float(_KEYS_AT_ONCE), 0.0
+
+    def members(self) -> Iterator[Backend]:
+        """All instances."""
+        return (member.backend for role in Role for member in self._roster.members(role))
+
+    def told(self, now: float) -> Told:
+        """All that is told."""
+        instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
+        usage = self._key_usage
+        used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
+        return Told(_turn(now), instances, {name: counts for name, counts in used.items() if any(counts)})
+
+    def news(self, now: float) -> News | None:
+        """What has changed since this was called last; None: nothing."""
+        instances: dict[str, Charge] = {}
+        before, self._cells = self._cells, self._scoreboard.own_cells()
+        if before != self._cells:
+            changed = self._scoreboard.changed(before, self._cells)
+            instances = {backend.key: self._charge(backend) for backend in self.members() if backend.slot in changed}
+        prompts = self._prompts(now) if self._journal.has_news else {}
+        if not instances and not prompts:
+            return None
+        return News(self._me, _turn(now), now, instances, prompts)
+
+    def _charge(self, backend: Backend) -> Charge:
+        board = self._scoreboard
+        running, load = board.own(backend.slot)
+        pinned = board.pinned(backend.slot).tokens
+        return max(0, running), max(0, load.compute), max(0, load.kv + pinned)
+
+    def _prompts(self, now: float) -> dict[str, list[bytes]]:
+        keys = {backend.slot: backend.key for backend in self.members()}
+        self._keys_left = min(_KEYS_AT_ONCE, self._keys_left + (now - self._keys_at) * _KEYS_PER_SECOND)
+        self._keys_at = now
+        prompts: dict[str, list[bytes]] = {}
+        for data in self._journal.news():
+            record = unpacked(data)
+            if record.slot not in keys:
+                continue
+            if len(data) > self._keys_left:
+                data = packed(without_keys(record))
+            self._keys_left -= len(data)
+            prompts.setdefault(keys[record.slot], []).append(data)
+        return prompts
+
+
+def _turn(now: float) -> int:
+    return round(now * 1e9)

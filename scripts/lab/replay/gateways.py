@@ -1,0 +1,174 @@
+"""The gateway's own balancer and admission, once or several times, and the store by which several tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.api_keys import KeyUsage
+from proxy.backend import Role
+from proxy.balancer.health import Health
+from proxy.balancer.journal import Journal
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pools import Pools
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.flow.admission import Admission
+from proxy.observe.metrics import Metrics
+from proxy.replicas.exchange import Exchange
+from proxy.settings import Settings
+from proxy.settings.model import Admission as AdmissionLimits
+from proxy.settings.model import HealthChecks
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Collection, Mapping
+
+    from lab.replay.engines import Engine
+    from proxy.backend import Backend
+    from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.pick import Policy
+
+    MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
+
+
+@dataclass(slots=True)
+class SharedStore:
+    """What Redis is between gateways, on the running loop: everything takes `seconds` each way."""
+
+    seconds: float = 0.0005
+    fields: dict[str, bytes] = field(default_factory=dict)
+    listeners: list[Callable[[bytes], None]] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+
+    def of(self, name: str) -> NamedStore:
+        """One gateway's access."""
+        return NamedStore(self, name)
+
+
+@dataclass(slots=True)
+class NamedStore:
+    """As proxy.replicas.Store, for one gateway."""
+
+    store: SharedStore
+    name: str
+
+    async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+        """See Store."""
+        await asyncio.sleep(self.store.seconds)
+        self.store.fields[self.name] = message
+        found = dict(self.store.fields)
+        await asyncio.sleep(self.store.seconds)
+        return found
+
+    async def tell(self, news: bytes) -> None:
+        """See Store."""
+        self.store.told.append(len(news))
+        loop = asyncio.get_running_loop()
+        for hear in self.store.listeners:
+            loop.call_later(2 * self.store.seconds, hear, news)
+        await asyncio.sleep(2 * self.store.seconds)
+
+    async def listen(self, hear: Callable[[bytes], None]) -> None:
+        """See Store."""
+        self.store.listeners.append(hear)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.store.listeners.remove(hear)
+
+    async def leave(self) -> None:
+        """See Store."""
+        self.store.fields.pop(self.name, None)
+
+
+class Worker:
+    """One of a gateway's: its pools, and the queue in front of them."""
+
+    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
+        self.pools = pools
+        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill)
+        for each in (pools.prefill, pools.decode):
+            each.on_release = self.admission.notify
+
+    def _has_room(self) -> bool:
+        return self.pools.decode.has_room() and self.pools.prefill.has_room()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How gateways are made."""
+
+    prefillers: int
+    decoders: int
+    policies: Mapping[Role, MakePolicy]
+    max_running: Mapping[Role, int | None]
+    facts: Callable[[Backend], EngineFacts | None]
+    workers: int = 1
+    gateways: int = 1
+    replicas: Mapping[str, object] | None = None
+    """The options by which they share; None: they know nothing of each other."""
+
+
+class Gateway:
+    """On the running loop."""
+
+    def __init__(self, plan: Plan, name: str, engines: Mapping[Backend, Engine], rng: random.Random) -> None:
+        self._clock = asyncio.get_running_loop().time
+        guests = 0 if plan.replicas is None else 1
+        self._name = name
+        self._plan = plan
+        count = plan.prefillers + plan.decoders
+        self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
+        self._journal = Journal(plan.workers + guests)
+        addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
+        self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
+        self._health = Health(HealthChecks(), self._clock, rng)
+        self._engines = engines
+        self._rng = rng
+        self.workers = [
+            Worker(Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE)), self._clock)
+            for number in range(plan.workers)
+        ]
+
+    def exchange(self, store: SharedStore) -> Exchange:
+        """What shares with the others."""
+        sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
+        return Exchange(
+            store=store.of(self._name),
+            me=self._name,
+            scoreboard=self.scoreboard,
+            roster=self._roster,
+            journal=self._journal.seat(self._plan.workers),
+            key_usage=KeyUsage(self._plan.workers, slots=1, guests=1),
+            key_slots=dict,
+            settings=Settings.model_validate(sections),
+            metrics=Metrics(),
+            clock=self._clock,
+            rng=self._rng,
+        )
+
+    def _pool(self, worker: int, role: Role) -> Pool:
+        row = self.scoreboard.row(worker)
+        context = PolicyContext(
+            worker,
+            rng=self._rng,
+            clock=self._clock,
+            facts=self._plan.facts,
+            journal=self._journal.seat(worker) if self._journal.workers > 1 else None,
+            role=role,
+            elsewhere=self.scoreboard.elsewhere(row),
+        )
+        return Pool(
+            role,
+            policy=self._plan.policies[role](context, self._engines),
+            scoreboard=self.scoreboard,
+            row=row,
+            roster=self._roster,
+            health=self._health,
+            limits=PoolLimits(max_running=self._plan.max_running[role]),
+            clock=self._clock,
+            rng=self._rng,
+        )

@@ -1,0 +1,177 @@
+"""What gateways tell each other of changes and of prompts, from the memory of one to that of the other."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.api_keys import KeyUsage
+from proxy.backend import Backend, Role
+from proxy.balancer.journal import Journal
+from proxy.balancer.least_seconds import LeastSeconds
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
+from proxy.balancer.roster import Roster
+from proxy.balancer.scoreboard import Scoreboard
+from proxy.replicas.guests import Guests
+from proxy.replicas.own import Own
+from proxy.replicas.told import News, decode_news, encode_news
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from proxy.balancer.prefiller import Prefiller
+
+_KEYS = [2**64 - 1, 7, 8]
+_ENDS = [512.0, 1024.0, 1536.0]
+
+
+@dataclass
+class Gateway:
+    """Of two workers, the first of which has a policy; prefillers have the slots of their order."""
+
+    name: str
+    order: tuple[int, ...]
+    clock: Clock
+    scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
+
+    def __post_init__(self) -> None:
+        journal, usage = Journal(3), KeyUsage(2, slots=1, guests=1)
+        self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
+        context = PolicyContext(clock=self.clock, journal=journal.seat(0))
+        self.policy = LeastSeconds(context)
+        self.own = Own(self.name, self.scoreboard, self.roster, journal.seat(2), usage, dict)
+        self.guests = Guests(self.scoreboard, usage, journal.seat(2))
+
+    def backend(self, port: int) -> Backend:
+        return next(each.backend for each in self.roster.members(Role.PREFILL) if each.backend.port == port)
+
+    def prefiller(self, port: int) -> Prefiller:
+        """With all that was heard."""
+        prefillers = self.policy._prefillers
+        known = prefillers.of(self.backend(port))
+        prefillers.known([])
+        return known
+
+    def news(self) -> News | None:
+        news = self.own.news(self.clock())
+        return None if news is None else decode_news(encode_news(news))
+
+    def hear(self, news: News) -> None:
+        slots = {self.backend(port).key: self.backend(port).slot for port in self.order}
+        self.guests.charge_some({slots[key]: charge for key, charge in news.instances.items()})
+        self.guests.note_prompts(
+            {slots[key]: records for key, records in news.prompts.items()}, self.clock() - news.now
+        )
+
+
+@pytest.fixture
+def pair() -> tuple[Gateway, Gateway]:
+    """Their hosts' clocks differ, and their instances have other slots."""
+    one, two = Gateway("one", (1, 2), Clock()), Gateway("two", (2, 1), Clock())
+    one.clock.now += 1000.0
+    return one, two
+
+
+def test_what_was_sent_to_a_prefiller_is_cached_there_for_the_others_too(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    two.prefiller(1)
+    two.prefiller(2)
+    one.prefiller(1).send(1, _KEYS, _ENDS, 1600, 0, 1.6, one.clock())
+    news = one.news()
+    assert news is not None
+    two.hear(news)
+    assert [two.prefiller(port).cached.hit([*_KEYS, 9]) for port in (1, 2)] == [3, 0]
+    one.clock.now += 1.0
+    two.clock.now += 1.0
+    assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by its own clock
+
+    one.prefiller(1).end(1, served=False, now=one.clock())
+    news = one.news()
+    assert news is not None
+    two.hear(news)
+    assert two.prefiller(1).cached.hit(_KEYS) == 0
+    assert one.news() is None
+    assert two.news() is None  # what was heard is not told again
+
+
+def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    assert one.news() is None
+    one.scoreboard.row(1).add(one.backend(2).slot, requests=1, running=1, compute=5, kv=7)
+    news = one.news()
+    assert news is not None
+    assert news.instances == {one.backend(2).key: (1, 5, 7)}
+    two.hear(news)
+    assert two.scoreboard.running(two.backend(2).slot) == 1
+    assert (one.news(), two.news()) == (None, None)
+    one.scoreboard.erase(1)
+    news = one.news()
+    assert news is not None
+    assert news.instances == {one.backend(2).key: (0, 0, 0)}
+
+
+def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[Gateway, Gateway]) -> None:
+    one, _ = pair
+    prefiller, rng = one.prefiller(1), random.Random(1)
+
+    def told(prompts: int) -> tuple[int, int]:
+        for _ in range(prompts):
+            keys = [rng.getrandbits(64) for _ in range(100)]
+            prefiller.send(rng.getrandbits(64), keys, [512.0 * (place + 1) for place in range(100)], 51_200, 0, 1.0, 0)
+        news = one.news()
+        assert news is not None
+        (records,) = news.prompts.values()
+        return len(records), sum(1 for data in records if unpacked(data).keys)
+
+    assert told(200) == (200, 52)  # of the others only that something was sent
+    one.clock.now += 0.1
+    number, with_keys = told(200)
+    assert number == 200
+    assert 10 <= with_keys <= 21
+    one.clock.now += 3600
+    assert told(10) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 20,
+        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0])),
+        packed(Record(Kind.SENT, 0, _KEYS, _ENDS[1:], [1.0, 2.0, 3.0])),
+        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0]))[:-1],
+        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0])) + b"more",
+        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [float("nan"), 2.0, 3.0])),
+        packed(Record(Kind.SENT, 0, _KEYS, [float("inf")] * 3, [1.0, 2.0, 3.0])),
+        packed(Record(Kind.ENDED, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0, 4.0])),
+        packed(Record(7, 0, _KEYS, (), [1.0])),
+        b"\xff" * 40,
+    ],
+)
+def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway]) -> None:
+    with pytest.raises(InvalidRecord):
+        translated(unpacked(data), 1, 2.0)
+    one, two = pair
+    one.prefiller(1).send(1, _KEYS, _ENDS, 1600, 0, 1.6, one.clock())
+    news = one.news()
+    assert news is not None
+    prompts = {key: [data, *records] for key, records in news.prompts.items()}
+    two.prefiller(1)
+    two.hear(News("one", 1, one.clock(), {}, prompts))
+    assert two.prefiller(1).cached.hit(_KEYS) == 3
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = Record(Kind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), array("d", [1.5, 2.5, 3.5]))
+    assert unpacked(packed(record)) == record
+
+
+def test_what_is_not_understood_are_no_news() -> None:
+    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, {"a": [b"x"]})
+    assert decode_news(encode_news(whole)) == whole
+    for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
+        assert decode_news(message) is None
