@@ -198,7 +198,7 @@ class Admission:
                 # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
                 waiter.turn = loop.create_future()
             self._order.serve(waiter)
-            self._drain_rate.serve(waiter.amount, self._clock(), is_last=self.waiting == 1)
+            self._drain_rate.serve(waiter.amount, self._clock())
         finally:
             if waiter.refusal is None:
                 self._part(waiter)

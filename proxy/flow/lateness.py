@@ -52,15 +52,15 @@ class DrainRate:
         self._seconds = 0.0
         self._since: float | None = None  # the last service; None: nobody has waited all the time since then
 
-    def serve(self, amount: float, now: float, *, is_last: bool) -> None:
-        """So much has waited and is served. `is_last`: nobody waits now."""
+    def serve(self, amount: float, now: float) -> None:
+        """So much has waited and is served. Where nobody waits any more, `stop` follows."""
         if self._since is not None:
             passed = max(0.0, now - self._since)
             kept = math.exp(-passed / _MEMORY_SECONDS)
             self._seconds = self._seconds * kept + passed
             self._amount = self._amount * kept + amount
             self._served += 1
-        self._since = None if is_last else now
+        self._since = now
 
     def stop(self) -> None:
         """Nobody waits any more."""

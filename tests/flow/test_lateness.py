@@ -18,7 +18,7 @@ def served(rate: DrainRate, amount: float, seconds: float, count: int, now: floa
     """So many services, all that time with somebody waiting; the time after them."""
     for _ in range(count):
         now += seconds
-        rate.serve(amount, now, is_last=False)
+        rate.serve(amount, now)
     return now
 
 
@@ -41,11 +41,12 @@ def test_what_is_predicted_follows_what_is_served() -> None:
 def test_the_time_in_which_nobody_waited_does_not_count() -> None:
     rate = DrainRate()
     now = served(rate, 1.0, 1.0, 9, 0.0)
-    rate.serve(1.0, now + 1, is_last=True)
-    rate.serve(1.0, now + 500, is_last=False)
+    rate.serve(1.0, now + 1)
+    rate.stop()
+    rate.serve(1.0, now + 500)
     assert rate.seconds(5.0, now + 500) == pytest.approx(5.0)
     rate.stop()
-    rate.serve(1.0, now + 900, is_last=True)
+    rate.serve(1.0, now + 900)
     assert rate.seconds(5.0, now + 900) == pytest.approx(5.0)
 
 
