@@ -164,6 +164,11 @@ def share(
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
     roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
+    if predecessor is not None and not roster.goes_on:
+        logger.warning(
+            "the instances of the process before cannot be read, as if it were of another version: what was added, "
+            "removed, disabled or weighed at run time is forgotten"
+        )
     return Shared(
         configuration=Configuration(loaded, load, roster),
         listeners=listeners,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy import takeover
-from proxy.settings import Admin, Listen, Settings, SettingsError
+from proxy.settings import Admin, Listen, Loaded, Settings, SettingsError
+from proxy.shared import Listeners, share
 from proxy.supervisor.activation import activated
 from proxy.supervisor.listening import create_listener, listen
 from proxy.takeover import Predecessor, Successor
@@ -100,6 +101,17 @@ def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
         sock.close()
 
 
+def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = Loaded(Settings.model_validate({"decode": ["127.0.0.1:1"], "connector": "plain"}), {})
+    channel, other = socket.socketpair()
+    with channel, other, Listeners(create_listener("127.0.0.1", 0)) as listeners:
+        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [[], {"config": []}]))
+        assert not caplog.messages
+        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
+    [told] = caplog.messages
+    assert told.startswith("the instances of the process before cannot be read")
+
+
 def _kept(text: str) -> str:
     """The descriptors as another process has them."""
     fds = json.loads(text)
@@ -153,8 +165,17 @@ def test_it_has_to_be_where_the_settings_say(host: str) -> None:
 def test_it_has_to_listen() -> None:
     with socket.socket() as given:
         given.bind(("127.0.0.1", 0))
-        with pytest.raises(SettingsError, match="the socket for clients"):
+        with pytest.raises(SettingsError, match="the socket for clients that this process was given does not listen"):
             listen(Settings(listen=Listen(port=0)), {"clients": given})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
+)
+def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.SocketKind) -> None:
+    refused = pytest.raises(SettingsError, match="the socket for clients that this process was given is none for TCP")
+    with socket.socket(family, kind) as given, refused:
+        listen(Settings(listen=Listen(port=0)), {"clients": given})
 
 
 @pytest.mark.parametrize("names", ["clients:clients", "clients:other", "clients:admin:probes", ""])

@@ -51,7 +51,8 @@ class Roster:
         before: Any = None,
     ) -> None:
         """The configured endpoints, which are trusted with the engine key. `before`: the `state` of another roster,
-        which this one goes on with: its instances stay, but for what the configuration has otherwise.
+        which this one goes on with: its instances stay, but for what the configuration has otherwise. None: there is
+        none. One that cannot be read, as another version may have written it, is as if there were none; see `goes_on`.
 
         Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
         """
@@ -67,7 +68,8 @@ class Roster:
         self._leaving: tuple[Member, ...] = ()
         self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
         self._write((), {})
-        self._go_on_with(before)
+        self.goes_on = self._go_on_with(before)
+        """It has what `before` told."""
         configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
@@ -222,8 +224,8 @@ class Roster:
             rows = [member.row for member in self._read() if not member.draining]
             return [rows, {origin: [(b.role, b.host, b.port) for b in those] for origin, those in self._wanted.items()}]
 
-    def _go_on_with(self, before: Any) -> None:
-        """What cannot be read, as it comes from another version, is as if there were nothing."""
+    def _go_on_with(self, before: Any) -> bool:
+        """Whether it could be read."""
         with suppress(TypeError, ValueError, LookupError, AttributeError):
             rows, wanted = before
             members = [Member.of_row(*row) for row in rows]
@@ -233,6 +235,8 @@ class Roster:
             ]
             by_origin = {o: [Backend(Role(r), host, port) for r, host, port in those] for o, those in wanted.items()}
             self._write(fresh, by_origin)
+            return True
+        return False
 
     def _has_drained(self, member: Member) -> bool:
         return member.draining and self._scoreboard.requests(member.backend.slot) == 0

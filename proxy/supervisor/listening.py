@@ -74,16 +74,22 @@ def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def _checked(name: str, listener: socket.socket, host: str, port: int) -> socket.socket:
-    """A listener that was given, if it is where the settings say: who may administer depends on that."""
-    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    """A listener that was given, if it is where the settings say: who may administer depends on that. Raises
+    SettingsError.
+    """
+    what = f"the socket for {name} that this process was given"
+    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type is not socket.SOCK_STREAM:
+        raise SettingsError(f"{what} is none for TCP; of a systemd socket, ListenStream= has to name a port")
+    if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise SettingsError(f"{what} does not listen; of a systemd socket, Accept= has to be no")
     bound = listener.getsockname()
     try:
         _, wanted = _address(host, port)
     except OSError:
         wanted = (host, port)
-    if not is_listening or bound[0] != wanted[0] or port not in (0, bound[1]):
+    if bound[0] != wanted[0] or port not in (0, bound[1]):
         where, given = f"{host}:{port}", ":".join(map(str, bound[:2]))
-        raise SettingsError(f"the socket for {name} that this process was given is at {given}, and not at {where}")
+        raise SettingsError(f"{what} is at {given}, and not at {where}")
     return listener
 
 
