@@ -36,11 +36,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code. Raises SettingsError."""
     flags = read_flags(argv)
     plan = planned(read_topology(flags.topology))
-    files = rendered(plan)
     if not _is_good(plan):
         return 2
     if flags.action == "check":
         return _check(plan, flags, environ)
+    files = rendered(plan)
     if flags.output is None:
         print(as_text(files), end="")
     else:
@@ -86,7 +86,7 @@ def _is_good(plan: Plan) -> bool:
 
 
 def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    loaded = load_gateway(plan, environ)
+    loaded = load_gateway(plan, environ, flags.topology.absolute().parent)
     progress = Progress()
     try:
         with logs.silenced():  # what the doctor's parts have to say to an operator of a gateway is in the findings

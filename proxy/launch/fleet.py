@@ -44,14 +44,14 @@ async def compared(
     return await examination.run()
 
 
-def load_gateway(plan: Plan, environ: Mapping[str, str]) -> Loaded:
-    """The settings of the gateway that is rendered, and what the environment says, such as the key of engines. Raises
-    SettingsError.
+def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loaded:
+    """The settings of the gateway that is rendered, and what the environment says, such as the key of engines.
+    `directory`: where relative paths begin, as those of keys. Raises SettingsError.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / NAME
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / NAME
         file.write_text(gateway_file(plan), encoding="utf-8")
-        return load(["--config", str(file)], environ)
+        return load(["--config", str(file)], environ, paths_begin=directory)
 
 
 def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:

@@ -232,8 +232,16 @@ def _resume_mode(topology: Topology) -> object:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    *others, last = sorted(ranks)
-    return f"ranks {others[0]} to {last}" if others else f"rank {last}"
+    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 to 4 and 7`. At least one."""
+    spans: list[range] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1].stop == rank:
+            spans[-1] = range(spans[-1].start, rank + 1)
+        else:
+            spans.append(range(rank, rank + 1))
+    *others, last = (f"{span.start} to {span[-1]}" if len(span) > 1 else str(span.start) for span in spans)
+    told = f"{', '.join(others)} and {last}" if others else last
+    return f"rank{'' if told.isdecimal() else 's'} {told}"
 
 
 def _span(span: range) -> str:

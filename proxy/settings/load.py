@@ -53,28 +53,36 @@ class Loaded:
 
 
 def load(
-    argv: Sequence[str], environ: Mapping[str, str], *, needs_backends: bool = True, command: str | None = None
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    needs_backends: bool = True,
+    command: str | None = None,
+    paths_begin: Path | None = None,
 ) -> Loaded:
     """Load and check everything. `needs_backends` False accepts settings without engines, to look at them, and leaves
-    the keys of clients alone. `command`: whose flags these are, if it is a sub-command.
+    the keys of clients alone. `command`: whose flags these are, if it is a sub-command. `paths_begin`: the directory
+    in which relative paths of a file begin; None: the file's.
     """
     line = cli.parse(argv, command)
     warnings = (*line.warnings, *near_misses(environ))
     try:
-        loaded = _loaded(line, environ, needs_backends)
+        loaded = _loaded(line, environ, needs_backends, paths_begin)
         return replace(loaded, warnings=(*warnings, *loaded.warnings))
     except SettingsError as error:
         # What is ignored may be what is missing.
         raise SettingsError("; ".join((str(error), *warnings))) from None
 
 
-def _loaded(line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool) -> Loaded:
+def _loaded(
+    line: cli.CommandLine, environ: Mapping[str, str], needs_backends: bool, paths_begin: Path | None
+) -> Loaded:
     variables = from_environment(environ)
     path = line.config or environ.get(CONFIG, "").strip()
     values = {**dict(from_otel(environ)), **(from_yaml(path) if path else {}), **variables, **line.values}
     values, warnings = without_missing(values)
     values |= {option: _split(values[option]) for option in PATH_LISTS if option in values}
-    values |= {option: _absolute(values[option]) for option in (*PATHS, *PATH_LISTS) if option in values}
+    values |= {option: _absolute(values[option], paths_begin) for option in (*PATHS, *PATH_LISTS) if option in values}
     settings = _validated(values)
     keys = dict(_keys(settings, values, environ))
     if keys:
@@ -99,11 +107,11 @@ def _split(found: Sourced) -> Sourced:
     return replace(found, value=found.value.split(",")) if isinstance(found.value, str) else found
 
 
-def _absolute(found: Sourced) -> Sourced:
-    """A relative path in a file begins where that file is, so that it is good from everywhere; any other one begins in
-    the working directory.
+def _absolute(found: Sourced, begins: Path | None) -> Sourced:
+    """A relative path in a file begins there, or where that file is, so that it is good from everywhere; any other one
+    begins in the working directory.
     """
-    directory = Path(found.origin).absolute().parent if found.in_file else Path.cwd()
+    directory = (begins or Path(found.origin).absolute().parent) if found.in_file else Path.cwd()
 
     def absolute(path: object) -> object:
         return str(directory / path.strip()) if isinstance(path, str) and path.strip() else path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,6 @@ from tests.launch.reading import engines, plan_of, tree_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from proxy.doctor.findings import Finding
     from proxy.launch.plan import Plan
@@ -99,8 +99,14 @@ async def started(plan: Plan, change: Change = lambda node, options: options) ->
 async def looked_at(plan: Plan, change: Change = lambda node, options: options) -> Looked:
     """The comparison with what is started."""
     async with started(plan, change) as fleet:
-        return Looked(fleet, await compared(plan, load_gateway(plan, {}), idle_seconds=0.05))
+        return Looked(fleet, await compared(plan, load_gateway(plan, {}, Path()), idle_seconds=0.05))
 
+
+FLEET = (
+    "engine: vllm-ascend\nlauncher: serve_nodes\nmodel: m\nnodes: {n0: {address: 127.0.0.1}}\n"
+    "roles: {both: {port: 9, tp: 16, groups: [[n0]]}}\n"
+)
+"""A node that is not there."""
 
 # By topology: engines by role, where another node's endpoint stands for those that have none.
 FLEETS = {
@@ -127,7 +133,7 @@ async def test_a_fleet_that_was_started_by_its_scripts_is_as_its_topology_says(n
 async def test_the_rendered_gateway_hands_over_between_the_rendered_engines(name: str) -> None:
     plan = on_loopback(name)
     async with started(plan) as fleet:
-        found = await examine(load_gateway(plan, {}).settings)
+        found = await examine(load_gateway(plan, {}, Path()).settings)
     prefillers, decoders = ([e for e in fleet if e.options.role == role] for role in ("prefill", "decode"))
     pairs = {f"{p.host}:{p.port} → {d.host}:{d.port}" for p in prefillers for d in decoders}
     assert {each.subject for each in found if each.check == "kv"} == pairs
@@ -217,12 +223,30 @@ def test_a_fleet_that_is_not_there_is_a_table_and_exit_code_2(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "fleet.yaml"
-    file.write_text(
-        "engine: vllm-ascend\nlauncher: serve_nodes\nmodel: m\nnodes: {n0: {address: 127.0.0.1}}\n"
-        "roles: {both: {port: 9, tp: 16, groups: [[n0]]}}\n"
-    )
+    file.write_text(FLEET)
     assert main(["launch", *words, str(file)]) == 2
     assert "✗ decode 127.0.0.1:9  cannot connect" in capsys.readouterr().out
+
+
+def test_keys_are_where_the_topology_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET + "gateway: {settings: {auth: {engine_api_key_file: keys/engines}}}\n")
+    assert main(["launch", "check", str(file)]) == 2
+    assert f"auth.engine_api_key_file {tmp_path}/keys/engines cannot be read: no such file" in capsys.readouterr().err
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "engines").write_text("secret")
+    assert main(["launch", "check", str(file)]) == 2
+    assert "✗ decode 127.0.0.1:9  cannot connect" in capsys.readouterr().out
+
+
+def test_what_is_refused_is_told_before_what_cannot_be_rendered(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET.replace("tp: 16", "tp: 17") + "gateway: {settings: {decode: ['h:1']}}\n")
+    for action in ("check", "render"):
+        assert main(["launch", action, str(file)]) == 2
+        assert "wants devices 0-16, and the node has 16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

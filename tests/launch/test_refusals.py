@@ -48,6 +48,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "rank 7 of 8 would be started by nobody, and the others wait for all",
     ),
     (
+        "ranks that nobody starts, not all of them neighbours",
+        {DECODERS: [[{"node": "d0", "ranks": "1-2"}, {"node": "d1", "ranks": "4-4"}]]},
+        "decode group 0",
+        "ranks 0, 3 and 5 to 7 of 8 would be started by nobody, and the others wait for all",
+    ),
+    (
         "another address than that of rank 0",
         {DECODERS: [{"nodes": BOTH, "dp_address": "141.0.0.4"}]},
         "decode d0",
