@@ -123,14 +123,15 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
             await traffic.ask(_WARM_UP_SECONDS)
             await asyncio.sleep(_QUIET_SECONDS)
             base = await cluster.sample()
-            sampling = asyncio.create_task(_keep_sampling(cluster, samples))
-            lagging = asyncio.create_task(lag.keep_looking())
-            asking = asyncio.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
-            await injector.run_for(options.seconds, _tell)
-            await asking
-            await asyncio.sleep(_QUIET_SECONDS)
-            sampling.cancel()
-            lagging.cancel()
+            # In a group, so that whatever goes wrong is what is told, and not that its clients were ended with it.
+            async with asyncio.TaskGroup() as group:
+                looking = [group.create_task(lag.keep_looking()), group.create_task(_keep_sampling(cluster, samples))]
+                asking = group.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
+                await injector.run_for(options.seconds, _tell)
+                await asking
+                await asyncio.sleep(_QUIET_SECONDS)
+                for task in looking:
+                    task.cancel()
             rest = await cluster.sample()
             engines = {engine.name: await cluster.state(engine) for engine in cluster.engines}
     lines = [line for text in cluster.logs() for line in log_lines(text)]

@@ -31,7 +31,7 @@ _ENGINE_FLAGS = (
     *("--decode-step-ms", "25", "--prefill-ms-per-1k-tokens", "100", "--pin-seconds", "20"),
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
 )
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 60.0
 _START_SECONDS = 60.0
 """All programs start at once, on machines that may be busy with something else."""
 

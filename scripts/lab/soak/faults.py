@@ -131,8 +131,8 @@ class FaultInjector:
             is_done, target = True, role
             try:
                 target = await self._do(kind, role)
-            except (RollStopped, GatewayTrouble) as error:
-                print(f"  {error}", file=sys.stderr, flush=True)
+            except (RollStopped, GatewayTrouble, TimeoutError) as error:
+                print(f"  {str(error) or 'this takes too long'}", file=sys.stderr, flush=True)
                 is_done = False
             is_healed = await self._cluster.is_well_soon() and is_done
             fault = Fault(kind=kind, target=target, began=began, ended=time.time(), is_healed=is_healed)
