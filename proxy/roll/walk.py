@@ -155,20 +155,24 @@ class Walk:
 
     # What is looked at
 
-    def _of(self, address: str) -> Instance:
-        for instance in self._gateways.instances():
-            if instance.address == address:
-                return instance
-        raise GatewayTrouble(f"{address} is no instance at all gateways any more")
-
     def _has_enough(self, address: str) -> bool:
-        serving = [instance for instance in self._gateways.instances() if instance.serves]
-        return sum(instance.address != address for instance in serving) >= self._least
+        return self._are_enough(self._gateways.instances(), address)
 
     def _is_idle(self, address: str) -> bool:
-        if not self._has_enough(address):
+        there = self._gateways.instances()
+        if not self._are_enough(there, address):
             raise RollStopped(f"fewer than {self._least} other instances serve")
-        return self._of(address).inflight == 0
+        return _one(there, address).inflight == 0
 
     def _serves(self, address: str) -> bool:
-        return self._of(address).serves
+        return _one(self._gateways.instances(), address).serves
+
+    def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
+        return sum(instance.serves for instance in there if instance.address != address) >= self._least
+
+
+def _one(there: Sequence[Instance], address: str) -> Instance:
+    for instance in there:
+        if instance.address == address:
+            return instance
+    raise GatewayTrouble(f"{address} is no instance at all gateways any more")
