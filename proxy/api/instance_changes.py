@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
+from proxy.api.queries import truth
 from proxy.backend import Role
 from proxy.balancer.slow_start import FULL
 from proxy.errors import BadRequest
@@ -14,13 +15,12 @@ from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from aiohttp import web
 
 _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
 _LONGEST_SECONDS: Final = 1e9  # as much as for ever
-_SWITCH: Final[Mapping[str, bool]] = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,7 @@ class Change:
 
 def is_dry_run(request: web.Request) -> bool:
     """Whether `?dry_run=true` asks for what would happen, and for nothing to be done. Raises BadRequest."""
-    given = request.query.get("dry_run", "false")
-    if given not in _SWITCH:
-        raise BadRequest("dry_run must be true or false", param="dry_run")
-    return _SWITCH[given]
+    return truth("dry_run", request.query.get("dry_run", "false"))
 
 
 async def read_change(

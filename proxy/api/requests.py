@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
+from proxy.api.queries import truth
 from proxy.errors import BadRequest, GatewayError
 from proxy.observe.receipt import names_engine_id, names_instance, shown
 
@@ -27,7 +28,6 @@ _FILTERS: Final = ("failed", "instance", "model", "key")
 _IDS: Final = ("id", "engine_id")
 _DEFAULT_LIMIT: Final = 50
 _MAX_LIMIT: Final = 1000
-_TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -114,9 +114,7 @@ def _limit(text: str | None) -> int:
 def _test(name: str, value: str) -> Wants:
     """Whether a request fits one filter."""
     if name == "failed":
-        if value not in _TRUTHS:
-            raise BadRequest("failed must be true or false", param=name)
-        is_failed = _TRUTHS[value]
+        is_failed = truth(name, value)
         return lambda told: (told["term"] != "--") is is_failed
     if name == "instance":
         return lambda told: names_instance(told, value)

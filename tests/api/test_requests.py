@@ -83,6 +83,7 @@ async def test_the_latest_are_listed_by_what_an_operator_asks_for(deploy: Deploy
     assert [one["id"] for one in await recent(gateway, limit="1")] == ["wrong"]
     assert [one["id"] for one in await recent(gateway, failed="true", model="sim")] == ["refused"]
     assert [one["id"] for one in await recent(gateway, failed="false")] == ["well"]
+    assert await recent(gateway, failed="") == await recent(gateway, failed="1") == await recent(gateway, failed="true")
     assert [one["id"] for one in await recent(gateway, model="other")] == ["wrong"]
     prefiller, decoder = (f"127.0.0.1:{engine.port}" for engine in gateway.engines)
     assert [one["id"] for one in await recent(gateway, instance=decoder)] == ["well"]
