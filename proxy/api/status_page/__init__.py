@@ -1,6 +1,6 @@
 """The status page: one document without anything of anybody in it, which asks this listener for all that it shows.
 
-What is served is put together of the files beside this one when the gateway starts. Browsers are told to run and to
+What is served is put together of the files beside this one, when it is asked for first. Browsers are told to run and to
 apply nothing but exactly that, to ask nobody else, and to make no markup of text (Content Security Policy 3; Trusted
 Types): whatever an engine says of itself stays text.
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _STYLES: Final = ("style.css",)
 _SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "failures.js", "administration.js", "page.js")
@@ -24,33 +25,37 @@ _SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "failures.js", "adm
 class StatusPage:
     """The page, and its route on a listener of operators."""
 
-    def __init__(self) -> None:
-        style, script = _joined(_STYLES), _joined(_SCRIPTS)
-        document = _text("page.html").replace("/*style*/", style, 1).replace("/*script*/", script, 1)
-        self._body = document.encode()
-        self._headers = {
-            hdrs.CONTENT_TYPE: "text/html; charset=utf-8",
-            hdrs.CACHE_CONTROL: "no-store",
-            "Content-Security-Policy": _policy(style, script),
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-        }
-
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application, where `/` has no other use."""
         return [web.get("/", self.show)]
 
     async def show(self, request: web.Request) -> web.Response:
         """The page."""
-        return web.Response(body=self._body, headers=self._headers)
+        body, headers = _page()
+        return web.Response(body=body, headers=headers)
 
 
 def is_wanted(request: web.Request) -> bool:
     """Whether a browser asks for a page to show, and not a program for what it can read."""
     return "text/html" in request.headers.get(hdrs.ACCEPT, "")
+
+
+@cache
+def _page() -> tuple[bytes, Mapping[str, str]]:
+    """The document, and the headers that say what it may do."""
+    style, script = _joined(_STYLES), _joined(_SCRIPTS)
+    document = _text("page.html").replace("/*style*/", style, 1).replace("/*script*/", script, 1)
+    headers = {
+        hdrs.CONTENT_TYPE: "text/html; charset=utf-8",
+        hdrs.CACHE_CONTROL: "no-store",
+        "Content-Security-Policy": _policy(style, script),
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+    }
+    return document.encode(), headers
 
 
 def _policy(style: str, script: str) -> str:
