@@ -49,13 +49,20 @@ async def look_once(
     kinds: Mapping[str, MakeSources], roster: Roster, settings: Settings, within_seconds: float
 ) -> Mapping[str, str]:
     """Add what all sources name now to a roster that nobody watches for; what is wrong with those that fail, by
-    origin.
+    origin. Each has so long to tell, all at the same time.
     """
+    sources = sources_of(kinds, settings)
+
+    async def named(source: Source) -> Wanted:
+        async with asyncio.timeout(within_seconds), aclosing(source.watch()) as found:
+            return await anext(found)
+
     problems: dict[str, str] = {}
-    for origin, source in sources_of(kinds, settings).items():
+    told = [asyncio.ensure_future(named(source)) for source in sources.values()]
+    await asyncio.gather(*told, return_exceptions=True)
+    for origin, wanted in zip(sources, told, strict=True):
         try:
-            async with asyncio.timeout(within_seconds), aclosing(source.watch()) as found:
-                roster.sync(origin, await anext(found))
+            roster.sync(origin, wanted.result())
         except Exception as error:  # whatever goes wrong in a source is one source's problem
             problems[origin] = str(error) or type(error).__name__
     return problems

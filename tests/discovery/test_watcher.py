@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,13 +13,13 @@ from proxy.backend import Backend, Role
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.source_states import SourceStates
-from proxy.discovery.watcher import Watcher
+from proxy.discovery.watcher import Watcher, look_once
 from proxy.settings import Settings
 from tests.asking import until
 from tests.discovery.listed import Listed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
 SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
 
@@ -187,3 +188,25 @@ async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, cap
     assert [line for _, line in lines(caplog) if "removed" in line] == [
         "discovery by listed:test has removed decode d:3"
     ]
+
+
+async def test_to_look_once_is_to_look_at_all_at_the_same_time() -> None:
+    meeting = asyncio.Barrier(2)
+
+    class Met(Listed):
+        """It tells when another one is asked, too."""
+
+        async def watch(self) -> AsyncGenerator[tuple[Backend, ...], None]:
+            await meeting.wait()
+            async with aclosing(super().watch()) as lists:
+                async for told in lists:
+                    yield told
+
+    gateway = Gateway()
+    failing = Listed()
+    failing.fail(OSError("gone"))
+    sources = {"one": Met(decoder(2)), "gone": failing, "other": Met(decoder(3))}
+    kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
+    assert await look_once(kinds, gateway.roster, SETTINGS, within_seconds=5.0) == {"gone:test": "gone"}
+    assert gateway.members() == ["1 config", "2 one:test", "3 other:test"]
+    assert all(source.watches == 0 for source in sources.values())
