@@ -82,7 +82,7 @@ class Observers:
         self, label: str, request_id: str, headers: Mapping[str, str] = _NO_HEADERS, since: float | None = None
     ) -> RequestRecord:
         """A request has come to a route whose dialect has this label. `headers`: see RequestListener. `since`: when it
-        came, on the clock of its record; None: just now.
+        came, in seconds of its record's clock (time.monotonic); None: just now.
         """
         record = RequestRecord(label, request_id)
         if since is not None:

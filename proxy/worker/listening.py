@@ -33,7 +33,6 @@ class Doors:
         if self._probes is not None:
             self._probes.leave()
         for front in self._fronts:
-            front.close_after_each_answer = True
             front.leave_listening()
 
     def end_idle(self, seconds: float) -> int:
