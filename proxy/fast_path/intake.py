@@ -69,7 +69,7 @@ class Intake:
         if (
             self.parts.listener.is_closing
             or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
-            or not self._admission.is_open
+            or self._admission.is_short_of_memory
             or not self.parts.suspects.memory.is_empty  # a request would have to be looked up
             or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
         ):
@@ -88,8 +88,10 @@ class Intake:
             or not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
             or (not call.stream and self.parts.gateway.watching(dialect, call).is_close)
-            or not self._admission.lets_go(call.pick_request)
         ):
+            return None
+        waits = not self._admission.is_open or not self._admission.lets_go(call.pick_request)
+        if waits and not self._admission.has_place(key.name):
             return None
         held_bytes = len(raw) if len(raw) <= SLIGHT_BYTES else memory_bytes(raw, document.read_values)
         if not self.buffers.take(held_bytes):
@@ -102,7 +104,7 @@ class Intake:
             except GatewayError:
                 self.buffers.give_back(held_bytes)
                 return None
-        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes)
+        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes, waits=waits)
 
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:

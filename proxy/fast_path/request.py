@@ -39,7 +39,7 @@ class FastRequest(FastAttempt):
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_dialect", "_has_task", "_held_bytes"),
         *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_relay", "_short", "_stream", "_task"),
-        *("_timeline", "_watching", "is_over"),
+        *("_timeline", "_waits", "_watching", "is_over"),
     )
 
     def __init__(
@@ -51,8 +51,12 @@ class FastRequest(FastAttempt):
         key: ApiKey,
         quota: AbstractContextManager[None] | None,
         held_bytes: int,
+        *,
+        waits: bool,
     ) -> None:
-        """`quota` was entered, and so many bytes were taken from the account of bodies, until the request is over."""
+        """`quota` was entered, and so many bytes were taken from the account of bodies, until the request is over.
+        `waits`: it has to wait for its turn, and then no attempt is begun here.
+        """
         super().__init__(parts)
         self.is_over = False
         self._client = client
@@ -61,6 +65,7 @@ class FastRequest(FastAttempt):
         self._key = key
         self._quota = quota
         self._held_bytes = held_bytes
+        self._waits = waits
         self._attempt: Attempt | None = None
         self._answer: StreamedAnswer | EngineBody | None = None
         """None while the answer is a ShortStream, or was not begun."""
@@ -90,6 +95,9 @@ class FastRequest(FastAttempt):
         if call.stream:
             watching = self._watching = parts.gateway.watching(dialect, call)
             call = watching.observed(call)
+        if self._waits:
+            self._run(self._go_on(None))
+            return
         self._timeline = record.timeline()
         legs = parts.connector.legs(call, call.pick_request(), self._timeline)
         assert legs is not None
@@ -250,7 +258,7 @@ class FastRequest(FastAttempt):
         begun = BegunAttempt(self._legs, self._timeline, attempt=self._attempt, error=error, began_at=self._began_at)
         self._run(self._go_on(begun))
 
-    async def _go_on(self, begun: BegunAttempt) -> None:
+    async def _go_on(self, begun: BegunAttempt | None) -> None:
         if self.is_over:  # the client has left meanwhile
             return
         self._has_task = True
@@ -305,8 +313,9 @@ class FastRequest(FastAttempt):
 
     def _abandon(self, error: GatewayError | asyncio.CancelledError) -> None:
         """Give everything back that is held without a task, and tell the client if it is there."""
-        self._release(error)
-        self._timeline.leave()
+        if not self._waits:
+            self._release(error)
+            self._timeline.leave()
         if isinstance(error, GatewayError):
             self._tell(error)
         else:
@@ -335,7 +344,9 @@ class FastRequest(FastAttempt):
         self._client.done(parts.clock(), parts.is_to_close(record.request_id) if parts.closing else False)
         # Each knows this request: they would be cycles of garbage, with the whole body.
         self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
-        del self._legs, self._stream
+        del self._stream
+        if not self._waits:
+            del self._legs
 
     def _uncount(self) -> None:
         """It is over, or the task counts it from now on."""

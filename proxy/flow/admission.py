@@ -116,10 +116,12 @@ class Admission:
         """
         if self.is_short_of_memory:
             raise overloaded("memory", "the gateway is short of memory")
-        if len(self._queue) < self._max_waiting or (not self._lines and self._has_room()):
-            return
-        if self._order.dispensable(key) is None:
+        if not self.has_place(key) and (self._lines or not self._has_room()):
             raise queue_full()
+
+    def has_place(self, key: str) -> bool:
+        """Whether a unit of this key that has to wait may do so."""
+        return len(self._queue) < self._max_waiting or self._order.dispensable(key) is not None
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""

@@ -152,9 +152,9 @@ class Gateway:
             prompt=prompt,
         )
 
-    async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt) -> None:
-        """Make the only answer of a request, whose first attempt the fast path has begun. Raises GatewayError,
-        ClientStalled.
+    async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt | None) -> None:
+        """Make the only answer of a request of the fast path, which has begun its first attempt; None: it has not, as
+        the request has to wait. Raises GatewayError, ClientStalled.
         """
         with self._parts.suspects.watch(answer.delivery.call, 1) as suspicion:
             await AttemptLoop(self._parts, answer, record, suspicion, begun).run()

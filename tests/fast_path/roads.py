@@ -42,6 +42,7 @@ _TIMES: Final = (
     (re.compile(r"Date: [^\r]*GMT"), "Date: now"),
     (re.compile(r'"created": ?\d+'), '"created":0'),
     (re.compile(r"\d+\.\d+ s\b"), "some s"),
+    (re.compile(r"(?i)retry-after(-ms)?: \d+"), "retry-after: soon"),
 )
 _BLANKS: Final = re.compile(r"null +")
 """Token ids that were taken out leave blanks where they came in one piece."""

@@ -1,0 +1,118 @@
+"""Requests that have to wait for their turn come to the same on both roads, and their connections stay fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from proxy.fast_path.request import FastRequest
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.fast_path.roads import Clients, raw
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.fast_path.roads import Line, Roads
+
+STREAM: Final = request(Api.CHAT, "waits", stream=True, max_tokens=2)
+WHOLE: Final = request(Api.COMPLETIONS, "waits", stream=False, max_tokens=2)
+ENDLESS: Final = request(Api.CHAT, "endless", stream=True)
+BODIES: Final = pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+
+
+def busy(**admission: Any) -> dict[str, Any]:
+    """Settings with which one decoder writes one answer at a time."""
+    limits = {"max_running_decode": 1, "wait_seconds": 5.0, **admission}
+    return {"admission": limits, "resume": {"mode": "off"}}
+
+
+async def occupied(clients: Clients) -> Line:
+    """The connection of a client whose answer takes all that the decoder can do, until it leaves."""
+    decoder = clients.gateway.decoders[0]
+    decoder.faults.add("stall_after_tokens", times=1, tokens=1)
+    line = await clients.connect()
+    line.send(raw(ENDLESS, X_Request_Id="r-0"))
+    await line.has(b'"finish_reason":null,"tok')
+    return line
+
+
+async def waits(clients: Clients, body: dict[str, Any], number: int = 1) -> Line:
+    """The connection of one that waits now."""
+    line = await clients.connect()
+    line.send(raw(body, X_Request_Id=f"r-{number}"))
+    await until(lambda: clients.gateway.metrics("pdproxy_queued_requests") == {(): float(number)}, "it waits")
+    return line
+
+
+@BODIES
+async def test_its_turn_comes(roads: Roads, body: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        first = await occupied(clients)
+        second = await waits(clients, body)
+        first.leave()
+        await second.answer()
+        await second.ask(body, X_Request_Id="r-2")  # on the connection of one that has waited
+
+    await roads.take(talk, 1, 1, is_fast=3, **busy())
+
+
+@BODIES
+@pytest.mark.parametrize("end", ["leaves", "drain and cut-off", "waits too long"])
+async def test_its_turn_does_not_come(roads: Roads, body: dict[str, Any], end: str) -> None:
+    async def talk(clients: Clients) -> None:
+        first = await occupied(clients)
+        second = await waits(clients, body)
+        if end == "leaves":
+            second.leave()
+        elif end == "drain and cut-off":
+            clients.gateway.worker.drain.cut_off()
+            await second.answer()
+        else:
+            await second.answer()
+        await until(lambda: clients.gateway.metrics("pdproxy_queued_requests") in ({}, {(): 0.0}), "nobody waits")
+        first.leave()
+
+    limits = {"wait_seconds": 0.2} if end == "waits too long" else {}
+    # Those who are cut off end in one moment.
+    await roads.take(talk, 1, 1, is_fast=2, unordered=end == "drain and cut-off", **busy(**limits))
+
+
+@BODIES
+async def test_there_is_no_place_to_wait(roads: Roads, body: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        first = await occupied(clients)
+        await waits(clients, body)
+        refused = await clients.connect()
+        await refused.ask(body, X_Request_Id="r-2")
+        first.leave()
+        await clients.lines[1].answer()
+        await refused.ask(body, X_Request_Id="r-3")
+
+    course = await roads.take(talk, 1, 1, is_fast=2, **busy(max_waiting=1))  # the third one's connection is aiohttp's
+    assert course.answers[2][0][0].startswith("HTTP/1.1 503")
+
+
+@BODIES
+async def test_a_client_leaves_before_its_request_is_in_line(
+    deploy: Deploy, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await deploy(1, 1, **busy())
+    clients = Clients(gateway)
+    first = await occupied(clients)
+    start = FastRequest.start
+
+    def start_and_leave(request: FastRequest, *what: Any) -> None:
+        start(request, *what)
+        request.left()
+        request.left()
+
+    monkeypatch.setattr(FastRequest, "start", start_and_leave)
+    second = await clients.connect()
+    second.send(raw(body))
+    await until(lambda: gateway.metrics("pdproxy_request_end_total"), "its end")
+    assert gateway.metrics("pdproxy_request_end_total") == {("CR",): 1.0}
+    assert gateway.metrics("pdproxy_queue_waits_total") == {}
+    for line in (first, second):
+        line.leave()
+    await clients.rest()
