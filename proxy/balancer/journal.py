@@ -23,19 +23,22 @@ _HEAD: Final = Struct("<QQII")
 
 
 class Journal:
-    """The rings of all workers, each with one writer. A record carries its place and a checksum: a reader that was
+    """All rings, each with one writer. A record carries its place and a checksum: a reader that was
     overtaken, or sees the stores out of order as aarch64 allows, notices.
     """
 
-    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES) -> None:
-        """`workers`: all who write. One of them may be a guest who tells what workers on other hosts have done."""
+    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, tellers: int = 0) -> None:
+        """`workers`: all who write and read. One of them may be a guest who tells what workers on other hosts have
+        done. `tellers` only write, and have the seats behind the workers'.
+        """
         self.workers = workers
+        self.rings = rings = workers + tellers
         self._ring_bytes = ring_bytes
-        self._memory = mmap.mmap(-1, workers * (2 * _CELL_BYTES + ring_bytes))
-        cells = memoryview(self._memory)[: 2 * workers * _CELL_BYTES].cast("q")
-        self.written = cells[:workers]
+        self._memory = mmap.mmap(-1, rings * (2 * _CELL_BYTES + ring_bytes))
+        cells = memoryview(self._memory)[: 2 * rings * _CELL_BYTES].cast("q")
+        self.written = cells[:rings]
         """Bytes that each worker has ever written."""
-        self.newest = cells[workers:]
+        self.newest = cells[rings:]
         """Where the last record of each worker begins."""
 
     def seat(self, worker: int) -> Seat:
@@ -79,7 +82,7 @@ class Journal:
         return _HEAD.size + length <= self._ring_bytes // 4
 
     def _start(self, worker: int) -> int:
-        return 2 * self.workers * _CELL_BYTES + worker * self._ring_bytes
+        return 2 * self.rings * _CELL_BYTES + worker * self._ring_bytes
 
 
 class Seat:
@@ -88,6 +91,8 @@ class Seat:
     def __init__(self, journal: Journal, worker: int) -> None:
         self._journal = journal
         self._worker = worker
+        self.is_heard = journal.workers > 1
+        """Others read what this one writes."""
         self._read = journal.written.tolist()
 
     @property
@@ -109,7 +114,7 @@ class Seat:
 
     def news(self) -> Iterator[bytes]:
         """What the others have written since."""
-        for worker in range(self._journal.workers):
+        for worker in range(self._journal.rings):
             if worker != self._worker:
                 yield from self._news_of(worker)
 

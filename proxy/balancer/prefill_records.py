@@ -25,6 +25,8 @@ class Kind(IntEnum):
     ENDED = 1
     """One has ended, and nothing has come of these keys. Numbers: when, how far the odometer has to be moved, the trust
     and the capacity by now, and a sample, if it teaches one."""
+    COUNTED = 2
+    """The engine has told of its cache. Numbers: those of a CacheCount. Not for other gateways, which ask it, too."""
 
 
 class InvalidRecord(ValueError):
@@ -32,7 +34,9 @@ class InvalidRecord(ValueError):
 
 
 class Record(NamedTuple):
-    """`numbers[0]` is seconds of the reader's clock. `ends` are tokens, in a record SENT one for each key."""
+    """`numbers[0]` is seconds of the reader's clock, but in a record COUNTED. `ends` are tokens, in a record SENT one
+    for each key.
+    """
 
     kind: int
     slot: int
@@ -43,7 +47,7 @@ class Record(NamedTuple):
 
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
-_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 8)}
+_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 8), Kind.COUNTED: (4,)}
 
 
 def packed(record: Record) -> bytes:
@@ -77,6 +81,8 @@ def translated(record: Record, slot: int, seconds: float) -> Record:
     """The same of another gateway, for whom the prefiller has this slot, and whose clock is so much ahead. Raises
     InvalidRecord for numbers that are none.
     """
+    if record.kind == Kind.COUNTED:
+        raise InvalidRecord("it is not for other gateways")
     if not all(map(isfinite, record.numbers)) or not all(map(isfinite, record.ends)):
         raise InvalidRecord("it has numbers that are none")
     at, *others = record.numbers

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefill_records import Kind, Record, packed, unpacked
 from proxy.balancer.prefixes import CachedPrefixes
@@ -74,8 +75,9 @@ class Prefiller:
     _answered_at: float = 0.0
     _answered_before: float = 0.0  # the answer before that one
     _alone: int = 0  # see `saw`
-    _others: deque[tuple[float, float]] = field(default_factory=deque)
-    """When others have sent something that is under way, and its predicted seconds, the oldest first."""
+    _others: deque[tuple[float, float, float]] = field(default_factory=deque)
+    """When others have sent something that is under way, its predicted seconds, and the tokens that are not expected to
+    be cached, the oldest first."""
 
     @property
     def works_on_one(self) -> bool:
@@ -186,7 +188,7 @@ class Prefiller:
             if load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
                 self._others.clear()  # some ends were missed
             elif self._others[0][0] < at:
-                at, seconds = self._others[0]
+                at, seconds, _ = self._others[0]
         spent = now - max(at, self._answered_at)
         # One that is overdue is expected to take as long again as it is late: it may never answer.
         left = max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
@@ -200,20 +202,32 @@ class Prefiller:
         self.version += 1
         if record.kind == Kind.SENT:
             at, seconds, computed = record.numbers
-            self._others.append((at, seconds))
+            self._others.append((at, seconds, computed))
             self.cached.use(record.keys, record.ends, computed)
+            return None
+        if record.kind == Kind.COUNTED:
+            computing = self.computing + sum(computed for _, _, computed in self._others)
+            if self.cached.follow(CacheCount(*record.numbers), computing):
+                self.emptied()
             return None
         at, further, trust, capacity, *sample = record.numbers
         if self._others:
             self._others.popleft()
         prefixes = self.cached
         prefixes.odometer += further
-        prefixes.trust, prefixes.capacity = trust, capacity
+        prefixes.trust = trust
+        if not prefixes.knows_capacity:
+            prefixes.capacity = capacity
         prefixes.drop(record.keys)
         if not sample:
             return None
         self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
         return Sample(*sample)
+
+
+def write_count(journal: Seat, slot: int, count: CacheCount) -> None:
+    """Let all workers hear what the engine in this slot tells of its cache."""
+    journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
 
 
 def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample]]:

@@ -84,7 +84,8 @@ class Prefillers:
         """Of one of them."""
         known = self.by_key.get(backend.key)
         if known is None:
-            known = Prefiller(backend, journal=self._journal)
+            journal = self._journal
+            known = Prefiller(backend, journal=journal if journal is not None and journal.is_heard else None)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known
         return known
 

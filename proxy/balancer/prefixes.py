@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from proxy.balancer.cache_count import CacheCount
+
 # Until it is learned. Too much costs less than too little: what is wrongly expected is corrected by the next answer.
 _FIRST_CAPACITY: Final = 1_000_000
 _LEAST_CAPACITY, _MOST_CAPACITY = 32_768, 64_000_000
@@ -34,7 +36,7 @@ _MOST_BLOCK_TOKENS: Final = 512
 class CachedPrefixes:
     """Those of one backend. Positions are of pieces of a prompt, in order; `ends` are tokens up to their ends."""
 
-    __slots__ = ("capacity", "odometer", "trust", "_block", "_young", "_old", "_turned")
+    __slots__ = ("capacity", "odometer", "trust", "_block", "_count", "_uncounted", "_young", "_old", "_turned")
 
     def __init__(self) -> None:
         self.capacity = float(_FIRST_CAPACITY)
@@ -43,6 +45,8 @@ class CachedPrefixes:
         """Tokens that it has computed."""
         self.trust = _UNTOLD_TRUST
         """How much of what was expected to be cached really was, lately."""
+        self._count: CacheCount | None = None  # the last one, of an engine that tells
+        self._uncounted = 0.0  # what was on the odometer before
         self._block = 0  # the greatest common divisor of the cached tokens that were told
         # The readings of keys in two generations. What was used since the odometer stood at `_turned` is young. What
         # is old is remembered for one more generation, or it could not be learned that the cache is larger.
@@ -118,6 +122,8 @@ class CachedPrefixes:
             self.trust += _TRUST_STEP * (min(1.0, told / expected) - self.trust)
         pieces = bisect_right(ends, told + _BLOCK_TOKENS) if told else 0
         kept = odometer - min((reading for reading in known[:pieces] if reading is not None), default=odometer)
+        if self.knows_capacity:
+            return
         if kept > self.capacity:
             self.capacity += _CAPACITY_STEP * (kept - self.capacity)
         if told:
@@ -125,3 +131,20 @@ class CachedPrefixes:
             if gone is not None and gone < self.capacity:
                 self.capacity -= _CAPACITY_STEP * (self.capacity - gone)
         self.capacity = min(max(self.capacity, _LEAST_CAPACITY), _MOST_CAPACITY)
+
+    @property
+    def knows_capacity(self) -> bool:
+        """The engine's own evictions tell it."""
+        return self._count is not None and self._count.evicts > 0
+
+    def follow(self, count: CacheCount, computing: float) -> bool:
+        """What the engine's KV events tell: how far its cache reaches back, and what it has computed, for whomever.
+        `computing`: tokens on the odometer that are not there yet. Returns whether the cache was emptied since the last
+        time.
+        """
+        before, self._count = self._count, count
+        if before is None or count.stored < before.stored:
+            self._uncounted = self.odometer - computing - count.stored
+        self.odometer = self._uncounted + count.stored + computing
+        self.capacity = count.reach if count.evicts else max(self.capacity, count.reach)
+        return before is not None and count.cleared > before.cleared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.prefill_records import packed, unpacked, without_keys
+from proxy.balancer.prefill_records import Kind, packed, unpacked, without_keys
 from proxy.replicas.told import Charge, News, Told
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Own:
         prompts: dict[str, list[bytes]] = {}
         for data in self._journal.news():
             record = unpacked(data)
-            if record.slot not in keys:
+            if record.slot not in keys or record.kind == Kind.COUNTED:
                 continue
             if len(data) > self._keys_left:
                 data = packed(without_keys(record))

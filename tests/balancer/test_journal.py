@@ -98,3 +98,13 @@ def test_reading_backwards_ends_at_what_is_not_whole() -> None:
         writer.write(bytes([number]) * 8)
     journal.put(0, places[1] + 24, b"torn")
     assert [record[0] for record in journal.latest(0)] == [3, 2]
+
+
+def test_a_teller_is_heard_by_all_workers_and_one_worker_alone_by_nobody() -> None:
+    journal = Journal(workers=1, tellers=1)
+    worker, teller = journal.seat(0), journal.seat(1)
+    teller.write(b"counted")
+    assert worker.has_news
+    assert list(worker.news()) == [b"counted"]
+    assert not worker.is_heard
+    assert Journal(workers=2).seat(0).is_heard

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load, Role
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.prefiller import write_count
 from proxy.call import PREFILL_OVERHEAD_TOKENS
 from proxy.errors import Failure, UpstreamError
 from proxy.wire.prefix import PrefixKeys
@@ -266,6 +268,29 @@ def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None
         assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
         assert its.cached.trust == mine.cached.trust
         assert its.cached.odometer == pytest.approx(mine.cached.odometer)
+
+
+def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
+    balancer, journal = Balancer(), Journal(workers=2, tellers=1)
+    workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
+    engines = journal.seat(2)
+    there = workers[0].serve(prompt(1, 2, 3))
+    hear(workers)
+    write_count(engines, there.slot, CacheCount(stored=10**6, reach=10_000, evicts=True, cleared=0))
+    workers[0].serve(prompt(*range(50, 58)))
+    hear(workers)
+    for worker in workers:
+        cached = worker.policy._prefillers.of(there).cached
+        assert (cached.capacity, cached.hit([1, 2, 3])) == (10_000, 3)
+    write_count(engines, there.slot, CacheCount(stored=10**6, reach=0, evicts=False, cleared=1))
+    hear(workers)
+    assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
+
+
+def hear(workers: list[Prefillers]) -> None:
+    for worker in workers:
+        worker.pool.backends()
+        worker.policy._prefillers.known(worker.pool._chooser.candidates)
 
 
 def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_left(workers: list[Prefillers]) -> None:

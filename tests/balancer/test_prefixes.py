@@ -7,6 +7,7 @@ import random
 import pytest
 
 from proxy.balancer import prefixes
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefixes import CachedPrefixes
 from proxy.sim.hardware.blocks import KvBlocks
 
@@ -135,3 +136,38 @@ def test_a_restart_empties_the_cache() -> None:
     sent(cached, 1, 2)
     cached.clear()
     assert cached.hit(keys(1, 2)) == 0
+
+
+def test_an_engine_that_tells_its_evictions_need_not_be_learned() -> None:
+    cached = CachedPrefixes()
+    cached.follow(CacheCount(stored=0, reach=0, evicts=False, cleared=0), computing=0)
+    assert cached.capacity == 1_000_000
+    cached.follow(CacheCount(stored=2_000_000, reach=2_000_000, evicts=False, cleared=0), computing=0)
+    assert cached.capacity == 2_000_000
+    cached.follow(CacheCount(stored=2_000_000, reach=500, evicts=True, cleared=0), computing=0)
+    assert cached.capacity == 500
+    learned(cached, told=300)
+    learned(cached, told=0)
+    assert cached.capacity == 500
+
+
+def test_what_others_have_computed_there_pushes_out_too() -> None:
+    cached = CachedPrefixes()
+    cached.follow(CacheCount(stored=7000, reach=1000, evicts=True, cleared=0), computing=0)
+    sent(cached, 1, 2, 3)
+    cached.follow(CacheCount(stored=7000, reach=1000, evicts=True, cleared=0), computing=300)
+    assert cached.hit(keys(1, 2, 3)) == 3
+    cached.follow(CacheCount(stored=7300, reach=1000, evicts=True, cleared=0), computing=0)
+    assert cached.hit(keys(1, 2, 3)) == 3
+    cached.follow(CacheCount(stored=8400, reach=1000, evicts=True, cleared=0), computing=0)
+    assert cached.hit(keys(1, 2, 3)) == 0
+
+
+def test_counting_may_begin_again_and_a_cache_is_emptied_once() -> None:
+    cached = CachedPrefixes()
+    assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
+    assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
+    assert cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=4), computing=0)
+    odometer = cached.odometer
+    assert not cached.follow(CacheCount(stored=10, reach=0, evicts=False, cleared=0), computing=0)
+    assert cached.odometer == odometer

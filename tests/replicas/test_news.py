@@ -11,10 +11,12 @@ import pytest
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Backend, Role
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
+from proxy.balancer.prefiller import write_count
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.replicas.guests import Guests
@@ -39,12 +41,13 @@ class Gateway:
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
 
     def __post_init__(self) -> None:
-        journal, usage = Journal(3), KeyUsage(2, slots=1, guests=1)
+        journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.seat(0))
         self.policy = LeastSeconds(context)
         self.own = Own(self.name, self.scoreboard, self.roster, journal.seat(2), usage, dict)
         self.guests = Guests(self.scoreboard, usage, journal.seat(2))
+        self.events = journal.seat(3)
 
     def backend(self, port: int) -> Backend:
         return next(each.backend for each in self.roster.members(Role.PREFILL) if each.backend.port == port)
@@ -175,3 +178,14 @@ def test_what_is_not_understood_are_no_news() -> None:
     assert decode_news(encode_news(whole)) == whole
     for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
         assert decode_news(message) is None
+
+
+def test_what_engines_tell_of_their_caches_is_for_the_gateway_that_asks_them(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    count = CacheCount(stored=10**6, reach=5000, evicts=1, cleared=0)
+    one.news()
+    write_count(one.events, one.backend(1).slot, count)
+    assert one.prefiller(1).cached.capacity == 5000
+    assert one.news() is None
+    two.guests.note_prompts({0: [packed(Record(Kind.COUNTED, 0, (), (), count))]}, 0.0)
+    assert two.prefiller(2).cached.capacity == 10**6

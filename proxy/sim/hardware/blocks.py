@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -27,6 +27,19 @@ class Held:
         return len(self.named) + self.unnamed
 
 
+class Watcher(Protocol):
+    """Hears of what is cached, as KV events tell it."""
+
+    def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
+        """These blocks of one sequence, behind that one, can be shared from now on."""
+
+    def removed(self, name: Hashable) -> None:
+        """A block had to make room."""
+
+    def cleared(self) -> None:
+        """All that was cached is gone."""
+
+
 class KvBlocks:
     """All blocks of one engine. `used + cached <= count` always holds."""
 
@@ -34,6 +47,7 @@ class KvBlocks:
         self.count = count
         self.evicted = 0
         """Cached blocks that had to make room."""
+        self.watcher: Watcher | None = None
         self._users: dict[Hashable, int] = {}
         self._cached: OrderedDict[Hashable, None] = OrderedDict()
         self._unnamed = 0
@@ -84,21 +98,26 @@ class KvBlocks:
         held.unnamed += blocks
         self._unnamed += blocks
         while self.used + len(self._cached) > self.count:
-            self._cached.popitem(last=False)
+            name, _ = self._cached.popitem(last=False)
             self.evicted += 1
+            if self.watcher is not None:
+                self.watcher.removed(name)
 
     def name(self, held: Held, names: Sequence[Hashable]) -> None:
         """A sequence's first blocks are computed and can be shared from now on: all of `names` that it has not named.
 
         What somebody else has named meanwhile stays a second copy without a name, and so does what comes behind it.
         """
-        for name in names[len(held.named) :]:
+        known = len(held.named)
+        for name in names[known:]:
             if name in self._users or name in self._cached:
-                return
+                break
             self._users[name] = 1
             self._unnamed -= 1
             held.named.append(name)
             held.unnamed -= 1
+        if self.watcher is not None and len(held.named) > known:
+            self.watcher.stored(held.named[known - 1] if known else None, held.named[known:])
 
     def give_back(self, held: Held) -> None:
         """A sequence's blocks are no longer used. May be called again."""
@@ -115,3 +134,5 @@ class KvBlocks:
     def forget(self) -> None:
         """Drop all that is cached and not used."""
         self._cached.clear()
+        if self.watcher is not None:
+            self.watcher.cleared()

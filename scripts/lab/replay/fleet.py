@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from lab.replay.engines import Engine
 from lab.replay.gateways import Gateway, Plan, SharedStore
+from lab.replay.told import Told
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engine_facts import EngineFacts
@@ -117,6 +118,8 @@ class Course:
     request: Request
     prefiller: Backend | None = None
     cached_tokens: int = 0
+    expected_tokens: int = 0
+    """Those that the policy thought to be cached."""
     predicted_seconds: float | None = None
     """What the policy thought that the prefiller would take."""
     prefill_seconds: float | None = None
@@ -153,11 +156,12 @@ class Replay:
         workers: int = 1,
         gateways: int = 1,
         replicas: Mapping[str, object] | None = None,
+        kv_events: bool = False,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of each gateway.
         Any of them gets a request. `replicas`: the options by which gateways share; None: they know nothing of each
-        other. `on_end` is called at the end of each request.
+        other. `kv_events`: prefillers publish them. `on_end` is called at the end of each request.
         """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
@@ -180,6 +184,7 @@ class Replay:
             facts=facts,
             workers=workers,
             replicas=replicas,
+            kv_events=kv_events,
         )
         self._gateways = [Gateway(plan, f"gateway-{number}", self.engines, rng) for number in range(gateways)]
         self._is_shared = replicas is not None
@@ -187,6 +192,10 @@ class Replay:
         self.pools = self.workers[0].pools
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
+        hearers = [gateway.events for gateway in self._gateways if gateway.events is not None]
+        for backend in self.pools.prefill.backends() if hearers else ():
+            size = fleet.prefill_machine.prefill.block_tokens
+            self.engines[backend].batch.blocks.watcher = Told(backend, size, hearers, self._loop)
 
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with now."""
@@ -227,6 +236,7 @@ class Replay:
                     course.prefiller = prefiller.backend
                     if prefiller.prediction is not None:
                         course.predicted_seconds = prefiller.prediction.seconds
+                        course.expected_tokens = prefiller.prediction.cached_tokens
                     engine, sent_at = self.engines[prefiller.backend], self._loop.time()
                     kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
                     course.prefill_seconds = self._loop.time() - sent_at

@@ -110,6 +110,8 @@ class Plan:
     gateways: int = 1
     replicas: Mapping[str, object] | None = None
     """The options by which they share; None: they know nothing of each other."""
+    kv_events: bool = False
+    """Prefillers publish them, and all gateways hear them."""
 
 
 class Gateway:
@@ -122,7 +124,9 @@ class Gateway:
         self._plan = plan
         count = plan.prefillers + plan.decoders
         self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
-        self._journal = Journal(plan.workers + guests)
+        self._journal = Journal(plan.workers + guests, tellers=int(plan.kv_events))
+        self.events = self._journal.seat(self._journal.workers) if plan.kv_events else None
+        """Where it hears what prefillers publish; None: it does not."""
         addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
         self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
         self._health = Health(HealthChecks(), self._clock, rng)
@@ -157,7 +161,7 @@ class Gateway:
             rng=self._rng,
             clock=self._clock,
             facts=self._plan.facts,
-            journal=self._journal.seat(worker) if self._journal.workers > 1 else None,
+            journal=self._journal.seat(worker) if self._journal.rings > 1 else None,
             role=role,
             elsewhere=self.scoreboard.elsewhere(row),
         )

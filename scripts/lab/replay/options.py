@@ -77,6 +77,7 @@ def read_options() -> argparse.Namespace:
     add("--requests", type=int, metavar="N", help="only the first so many")
     add("--prefill-kv-tokens", type=int, metavar="N", help="that fit into a prefiller's cache (default: the machine's)")
     add("--untold", action="store_true", help="prefillers do not tell how much of a prompt they had in their caches")
+    add("--kv-events", action="store_true", help="prefillers publish KV events, and the gateway hears them")
     add("--workers", type=int, default=1, metavar="N", help="of the gateway (default: 1)")
     add("--gateways", type=int, default=1, metavar="N", help="any of them gets a request (default: 1)")
     add(
@@ -107,8 +108,8 @@ def read_options() -> argparse.Namespace:
         options.policies = options.policies or [OURS]
         if not set(options.policies) <= set(POLICIES):
             parser.error("--sockets is of the gateway's own policies, and of the programs that there are")
-        if options.margins or options.untold:
-            parser.error("--margins and --untold are of virtual time")
+        if options.margins or options.untold or options.kv_events:
+            parser.error("--margins, --untold and --kv-events are of virtual time")
         if options.reference is not None:
             options.reference = called_from() / options.reference
     if options.speed is None:

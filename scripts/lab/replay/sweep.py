@@ -104,6 +104,7 @@ def in_virtual_time(
                 workers=options.workers,
                 gateways=options.gateways,
                 replicas=_SHARED[options.share],
+                kv_events=options.kv_events,
                 max_running_prefill=options.max_running_prefill,
                 max_running_decode=options.max_running_decode,
                 tells_cached=not options.untold,

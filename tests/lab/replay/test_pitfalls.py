@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,10 @@ def _times(rng: random.Random, count: int, per_second: float) -> list[float]:
     return [at := at + rng.expovariate(per_second) for _ in range(count)]
 
 
-def run(requests: Sequence[Request], policy: str, fleet: Fleet = FLEET, **options: Any) -> tuple[Figures, Replay]:
-    made: list[Replay] = []
+def run(
+    requests: Sequence[Request], policy: str, fleet: Fleet = FLEET, made: list[Replay] | None = None, **options: Any
+) -> tuple[Figures, Replay]:
+    made = [] if made is None else made
 
     async def course() -> None:
         prefill, decode = policies(fleet, "least_tokens")[policy]
@@ -130,6 +133,26 @@ def test_caches_that_are_smaller_than_they_are_thought_to_be(kv_tokens: int) -> 
     """A million tokens are thought to fit in at first."""
     small = replace(MACHINE, prefill=replace(MACHINE.prefill, kv_tokens=kv_tokens))
     never_worse(conversations(4, 400, 0.9), Fleet(4, 4, small, MACHINE))
+
+
+def test_kv_events_tell_at_once_what_fits_in_and_what_is_gone() -> None:
+    """Of prefillers whose caches are small, and emptied now and then."""
+    small = replace(MACHINE, prefill=replace(MACHINE.prefill, kv_tokens=81_920))
+
+    def wrong(kv_events: bool) -> int:
+        made: list[Replay] = []
+        ends = itertools.count(1)
+
+        def on_end() -> None:
+            if next(ends) % 100 == 0:
+                for engine in made[0].engines.values():
+                    engine.batch.blocks.forget()
+
+        requests = conversations(4, 400, 0.9)
+        run(requests, "least_load", Fleet(4, 4, small, MACHINE), made, kv_events=kv_events, on_end=on_end)
+        return sum(abs(course.expected_tokens - course.cached_tokens) for course in made[0].courses)
+
+    assert wrong(kv_events=True) < wrong(kv_events=False) / 3
 
 
 def test_a_prefiller_that_has_lost_its_cache_without_a_word() -> None:

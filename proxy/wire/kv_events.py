@@ -1,0 +1,191 @@
+"""What engines publish of their KV blocks, in both shapes in which they do.
+
+vLLM (vllm/distributed/kv_events.py) and SGLang (python/sglang/srt/disaggregation/kv_events.py) send batches of events,
+in msgpack: `[ts, events, data_parallel_rank]`, for a while in vLLM a map with these names. An event was an array with
+its tag first, and is a map with the tag as `type` since vLLM 0.24 (PR #42892) and SGLang's PR #37271. Fields were only
+ever added behind the others, so what is not known is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+from msgspec import Raw
+from msgspec.msgpack import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BlockHash = int | bytes
+"""vLLM's are bytes, or with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES the lower 64 bits of them; SGLang's are integers."""
+
+
+class BlocksStored(NamedTuple):
+    """Full blocks of one sequence, one behind the other, are cached from now on."""
+
+    hashes: Sequence[BlockHash]
+    parent: BlockHash | None
+    """The block before the first of them; None: they begin the sequence."""
+    block_tokens: int
+    """Of tiers below the device it may be 0."""
+    medium: str | None
+    """Where they are: `GPU`, or a tier below it; None is the same as `GPU`."""
+    group: int | None
+    """Of models with several kinds of attention, whose blocks they are."""
+    is_whole: bool
+    """False: of blocks that are kept for part of a sequence only, as by sliding windows and Mamba."""
+
+
+class BlocksRemoved(NamedTuple):
+    """Blocks are not in this medium any more."""
+
+    hashes: Sequence[BlockHash]
+    medium: str | None
+    group: int | None
+
+
+class AllCleared(NamedTuple):
+    """Nothing is cached any more."""
+
+
+class Unreadable(NamedTuple):
+    """An event of a kind that is not known, or that is none."""
+
+    why: str
+
+
+Event = BlocksStored | BlocksRemoved | AllCleared | Unreadable
+
+
+# Of what is not needed not even the type is looked at, and token ids, most of all bytes, are not unpacked.
+class _Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Raw
+    block_size: int
+    lora_id: Raw = Raw(b"")
+    medium: str | None = None
+    lora_name: Raw = Raw(b"")  # of SGLang: metadata
+    extra_keys: Raw = Raw(b"")
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _Removed(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredMap(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[BlockHash]
+    block_size: int
+    parent_block_hash: BlockHash | None = None
+    medium: str | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _RemovedMap(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedMap(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: Raw
+    events: list[Raw]
+
+
+class _BatchMap(msgspec.Struct):
+    events: list[Raw]
+
+
+_decode_array: Final = Decoder(_Stored | _Removed | _Cleared).decode
+_decode_map: Final = Decoder(_StoredMap | _RemovedMap | _ClearedMap).decode
+_decode_batch: Final = Decoder(_Batch).decode
+_decode_batch_map: Final = Decoder(_BatchMap).decode
+
+# What vLLM calls groups whose blocks are kept as long as there is room for them (v1/kv_cache_interface.py).
+_PARTIAL_KINDS: Final = ("sliding", "chunked", "mamba", "linear")
+
+
+def decode(payload: bytes) -> list[Event]:
+    """The events of a batch, in their order. Raises ValueError for what is none."""
+    try:
+        batch = _decode_batch_map(payload) if _is_map(payload) else _decode_batch(payload)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return list(map(_event, batch.events))
+
+
+def _event(raw: Raw) -> Event:
+    try:
+        found = _decode_map(raw) if _is_map(bytes(memoryview(raw)[:1])) else _decode_array(raw)
+    except (ValueError, RecursionError) as error:
+        return Unreadable(str(error))
+    if isinstance(found, _Stored | _StoredMap):
+        kind = found.kv_cache_spec_kind or ""
+        is_whole = found.kv_cache_spec_sliding_window is None and not any(part in kind for part in _PARTIAL_KINDS)
+        hashes, parent = found.block_hashes, found.parent_block_hash
+        return BlocksStored(hashes, parent, found.block_size, found.medium, found.group_idx, is_whole)
+    if isinstance(found, _Removed | _RemovedMap):
+        return BlocksRemoved(found.block_hashes, found.medium, found.group_idx)
+    return AllCleared()
+
+
+def _is_map(packed: bytes) -> bool:
+    """By msgpack's first byte: fixmap, map 16 and map 32."""
+    return bool(packed) and (packed[0] & 0xF0 == 0x80 or packed[0] in (0xDE, 0xDF))
+
+
+class Source(NamedTuple):
+    """Where one rank of an engine publishes, by `GET /kv_event_sources` (vLLM 0.33, PR #55844)."""
+
+    rank: int
+    port: int
+    replay_port: int | None
+    topic: str
+
+
+def parse_sources(answer: object) -> list[Source] | None:
+    """What an engine tells: a list of sources, in some versions under `sources`. None: it is not that."""
+    listed = answer.get("sources") if isinstance(answer, dict) else answer
+    try:
+        told = msgspec.convert(listed, list[_ToldSource])
+        return [
+            Source(source.data_parallel_rank, _port(source.endpoint), _replay_port(source), source.topic)
+            for source in told
+        ]
+    except ValueError:
+        return None
+
+
+class _ToldSource(msgspec.Struct):
+    endpoint: str
+    data_parallel_rank: int = 0
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+def _replay_port(source: _ToldSource) -> int | None:
+    return None if source.replay_endpoint is None else _port(source.replay_endpoint)
+
+
+def _port(endpoint: str) -> int:
+    """Of tcp://host:port. Raises ValueError."""
+    port = int(endpoint.rpartition(":")[2])
+    if not endpoint.startswith("tcp://") or not 0 < port < 65536:
+        raise ValueError(f"{endpoint} is no TCP endpoint")
+    return port
