@@ -6,6 +6,7 @@ Role         `prefill`, `decode` or `encode`; an instance of it is a prefiller, 
 Backend      one engine endpoint: role, host, port, scoreboard slot; a frozen value
 Roster       which backends there are, the same for all workers: joining, enabled, disabled, draining
 Pool         the backends of one role; the only one that knows which are eligible now
+Lane         what serves the requests for some models, from the queue to the pools; one for all, if all serve the same
 Load         what a request costs a backend, in whole tokens: `compute` (being worked on) and `kv` (cache it holds)
 Scoreboard   load per backend across workers; each worker writes its own row
 PickRequest  what a backend is wanted for: its cost, which backends to avoid or prefer, what else is known

@@ -32,7 +32,8 @@ class Backend:
     """One engine endpoint, equal to another with the same role and address, however that is spelled.
 
     `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key. `bootstrap_port`: where
-    decoders meet a prefiller of SGLang, or of the upstream MooncakeConnector; None: they know.
+    decoders meet a prefiller of SGLang, or of the upstream MooncakeConnector; None: they know. `models`: what it
+    serves, as whoever named it says; empty: the engine is asked.
     """
 
     role: Role
@@ -41,6 +42,7 @@ class Backend:
     slot: int = field(default=0, compare=False)
     trusted: bool = field(default=False, compare=False)
     bootstrap_port: int | None = field(default=None, compare=False)
+    models: tuple[str, ...] = field(default=(), compare=False)
     place: tuple[str, int] = field(init=False, repr=False)
     """The same for all spellings of one address."""
     name: str = field(init=False, compare=False, repr=False)

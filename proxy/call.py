@@ -152,6 +152,11 @@ class Call:
         """The name of the model, as the client says it, whatever that is; None when it says none."""
         return self.values.get("model") if self.alias is None else self.alias
 
+    @property
+    def served_model(self) -> object:
+        """The same as the engines get it."""
+        return self.changes.get("model", self.values.get("model"))
+
     def members(self, names: Collection[str]) -> dict[str, Any]:
         """Of the fields as the engines get them those that have one of these names."""
         changes = {name: value for name, value in self.changes.items() if name in names}

@@ -52,8 +52,11 @@ class UnknownModel(BadRequest):
     status = 404
     code = "model_not_found"
 
-    def __init__(self) -> None:
-        super().__init__("no instance serves a model of that name; GET /v1/models lists them", param="model")
+    def __init__(self, name: str = "", known: str = "") -> None:
+        """`name`: that model, and `known`: what is served instead, in words; empty where they are not told."""
+        what = f"called {name[:64]!r}" if name else "of that name"
+        message = f"no instance serves a model {what}; GET /v1/models lists them"
+        super().__init__(f"{message}: {known}" if known else message, param="model")
 
 
 class NoBackendAvailable(GatewayError):

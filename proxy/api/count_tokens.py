@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.errors import GatewayError
     from proxy.flow.admission import Admission
+    from proxy.flow.lanes import Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.upstream import Upstream
@@ -47,8 +48,11 @@ class CountTokensApi:
         admission: Admission,
         settings: Settings,
         metrics: Metrics,
+        lanes: Lanes | None = None,
     ) -> None:
+        """`lanes`: None: all instances serve the same models."""
         self._pool = pool
+        self._lanes = lanes
         self._upstream = upstream
         self._client_keys = client_keys
         self._admission = admission
@@ -85,8 +89,11 @@ class CountTokensApi:
         chat = tokenizer_body(values)
         body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
+        pool = self._pool
+        if self._lanes is not None:
+            pool = self._lanes.of(values.get("model") or self._names.served("")).pools.of(pool.role)
         while True:
-            backend = self._pool.pick(failed)
+            backend = pool.pick(failed)
             try:
                 return await self._ask_one(backend, values, body, headers)
             except UpstreamError as error:

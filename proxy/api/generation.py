@@ -14,7 +14,7 @@ from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
 from proxy.dialects.translated import Translated
-from proxy.errors import ClientStalled, GatewayError
+from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable
 from proxy.flow.client import ClientStream
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.flow.gateway import Gateway
+    from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
@@ -44,7 +45,7 @@ class GenerationApi:
     def __init__(
         self,
         dialects: Sequence[Dialect],
-        gateway: Gateway,
+        lanes: Lanes,
         keys: KeyAuth,
         drain: Drain,
         settings: Settings,
@@ -52,7 +53,7 @@ class GenerationApi:
     ) -> None:
         """`dialects`: those that the engines can serve."""
         self._dialects = dialects
-        self._gateway = gateway
+        self._lanes = lanes
         self._keys = keys
         self._drain = drain
         self._observers = observers
@@ -91,7 +92,7 @@ class GenerationApi:
     async def _answer(self, dialect: Dialect, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         key = self._keys.identify(request)
         record.key = key.name
-        admission = self._gateway.admission
+        admission = self._lanes.whole.gateway.admission
         admission.check(key.name)  # what will be refused anyhow is not read first
         with self._keys.enter(key), admission.hold(0) as held:
             listen = self._settings.listen
@@ -111,9 +112,15 @@ class GenerationApi:
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream, record.model = call.stream, call.model
-            if call.stream:
-                return await self._stream(dialect, call, request, record)
-            body = await self._gateway.complete(dialect, call, record)
+            # A request that names no model may have an alias all the same: `*=name`.
+            lane = self._lanes.of(call.served_model or self._names.served(""))
+            try:
+                if call.stream:
+                    return await self._stream(dialect, call, request, record, lane.gateway)
+                body = await lane.gateway.complete(dialect, call, record)
+            except NoBackendAvailable as error:
+                lane.explain(error)
+                raise
             return web.Response(body=body, content_type="application/json")
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
@@ -123,12 +130,12 @@ class GenerationApi:
         return headers if credential is None else {"authorization": credential, **headers}
 
     async def _stream(
-        self, dialect: Dialect, call: Call, request: web.Request, record: RequestRecord
+        self, dialect: Dialect, call: Call, request: web.Request, record: RequestRecord, gateway: Gateway
     ) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
             with self._drain:
-                await self._gateway.stream(dialect, call, client, record)
+                await gateway.stream(dialect, call, client, record)
         except GatewayError as error:
             if not client.is_committed:
                 raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.member import Member
     from proxy.balancer.misfits import Misfits
+    from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -38,6 +39,7 @@ class InstanceView:
         health_board: HealthBoard,
         misfits: Misfits,
         joiner: Joiner,
+        models: Models,
     ) -> None:
         self._pools = pools
         self._roster = roster
@@ -46,6 +48,7 @@ class InstanceView:
         self._health_board = health_board
         self._misfits = misfits
         self._joiner = joiner
+        self._models = models
         self.configured: Collection[Backend] = ()
         """Those in the configuration."""
 
@@ -54,9 +57,14 @@ class InstanceView:
         shown: list[dict[str, Any]] = []
         for role, pool in self._pools.items():
             pool.backends()  # brings what is known up to date
+            self._models.look()
             shown += map(self._describe, self._roster.members(role))
             shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
         return shown
+
+    def _models_of(self, backend: Backend) -> list[str]:
+        """Empty: they are not known."""
+        return sorted(self._models.of(backend))
 
     def _describe(self, member: Member) -> dict[str, Any]:
         board, backend, now = self._scoreboard, member.backend, time.monotonic()
@@ -70,6 +78,7 @@ class InstanceView:
             "weight": member.weight,
             "states": Counter(state.value for state in self._health_board.states(backend)),
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),
+            "models": self._models_of(backend),
             "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
                 "inflight": board.requests(backend.slot),
@@ -116,6 +125,7 @@ def _described(
         "reason": reason,
         "states": {},
         "since_seconds": None,
+        "models": sorted(backend.models),
         "evacuated_in_seconds": None,
         "load": None,
         "kv": None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.flow.lanes import Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
@@ -47,8 +48,11 @@ class ModelsApi:
         client_keys: KeyAuth,
         metrics: Metrics,
         settings: Settings,
+        lanes: Lanes | None = None,
     ) -> None:
+        """`lanes`: None: all instances serve the same models."""
         self._pools = pools
+        self._lanes = lanes
         self._session = session
         self._engine_keys = engine_keys
         self._client_keys = client_keys
@@ -79,7 +83,7 @@ class ModelsApi:
         name = request.match_info["model"]
         model = models.get(self._names.served(name))
         if model is None:
-            raise UnknownModel
+            raise UnknownModel()
         return _json({**model, "id": name})
 
     async def _merged(self, credential: str | None) -> dict[str, dict[str, Any]]:
@@ -94,6 +98,11 @@ class ModelsApi:
         models: dict[str, dict[str, Any]] = {}
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)
+        if self._lanes is not None and self._lanes.models.is_mixed:
+            # What one role alone serves cannot be asked for, and what an instance is said to serve it may not tell.
+            known = self._lanes.models
+            whole = [name for name in known.names if known.is_complete(name)]
+            models = {name: models.get(name) or {"id": name, "object": "model"} for name in whole}
         self._kept = models
         self._kept_for, self._kept_until = credential, time.monotonic() + _FRESH_SECONDS
         return self._kept

@@ -18,11 +18,11 @@ import aiohttp
 from aiohttp import web
 
 from proxy.api import exchange
+from proxy.api.role_queue import RoleQueues
 from proxy.backend import Load
 from proxy.balancer.blame import Blame
 from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
-from proxy.flow.admission import Admission
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
     from proxy.api.key_auth import KeyAuth
-    from proxy.backend import Backend, Role
+    from proxy.api.role_queue import RoleQueue
+    from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.flow.admission import Admission
     from proxy.flow.budget import RetryBudget, RetryPermit
+    from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -107,26 +110,25 @@ class PassthroughApi:
         budget: RetryBudget,
         settings: Settings,
         metrics: Metrics,
+        lanes: Lanes | None = None,
     ) -> None:
-        self._pool = pool
+        """`lanes`: None: all instances serve the same models."""
         self._session = session
         self._engine_keys = engine_keys
         self._client_keys = client_keys
         self._drain = drain
         self._admission = admission
-        self._budget = budget
         self._groups: list[str] = [*settings.passthrough]
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
         self._metrics = metrics
-        self._queue = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
-        """A queue of its own, for one role, and only while all of that role are restarting."""
+        self._queues = RoleQueues(pool, budget, settings, metrics, lanes)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on. The routes stay what they were."""
         self._settings = settings
-        self._queue.configure(settings.admission)
+        self._queues.configure(settings)
         # `connect` includes the look-up of a name, unlike sock_connect. The rest has a deadline of ours.
         self._timeout = aiohttp.ClientTimeout(total=None, connect=settings.timeouts.connect_seconds)
 
@@ -164,38 +166,38 @@ class PassthroughApi:
         record.key = key.name
         with self._client_keys.enter(key), self._admission.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
-            return await self._try_admitted(path, request, body, record)
+            queue = self._queues.of(request, body)
+            with queue.explaining():
+                return await self._try_admitted(queue, path, request, body, record)
 
-    async def _try_admitted(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
+    async def _try_admitted(
+        self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
+    ) -> web.StreamResponse:
         """Once, and again after a restart, if connections were refused and nothing else has come of it."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._settings.admission.wait_seconds
         while True:
-            async with self._queue.admit(record.key):
+            async with queue.admission.admit(record.key):
                 try:
-                    return await self._try(path, request, body, record)
+                    return await self._try(queue, path, request, body, record)
                 except (NoBackendAvailable, UpstreamError) as error:
                     is_unreached = isinstance(error, NoBackendAvailable) or error.failure is Failure.CONNECT
-                    if not is_unreached or record.has_reached_engines or not self._pool.is_restarting():
+                    if not is_unreached or record.has_reached_engines or not queue.pool.is_restarting():
                         raise
                     if loop.time() >= waits_until:
                         raise
 
-    def _has_room(self) -> bool:
-        return not self._pool.is_restarting()
-
-    def _absent(self) -> Role | None:
-        return self._pool.role if self._pool.is_gone() else None
-
-    async def _try(self, path: str, request: web.Request, body: bytes, record: _Record) -> web.StreamResponse:
+    async def _try(
+        self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
+    ) -> web.StreamResponse:
         """On one backend after the other, as long as that can help."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
         wanted = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
         with (
             Blame() as blame,
-            self._budget.request() as permit,
-            self._pool.lease(wanted) as lease,
+            queue.budget.request() as permit,
+            queue.pool.lease(wanted) as lease,
         ):
             while True:
                 try:
@@ -210,7 +212,7 @@ class PassthroughApi:
                     except NoBackendAvailable as nobody:
                         # What the engine said is more to the point, except that it could not be reached.
                         raise nobody if error.failure is Failure.CONNECT else error from None
-                    self._metrics.retries_total.labels(self._pool.role, error.failure).inc()
+                    self._metrics.retries_total.labels(queue.pool.role, error.failure).inc()
                 await asyncio.sleep(backoff_seconds(self._settings.retry, len(failed)))
 
     async def _await_retry(self, error: UpstreamError, attempts: int, permit: RetryPermit, record: _Record) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.balancer.pool import Pool
+    from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
@@ -28,8 +29,10 @@ class ProbeApi:
     `pools` are those of the roles that the connector uses: each needs a healthy backend before the gateway is ready.
     """
 
-    def __init__(self, pools: Mapping[Role, Pool], drain: Drain) -> None:
+    def __init__(self, pools: Mapping[Role, Pool], drain: Drain, lanes: Lanes | None = None) -> None:
+        """`lanes`: None: all instances serve the same models."""
         self._pools = pools
+        self._lanes = lanes
         self._drain = drain
 
     def routes(self) -> Sequence[web.RouteDef]:
@@ -43,7 +46,11 @@ class ProbeApi:
 
     def is_ready(self) -> bool:
         """Whether new requests should come here."""
-        return not self._is_leaving and all(pool.is_ready() for pool in self._pools.values())
+        if self._is_leaving:
+            return False
+        if self._lanes is not None and self._lanes.models.is_mixed:
+            return self._lanes.is_ready()
+        return all(pool.is_ready() for pool in self._pools.values())
 
     @property
     def _is_leaving(self) -> bool:
@@ -58,10 +65,22 @@ class ProbeApi:
         # Answered and not raised: a probe is no request that was refused.
         if self._is_leaving:
             return error_response(ShuttingDown())
+        if self._lanes is not None and self._lanes.models.is_mixed:
+            return self._ready_by_model(self._lanes, request.query.get("model"))
         for role, pool in self._pools.items():
             if not pool.is_ready():
                 return error_response(NoBackendAvailable(role))
         return _json({"status": "ok"})
+
+    @staticmethod
+    def _ready_by_model(lanes: Lanes, asked: str | None) -> web.Response:
+        """Ready as long as one model can be served, or the one that is asked for."""
+        absent = {name: lanes.of(name).absent() for name in ((asked,) if asked else lanes.models.names)}
+        told = {name: "ok" if role is None else NoBackendAvailable(role).message for name, role in absent.items()}
+        nobody = next((role for role in absent.values() if role is not None), None)
+        if nobody is not None and "ok" not in told.values():
+            return error_response(NoBackendAvailable(nobody))
+        return _json({"status": "ok", "models": told})
 
     async def _healthcheck(self, request: web.Request) -> web.Response:
         """The answer of vLLM-Ascend's example proxy."""

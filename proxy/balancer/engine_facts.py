@@ -34,6 +34,8 @@ class Identity:
     """`vLLM` or `SGLang`; None for what is neither, or does not tell."""
     models: frozenset[str] = frozenset()
     """What its models are called; adapters, which come and go, are not among them."""
+    adapters: frozenset[str] = frozenset()
+    """What its adapters are called (LoRA), which requests name in the place of a model."""
     is_gateway: bool = False
     """The address is that of a gateway like this one."""
     refused_key: bool = False
@@ -84,7 +86,17 @@ def parse_kind(models: Any) -> str | None:
 
 def parse_models(models: Any) -> frozenset[str]:
     """The names in an engine's `/v1/models`, without those of adapters, which have a parent."""
-    names = (_member(model, "id") for model in _list(models, "data") if _member(model, "parent") is None)
+    return _names(models, of_adapters=False)
+
+
+def parse_adapters(models: Any) -> frozenset[str]:
+    """The names of adapters in an engine's `/v1/models`."""
+    return _names(models, of_adapters=True)
+
+
+def _names(models: Any, *, of_adapters: bool) -> frozenset[str]:
+    listed = _list(models, "data")
+    names = (_member(model, "id") for model in listed if (_member(model, "parent") is not None) is of_adapters)
     return frozenset(name for name in names if isinstance(name, str))
 
 

@@ -47,12 +47,26 @@ class Member:
         left = tuple(other for other in self.origins if other != origin)
         return replace(self, origins=left) if left else Member(self.backend, leaves_at=leaves_at)
 
+    def told(self, wanted: Backend, *, is_authority: bool) -> Member:
+        """The same with what an origin says of its backend. Where that gives no bootstrap port or no models, the known
+        ones stay unless the origin is the authority.
+        """
+        known = self.backend
+        has_said = is_authority or wanted.bootstrap_port is not None
+        backend = replace(
+            known,
+            trusted=known.trusted or wanted.trusted,
+            bootstrap_port=wanted.bootstrap_port if has_said else known.bootstrap_port,
+            models=wanted.models if is_authority or wanted.models else known.models,
+        )
+        return replace(self, backend=backend)
+
     @property
     def row(self) -> tuple[object, ...]:
         """As it lies in shared memory."""
         b = self.backend
         place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
-        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight
+        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models
 
     @classmethod
     def of_row(
@@ -67,7 +81,8 @@ class Member:
         leaves_at: float | None,
         is_disabled: bool,
         weight: int,
+        models: Sequence[str] = (),
     ) -> Member:
         """What lies in shared memory."""
-        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port)
+        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models))
         return cls(backend, tuple(origins), leaves_at, is_disabled, weight)

@@ -12,7 +12,7 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend, Role
     from proxy.balancer.health import Health, Transition
@@ -83,6 +83,10 @@ class Members:
         self._meet(members)
         self.enabled = tuple(member.backend for member in members if member.serves)
         self.weights = {member.backend: member.weight for member in members if member.weight < FULL}
+        self._judge(roster_version)
+
+    def _judge(self, roster_version: int) -> None:
+        """Who of the enabled may get requests; all else was computed by this version of the roster."""
         for transition in self._health.relieve(self.enabled):
             self._on_transition(transition)
         health = self._health
@@ -118,3 +122,44 @@ class Members:
                 self._health.on_added(added)
         self._has_looked = True
         self.all = backends
+
+
+class SomeMembers(Members):
+    """Those of a role's backends that serve some models: all others of the role are as if they did not exist. What
+    happens to health when backends come and go is left to `whole`.
+    """
+
+    def __init__(
+        self,
+        whole: Members,
+        serving: Callable[[Collection[Backend]], tuple[Backend, ...]],
+        *,
+        notes: Sequence[Notes],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`serving`: those of some backends that belong here, in their order."""
+        super().__init__(
+            whole._role,
+            whole._roster,
+            whole._health,
+            pinned_kv=None,
+            notes=notes,
+            on_transition=whole._on_transition,
+            on_change=on_change,
+        )
+        self._whole = whole
+        self._serving = serving
+
+    def refresh(self) -> None:
+        """See Members."""
+        whole = self._whole
+        whole.refresh()
+        if whole.seen_roster == self.seen_roster and self._health.version == self.seen_health:
+            return
+        before, self.all = self.all, self._serving(whole.all)
+        self.enabled = tuple(backend for backend in self.all if backend in whole.enabled)
+        self.weights = whole.weights
+        for gone in set(before).difference(self.all):
+            for notes in self._notes:
+                notes.forget(gone)
+        self._judge(whole.seen_roster)

@@ -41,7 +41,7 @@ class MisfitKind(StrEnum):
     BOOTSTRAP = "bootstrap"
     """The bootstrap server at which decoders are to meet it is not its own, or not there."""
     MODEL = "model"
-    """It serves another model than the others."""
+    """It serves no model that an instance of each role serves, or another than the others."""
     ENGINE_KEY = "engine_key"
     """It refuses the key it is sent, or wants one."""
     GATEWAY = "gateway"

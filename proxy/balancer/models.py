@@ -1,36 +1,147 @@
-"""Whether all engines serve the same models: a request for one comes to engines without a look at what they serve."""
+"""Which models the instances serve: from where to where a request for one may go.
+
+As long as all that are known serve the same, nobody has to ask. What an instance serves is what whoever named it has
+said of it, or else what its engine tells, adapters included, and has told last while it is down. One of which neither
+is known is taken for whatever model its role has no other instance for.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Final
+
+from proxy.backend import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.health import Health
+    from proxy.balancer.roster import Roster
 
-_MOST_NAMES = 3
+_MOST_NAMES: Final = 3
+_NOTHING: Final = frozenset[str]()
+
+
+class Models:
+    """What is served, as one worker knows it. `look` comes before whatever is read, once something has changed."""
+
+    def __init__(self, roster: Roster, health: Health, roles: Collection[Role]) -> None:
+        """`roles`: those of which a model needs an instance each."""
+        self.is_mixed = False
+        """Not all instances serve the same: some model can be served, and has not all of them."""
+        self.is_closed = False
+        """They serve different models, so that no instance serves a name that is not known. Where they differ in
+        adapters alone, engines may know names that they do not list.
+        """
+        self.on_change: Callable[[], None] | None = None
+        """Called when who serves what is another."""
+        self._roster = roster
+        self._health = health
+        self._roles = tuple(roles)
+        self._seen = (-1, -1)
+        self._served: dict[Backend, frozenset[str]] = {}  # of all instances; empty: not known
+        self._own: dict[Backend, frozenset[str]] = {}  # of these without adapters
+
+    def look(self) -> None:
+        """Take notice of what instances there are, and what they say. Nearly free as long as nothing has changed."""
+        seen = self._roster.versions[0], self._health.version
+        if seen == self._seen:
+            return
+        self._seen = seen
+        served: dict[Backend, frozenset[str]] = {}
+        own: dict[Backend, frozenset[str]] = {}
+        for role in Role:
+            for member in self._roster.members(role):
+                backend = member.backend
+                served[backend], own[backend] = self._told(backend)
+        if served != self._served or own != self._own:
+            self._served, self._own = served, own
+            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and any(map(self.is_complete, self.names))
+            self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
+            if self.on_change is not None:
+                self.on_change()
+
+    def _told(self, backend: Backend) -> tuple[frozenset[str], frozenset[str]]:
+        """What it serves, with adapters and without."""
+        if backend.models:
+            named = frozenset(backend.models)
+            return named, named
+        facts = self._health.of(backend).facts
+        if facts is None or not facts.identity.models:
+            return self._served.get(backend, _NOTHING), self._own.get(backend, _NOTHING)
+        models = facts.identity.models
+        return models | facts.identity.adapters, models
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All that is known to be served by some instance, in alphabetical order."""
+        return sorted(frozenset().union(*self._served.values()))
+
+    def of(self, backend: Backend) -> frozenset[str]:
+        """What an instance serves; empty: it is not known."""
+        return self._served.get(backend, _NOTHING)
+
+    def among(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
+        """Those of a role's backends to which a request for a model may go, in their order."""
+        known = tuple(backend for backend in backends if name in self._served.get(backend, _NOTHING))
+        return known or tuple(backend for backend in backends if not self._served.get(backend))
+
+    def is_complete(self, name: str) -> bool:
+        """Whether each role that a model needs has an instance for it, be it well or not."""
+        return all(self.among(name, self._of_role(role)) for role in self._roles)
+
+    def groups(self) -> Sequence[frozenset[str]]:
+        """The names that are served: together those that the same instances serve. Without those that all serve that
+        are known.
+        """
+        members = defaultdict[str, list[str]](list)
+        for backend, names in self._served.items():
+            for name in names:
+                members[name].append(backend.key)
+        everybody = [backend.key for backend, names in self._served.items() if names]
+        together = defaultdict[tuple[str, ...], list[str]](list)
+        for name, keys in members.items():
+            if keys != everybody:
+                together[tuple(keys)].append(name)
+        return sorted(map(frozenset[str], together.values()), key=sorted)
+
+    def _of_role(self, role: Role) -> list[Backend]:
+        return [backend for backend in self._served if backend.role is role]
 
 
 def odd_ones(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
-    """The backends whose models are others than most have, of equally many those that come first, and what that means.
+    """The backends that serve no model that some backend of each role serves, and what that means. If there is no such
+    model, those that serve others than most, of equally many those that come first.
 
     Those of which nothing is known are to be left out.
     """
+    by_role = defaultdict[Role, set[str]](set)
+    for backend, its in models.items():
+        by_role[backend.role] |= its
+    if complete := frozenset[str].intersection(*map(frozenset, by_role.values())) if by_role else _NOTHING:
+        return {
+            backend: f"serves {named(its)}, and {_others(by_role, backend.role)}: it gets no requests"
+            for backend, its in models.items()
+            if not its & complete
+        }
     if len(set(models.values())) < 2:
         return {}
     common = Counter(models.values()).most_common(1)[0][0]
     other = next(backend for backend, its in models.items() if its == common)
-    theirs = f"{other.role} instance {other.name} serves {_names(common)}"
+    theirs = f"{other.role} instance {other.name} serves {named(common)}"
     return {
-        backend: f"serves {_names(its)}, and {theirs}: a request for what only one of them serves fails at the other"
+        backend: f"serves {named(its)}, and {theirs}: a request for what only one of them serves fails at the other"
         for backend, its in models.items()
         if its != common
     }
 
 
-def _names(models: frozenset[str]) -> str:
+def _others(by_role: Mapping[Role, Collection[str]], role: Role) -> str:
+    return ", and ".join(f"{other} instances {named(its)}" for other, its in by_role.items() if other is not role)
+
+
+def named(names: Collection[str], most: int = _MOST_NAMES) -> str:
     """The names, as many as fit into a line of the log."""
-    shown = [repr(name[:64]) for name in sorted(models)[:_MOST_NAMES]]
-    return ", ".join(shown) + (f" and {len(models) - _MOST_NAMES} others" if len(models) > _MOST_NAMES else "")
+    shown = [repr(name[:64]) for name in sorted(names)[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} others" if len(names) > most else "")

@@ -18,7 +18,7 @@ from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.lease import Lease
-from proxy.balancer.members import Members
+from proxy.balancer.members import Members, SomeMembers
 from proxy.balancer.outcomes import Outcomes
 from proxy.balancer.pick import PickRequest, Policy
 from proxy.balancer.slow_start import FULL
@@ -70,12 +70,15 @@ class Pool:
         pinned_kv: PinnedKv | None = None,
         quarantine: PairQuarantine | None = None,
         fitness: Fitness | None = None,
+        on_change: Callable[[], None] | None = None,
+        part: tuple[Pool, Callable[[Collection[Backend]], tuple[Backend, ...]]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
         `abandoned` when the reason lies outside the backend. `pinned_kv`: the KV that stays pinned on these backends.
-        `quarantine`, `fitness` and it forget the backends that leave.
+        `quarantine`, `fitness` and it forget the backends that leave. `on_change` hears when backends or what is known
+        of them have changed. `part`: the pool of all backends of the role, and which of them are this one's.
         """
         self.role = role
         self.is_decode = role is Role.DECODE
@@ -91,18 +94,23 @@ class Pool:
         self._roster_versions = roster.versions
         self._pinned_kv = pinned_kv
         on_transition = on_transition or _nobody_asks
+        self._tell_change = on_change or _nobody_listens
         self._clock = clock
         self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # who could take requests, and how many, at the last look
-        self._members = Members(
-            role,
-            roster,
-            health,
-            pinned_kv=pinned_kv,
-            notes=[notes for notes in (pinned_kv, quarantine, fitness, self) if notes is not None],
-            on_transition=on_transition,
-            on_change=self._on_change,
-        )
+        if part is not None:
+            whole, serving = part
+            self._members: Members = SomeMembers(whole._members, serving, notes=[self], on_change=self._on_change)
+        else:
+            self._members = Members(
+                role,
+                roster,
+                health,
+                pinned_kv=pinned_kv,
+                notes=[notes for notes in (pinned_kv, quarantine, fitness, self) if notes is not None],
+                on_transition=on_transition,
+                on_change=self._on_change,
+            )
         self._chooser = Chooser(role, policy, scoreboard, self._share_percent, clock=clock, rng=rng)
         self.outcomes = Outcomes(
             self._members, self._chooser, health, fitness=fitness, on_transition=on_transition, on_end=on_end
@@ -323,6 +331,7 @@ class Pool:
 
     def _on_change(self) -> None:
         """Backends, their health, or what settings say of them may be other ones than before."""
+        self._tell_change()
         members = self._members
         self.changes += 1
         limits = tuple(map(self.limit, members.eligible))
@@ -348,6 +357,10 @@ class Pool:
         before = self._engine_ids.setdefault(backend, engine_id)
         self._engine_ids[backend] = engine_id
         return before != engine_id
+
+
+def _nobody_listens() -> None:
+    """For pools whose changes concern nobody else."""
 
 
 def _nobody_asks(transition: Transition) -> None:

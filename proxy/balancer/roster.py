@@ -32,7 +32,9 @@ CONFIG: Final = "config"
 ADMIN: Final = "admin"
 """Origins that are no source of discovery: the configuration, and administrators."""
 
-_BYTES_PER_MEMBER = 1024  # its host name, of at most 253 bytes, stands in it and in what an origin wants
+# Its host name, of at most 253 bytes, stands in it and in what an origin wants, and so do models that it is said to
+# serve, which few have.
+_BYTES_PER_MEMBER = 1024
 
 Address = tuple[str, int] | tuple[str, int, int | None]
 """Host and port of a backend, and its bootstrap port if it may have one."""
@@ -194,9 +196,7 @@ class Roster:
                     known = Member(replace(backend, slot=self._free_slot(members.values())))
                 if known.draining:
                     added.append(known.backend)
-                members[backend] = replace(
-                    known.wanted_by(origin), backend=_merged(known.backend, backend, is_authority=restores)
-                )
+                members[backend] = known.wanted_by(origin).told(backend, is_authority=restores)
             for member in sorted((member for member in gone if not member.draining), key=_slot):
                 left = member.given_up_by(origin, leaves_at)
                 if left.draining:
@@ -287,12 +287,3 @@ def _check_role(known: Member | None, role: Role) -> None:
     if known is not None and known.backend.role is not role:
         how = "still draining as" if known.draining else "already"
         raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")
-
-
-def _merged(known: Backend, wanted: Backend, *, is_authority: bool) -> Backend:
-    """What is known of a backend and what an origin says of it. Where that gives no bootstrap port, the known one stays
-    unless the origin is the authority.
-    """
-    has_said = is_authority or wanted.bootstrap_port is not None
-    bootstrap_port = wanted.bootstrap_port if has_said else known.bootstrap_port
-    return replace(known, trusted=known.trusted or wanted.trusted, bootstrap_port=bootstrap_port)

@@ -12,11 +12,11 @@ from proxy.connectors.vllm_pull import VllmPull
 from proxy.connectors.vllm_store import VllmStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from proxy.connectors.base import Connector, ConnectorContext
+    from proxy.connectors.base import Connector
 
-CONNECTORS: Final[Mapping[str, Callable[[ConnectorContext], Connector]]] = {
+CONNECTORS: Final[Mapping[str, type[Connector]]] = {
     "ascend_layerwise": AscendLayerwise,
     "mooncake_bootstrap": MooncakeBootstrap,
     "plain": Plain,

@@ -19,7 +19,6 @@ from aiohttp import web
 
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
-from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.handoff import KvHandoff
@@ -53,11 +52,11 @@ class AscendLayerwise(Disaggregated):
         self._pools = context.pools
         self.metaserver = context.callback_url + _PATH
         """What decoders are told to call back."""
-        logger.info("decoders call this worker back at %s", self.metaserver)
-        self.callbacks = Callbacks()
+        self.callbacks = context.callbacks
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Where decoders call back."""
+        logger.info("decoders call this worker back at %s", self.metaserver)
         return (web.post(_PATH, self.callbacks.take),)
 
     @asynccontextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
+from proxy.connectors.callbacks import Callbacks
 from proxy.errors import Failure
 from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.ids import new_id
@@ -57,6 +58,8 @@ class ConnectorContext:
     fitness: Fitness
     background: Background
     """For tasks that no request waits for."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Who waits for engines that call back."""
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 

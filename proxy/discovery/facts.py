@@ -17,6 +17,7 @@ from proxy.balancer.engine_facts import (
     EngineFacts,
     Identity,
     Setup,
+    parse_adapters,
     parse_engine_version,
     parse_kind,
     parse_kv_tokens,
@@ -61,11 +62,20 @@ def facts_of(version: Answer | None, models: Answer | None) -> EngineFacts:
     identity = Identity(
         kind=parse_kind(listed),
         models=parse_models(listed),
+        adapters=parse_adapters(listed),
         is_gateway=version is not None and version.headers.get("Server") == SERVER,
         refused_key=models is not None and models.status in (401, 403),
     )
     engine_version = UNKNOWN_VERSION if identity.is_gateway else parse_engine_version(version and version.json_or_none)
     return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
+
+
+def with_models(facts: EngineFacts, models: Answer | None) -> EngineFacts:
+    """The same with what an engine now lists; the very same if it lists nothing. None: there was no answer."""
+    listed = models and models.json_or_none
+    if not (names := parse_models(listed)):
+        return facts
+    return replace(facts, identity=replace(facts.identity, models=names, adapters=parse_adapters(listed)))
 
 
 def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:

@@ -26,6 +26,7 @@ from proxy.discovery.facts import (
     facts_of,
     is_to_be_asked_for_chat_ids,
     with_chat_ids,
+    with_models,
     with_setup,
 )
 from proxy.errors import Failure
@@ -85,6 +86,7 @@ class Prober(BackgroundOwner):
         self._on_removed = on_removed
         self._background = Background(logger, "a health check")
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
+        self._told_at: dict[Backend, float] = {}  # when it was asked last what models it serves
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
     def _begin(self) -> None:
@@ -145,6 +147,7 @@ class Prober(BackgroundOwner):
         backends = {backend for pool in self._pools.values() for backend in pool.backends()}
         for gone in self._due.keys() - backends:
             del self._due[gone]
+            self._told_at.pop(gone, None)
         now = asyncio.get_running_loop().time()
         for backend in backends:
             due = self._due.get(backend, now)
@@ -181,10 +184,23 @@ class Prober(BackgroundOwner):
         if transition is not None:
             self._on_transition(transition)
         health = self._health.of(backend)
-        if not problem and health.is_confirmed and health.facts is None:
+        if problem or not health.is_confirmed:
+            return
+        if health.facts is None:
+            self._told_at[backend] = asyncio.get_running_loop().time()
             facts = await self._ask_facts(backend)
             self._health.note_facts(backend, facts)
             self._background.start(self._ask_setup(backend, facts))
+        elif self._is_to_tell_models(backend):
+            self._background.start(self._ask_models(backend, health.facts))
+
+    def _is_to_tell_models(self, backend: Backend) -> bool:
+        """Whether it is time to ask an engine for its models again, which is then being done."""
+        seconds, now = self._checks.models_interval_seconds, asyncio.get_running_loop().time()
+        if not seconds or now < self._told_at.get(backend, now) + seconds:
+            return False
+        self._told_at[backend] = now
+        return True
 
     def _next_due(self) -> float:
         jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
@@ -207,6 +223,13 @@ class Prober(BackgroundOwner):
         if is_to_be_asked_for_chat_ids(told):
             told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
         if self._health.of(backend).facts is facts:  # not if it went down meanwhile
+            self._health.note_facts(backend, told)
+
+    async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:
+        """Take notice of other models, or adapters, than an engine has told of before."""
+        answer = await self._get(backend, MODELS_PATH, self._checks.timeout_seconds)
+        told = with_models(facts, answer)
+        if told.identity != facts.identity and self._health.of(backend).facts is facts:
             self._health.note_facts(backend, told)
 
     async def _ask_for_chat_ids(self, backend: Backend) -> Answer | None:

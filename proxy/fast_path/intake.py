@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.api_keys import ApiKey, ApiKeys
+    from proxy.balancer.models import Models
     from proxy.dialects.base import Dialect
     from proxy.fast_path.head import Head
     from proxy.fast_path.parts import FastParts
@@ -33,9 +34,10 @@ _PASSED_ON: Final = frozenset((*PASSED_ON, "authorization", "x-api-key"))
 class Intake:
     """One worker's: the connections on the fast path bring it their requests."""
 
-    def __init__(self, parts: FastParts, dialects: Sequence[Dialect], keys: ApiKeys) -> None:
+    def __init__(self, parts: FastParts, dialects: Sequence[Dialect], keys: ApiKeys, models: Models) -> None:
         """`dialects`: those that the engines can serve."""
         self.parts = parts
+        self._models = models
         self._keys = keys
         self._admission = parts.gateway.admission
         self.buffers = self._admission.buffers
@@ -72,6 +74,7 @@ class Intake:
             or self._admission.is_short_of_memory
             or not self.parts.suspects.memory.is_empty  # a request would have to be looked up
             or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
+            or self._models.is_mixed
         ):
             return None
         if len(raw) > SLIGHT_BYTES and not is_light(raw, most := listen.max_body_elements) and bounds(raw)[0] > most:

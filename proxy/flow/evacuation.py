@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from proxy import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from proxy.backend import Backend, Role
+    from proxy.backend import Backend
     from proxy.balancer.health import Health
-    from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.flow.budget import RetryBudget
+    from proxy.flow.lanes import Lanes
     from proxy.settings import Leaving
     from proxy.upstream import Upstream
 
@@ -34,19 +33,17 @@ class Evacuation:
     def __init__(
         self,
         roster: Roster,
-        pools: Mapping[Role, Pool],
+        lanes: Lanes,
         health: Health,
         upstream: Upstream,
-        budget: RetryBudget,
         settings: Leaving,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` is the system's monotonic one except in tests."""
         self._roster = roster
-        self._pools = pools
+        self._lanes = lanes
         self._health = health
         self._upstream = upstream
-        self._budget = budget
         self._clock = clock
         self._told: set[Backend] = set()  # of which the log has said that it is being evacuated, or that it cannot be
         self.configure(settings)
@@ -72,7 +69,8 @@ class Evacuation:
         exchanges = self._upstream.in_exchange(backend)
         if not exchanges:
             return
-        is_possible = bool(self._pools[backend.role].eligible())
+        lane = self._lanes.of_backend(backend)
+        is_possible = bool(lane.pools.of(backend.role).eligible())
         if backend not in self._told:
             self._told.add(backend)
             what = (
@@ -84,5 +82,5 @@ class Evacuation:
             fields = {"fields": {"left": exchanges}} | logs.ALWAYS
             logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
         if is_possible:
-            budget = self._budget
+            budget = lane.gateway.budget
             self._upstream.evacuate(backend, at_most=budget.capacity - budget.repeating - budget.waiting)

@@ -117,9 +117,10 @@ class Inspector(BackgroundOwner):
         for backend, identity in told.items():
             if identity != self._told.get(backend):
                 self._look_at(backend, identity)
-        odd = odd_ones({backend: identity.models for backend, identity in told.items() if identity.models})
-        for backend, identity in told.items():
-            if identity.models:
+        serving = {backend: frozenset(backend.models) or identity.models for backend, identity in told.items()}
+        odd = odd_ones({backend: models for backend, models in serving.items() if models})
+        for backend, models in serving.items():
+            if models:
                 self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
         self._told = told
 

@@ -48,7 +48,7 @@ _FITS_AGAIN: Final[Mapping[MisfitKind, str]] = {
     MisfitKind.CONNECTOR: "it runs what this gateway's connector serves",
     MisfitKind.ROLE: "it has the role it was given",
     MisfitKind.BOOTSTRAP: "its bootstrap server answers",
-    MisfitKind.MODEL: "it serves the model that the others serve",
+    MisfitKind.MODEL: "it serves a model that others serve, too",
     MisfitKind.ENGINE_KEY: "it takes the key",
     MisfitKind.GATEWAY: "it is an engine",
 }

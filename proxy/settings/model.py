@@ -356,6 +356,9 @@ class HealthChecks(Section):
     quarantine_seconds."""
     quarantine_seconds: Seconds = 60.0
     """How long a prefiller and a decoder are kept apart after failed hand-overs; longer if they fail again."""
+    models_interval_seconds: Delay = 30.0
+    """Least time between two looks at the models and adapters that a healthy engine lists, besides that when it comes
+    up; 0: there are no others."""
     transfer_interval_seconds: Delay = 15.0
     """Least time between two readings of a decoder's /metrics, which follow hand-overs and show whether it fetches the
     KV cache or computes prompts once more; four times as long while all is well, and for prefillers, which with

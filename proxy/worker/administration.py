@@ -52,6 +52,7 @@ def _routes(
         health_board=shared.health_board,
         misfits=shared.misfits,
         joiner=engines.joiner,
+        models=balancing.models,
     )
     instances = InstancesApi(
         pools=engines.pools,

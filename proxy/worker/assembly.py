@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from proxy.discovery.joining import Joiner
     from proxy.discovery.prober import Prober
     from proxy.flow.gateway import Gateway
+    from proxy.flow.lanes import Lanes
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
     from proxy.observe.trace import Traces
@@ -62,7 +63,9 @@ class Worker:
     joiner: Joiner
     upstream: Upstream
     releaser: Releaser
+    lanes: Lanes
     gateway: Gateway
+    """That of the lane of all instances."""
     observers: Observers
     evacuation: Evacuation
     front: HttpListener
@@ -137,7 +140,8 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             joiner=engines.joiner,
             upstream=upstream,
             releaser=engines.releaser,
-            gateway=clients.gateway,
+            lanes=clients.lanes,
+            gateway=clients.lanes.whole.gateway,
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
             front=clients.front,
@@ -154,10 +158,9 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
 def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
     evacuation = Evacuation(
         basis.shared.roster,
-        engines.pools,
+        clients.lanes,
         balancing.health,
         engines.lines.upstream,
-        clients.gateway.budget,
         basis.settings.leaving,
     )
     basis.live.add(lambda new: evacuation.configure(new.leaving))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from proxy.backend import Role
 from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.fitness import Fitness
 from proxy.balancer.health import Health
+from proxy.balancer.models import Models
 from proxy.balancer.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.pinned_kv import PinnedKv
@@ -22,13 +24,15 @@ from proxy.discovery.prober import log_transition
 from proxy.inspector import log_misfit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from proxy.backend import Backend
     from proxy.balancer.health import Transition
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.worker.basis import Basis
+
+    Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,10 @@ class Balancing:
     pinned_kv: PinnedKv
     """The KV that no decoder fetches."""
     pools: Pools
+    models: Models
+    """Which models the instances serve."""
+    part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
+    """Makes pools of those backends that serve certain models, and what configures them."""
     on_transition: Callable[[Transition], None]
     """To be told of changes of health: logs and counts them, and tells other workers."""
 
@@ -59,8 +67,11 @@ def build_balancing(basis: Basis) -> Balancing:
     live.add(lambda new: quarantine.configure(new.health.quarantine_after, new.health.quarantine_seconds))
     on_transition = _transitions(basis)
     ends = _InstanceRequests(basis.metrics)
+    needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
+    models = Models(shared.roster, health, needed)
+    prefill_pools = weakref.WeakSet[Pool]()
 
-    def pool(role: Role) -> Pool:
+    def pool(role: Role, part: tuple[Pool, Serving] | None = None) -> tuple[Pool, Callable[[Settings], None]]:
         context = PolicyContext(
             worker=basis.index,
             role=role,
@@ -68,8 +79,9 @@ def build_balancing(basis: Basis) -> Balancing:
             journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
         )
-        policy = make_policy(_policy_name(settings, role), context)
-        policy.configure(settings.balance)
+        current = live.current.settings
+        policy = make_policy(_policy_name(current, role), context)
+        policy.configure(current.balance)
         made = Pool(
             role,
             policy=policy,
@@ -77,25 +89,45 @@ def build_balancing(basis: Basis) -> Balancing:
             row=row,
             roster=shared.roster,
             health=health,
-            limits=_limits(settings, role),
+            limits=_limits(current, role),
             on_transition=on_transition,
             on_end=ends.of(role),
             pinned_kv=pinned_kv if role is Role.PREFILL else None,
             quarantine=quarantine,
             fitness=fitness,
+            on_change=models.look if part is None else None,
+            part=part,
         )
-        live.add(_configuring(made, settings, context))
-        return made
+        if role is Role.PREFILL:
+            prefill_pools.add(made)
+        return made, _configuring(made, current, context)
 
-    prefillers = pool(Role.PREFILL)
-    basis.metrics.settle_first(lambda: basis.metrics.prefix_index_keys.set(prefillers.policy.remembered))
-    encoders = pool(Role.ENCODE) if settings.has_encoders else None
+    def pools(whole: Pools | None = None, serving: Serving | None = None) -> tuple[Pools, Callable[[Settings], None]]:
+        made = {}
+        for role in Role:
+            if role is not Role.ENCODE or settings.has_encoders:
+                made[role] = pool(role, None if whole is None or serving is None else (whole.of(role), serving))
+
+        def configure(new: Settings) -> None:
+            for _, configure_one in made.values():
+                configure_one(new)
+
+        by_role = {role: one for role, (one, _) in made.items()}
+        prefill, decode, encode = by_role[Role.PREFILL], by_role[Role.DECODE], by_role.get(Role.ENCODE)
+        return Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode), configure
+
+    everybody, configure = pools()
+    live.add(configure)
+    gauge = basis.metrics.prefix_index_keys
+    basis.metrics.settle_first(lambda: gauge.set(sum(one.policy.remembered for one in prefill_pools)))
     return Balancing(
         health=health,
         keys=keys,
         fitness=fitness,
         pinned_kv=pinned_kv,
-        pools=Pools(prefill=prefillers, decode=pool(Role.DECODE), quarantine=quarantine, encode=encoders),
+        pools=everybody,
+        models=models,
+        part=lambda serving: pools(everybody, serving),
         on_transition=on_transition,
     )
 

@@ -27,6 +27,7 @@ from proxy.fast_path.intake import Intake
 from proxy.fast_path.parts import FastParts
 from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.gateway import Gateway
+from proxy.flow.lanes import Lane, Lanes
 from proxy.flow.suspects import Suspects
 from proxy.listener import replies
 from proxy.logs import Redaction
@@ -37,7 +38,10 @@ from proxy.worker.applications import application, http_listener
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from proxy.balancer.pools import Pools
+    from proxy.connectors.base import Connector
     from proxy.errors import GatewayError
+    from proxy.flow.lanes import Serving
     from proxy.listener.drain import Drain
     from proxy.listener.http_listener import HttpListener
     from proxy.settings import Settings
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
 class Clients:
     """What works on the other side of a call."""
 
-    gateway: Gateway
+    lanes: Lanes
     observers: Observers
     probes: ProbeApi
     app: web.Application
@@ -60,20 +64,20 @@ class Clients:
 
 def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
     """Their listener does not listen yet."""
-    suspects = Suspects(
-        basis.shared.suspects, balancing.pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics
-    )
-    gateway = _gateway(basis, balancing, engines, suspects)
+    suspects = _suspects(basis, engines, balancing.pools)
+    gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects)
+    basis.live.add(gateway.configure)
+    lanes = _lanes(basis, balancing, engines, gateway)
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     if basis.shared.receipts.is_kept:
         redact = Redaction(secrets_of(basis.settings))
         observers.add(basis.shared.receipts.seat(basis.index, redact))
     basis.metrics.settle_first(observers.settle)
-    probes = ProbeApi(engines.serving, drain)
-    api_keys = _client_keys(basis, gateway)
+    probes = ProbeApi(engines.serving, drain, lanes)
+    api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
-    generation = GenerationApi(dialects, gateway, keys, drain, basis.settings, observers)
+    generation = GenerationApi(dialects, lanes, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
     counting = CountTokensApi(
         pool=engines.serving[engines.connector.roles[0]],
@@ -82,12 +86,13 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         admission=gateway.admission,
         settings=basis.settings,
         metrics=basis.metrics,
+        lanes=lanes,
     )
     basis.live.add(counting.configure)
     routes = [
         *generation.routes(),
         *counting.routes(),
-        *_engine_routes(basis, balancing, engines, gateway, keys, drain, probes),
+        *_engine_routes(basis, balancing, engines, lanes, keys, drain, probes),
     ]
     signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
     cors = Cors(signposts.is_clients, basis.settings.listen)
@@ -116,22 +121,41 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         settings=basis.settings,
         loop=asyncio.get_running_loop(),
     )
-    _open_fast_path(basis, Intake(parts, dialects, api_keys), front)
-    return Clients(gateway=gateway, observers=observers, probes=probes, app=app, front=front)
+    _open_fast_path(basis, Intake(parts, dialects, api_keys, balancing.models), front)
+    return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
 
 
-def _gateway(basis: Basis, balancing: Balancing, engines: Engines, suspects: Suspects) -> Gateway:
-    pools = balancing.pools
-    gateway = Gateway(
-        connector=engines.connector,
+def _lanes(basis: Basis, balancing: Balancing, engines: Engines, gateway: Gateway) -> Lanes:
+    def make(serving: Serving) -> Lane:
+        pools, configure_pools = balancing.part(serving)
+        connector = engines.connect(pools)
+        made = _gateway(basis, engines, pools, connector, _suspects(basis, engines, pools))
+        made.admission.priorities = gateway.admission.priorities
+
+        def configure(new: Settings) -> None:
+            configure_pools(new)
+            made.configure(new)
+
+        return Lane(pools, made, connector.roles, configure)
+
+    lanes = Lanes(balancing.models, Lane(balancing.pools, gateway, engines.connector.roles), make, basis.settings)
+    basis.live.add(lanes.configure)
+    return lanes
+
+
+def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:
+    return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
+
+
+def _gateway(basis: Basis, engines: Engines, pools: Pools, connector: Connector, suspects: Suspects) -> Gateway:
+    return Gateway(
+        connector=connector,
         pools=pools,
         detokenizer=Detokenizer(pools, engines.lines.upstream),
         suspects=suspects,
         settings=basis.settings,
         metrics=basis.metrics,
     )
-    basis.live.add(gateway.configure)
-    return gateway
 
 
 def _debug_headers(basis: Basis) -> DebugHeaders:
@@ -151,13 +175,15 @@ def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
     basis.live.add(configure)
 
 
-def _client_keys(basis: Basis, gateway: Gateway) -> ApiKeys:
+def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
     api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
     def configure(_: Settings) -> None:  # the keys have a file of their own
         current = basis.live.current
         api_keys.configure(current.client_keys, current.slots)
-        gateway.admission.priorities = {key.name: key.priority for key in current.client_keys}
+        priorities = {key.name: key.priority for key in current.client_keys}
+        for lane in lanes.all:
+            lane.gateway.admission.priorities = priorities
 
     configure(basis.settings)
     basis.live.add(configure)
@@ -168,7 +194,7 @@ def _engine_routes(
     basis: Basis,
     balancing: Balancing,
     engines: Engines,
-    gateway: Gateway,
+    lanes: Lanes,
     client_keys: KeyAuth,
     drain: Drain,
     probes: ProbeApi,
@@ -182,6 +208,7 @@ def _engine_routes(
         client_keys=client_keys,
         metrics=metrics,
         settings=basis.settings,
+        lanes=lanes,
     )
     basis.live.add(models.configure)
     passthrough = PassthroughApi(
@@ -190,10 +217,11 @@ def _engine_routes(
         engine_keys=keys,
         client_keys=client_keys,
         drain=drain,
-        admission=gateway.admission,
-        budget=gateway.budget,
+        admission=lanes.whole.gateway.admission,
+        budget=lanes.whole.gateway.budget,
         settings=basis.settings,
         metrics=metrics,
+        lanes=lanes,
     )
     basis.live.add(passthrough.configure)
     routes = [*models.routes(), *passthrough.routes(), *probes.routes()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,12 @@ from proxy.upstream import AddressRules, Names, TracedUpstream, Upstream, new_se
 from proxy.worker.balancing import subject
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     import aiohttp
 
     from proxy.balancer.pool import Pool
+    from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
     from proxy.settings import Settings
     from proxy.worker.balancing import Balancing
@@ -63,6 +64,8 @@ class Engines:
     lines: Lines
     releaser: Releaser
     connector: Connector
+    connect: Callable[[Pools], Connector]
+    """Another one like it, for such pools."""
     serving: Mapping[Role, Pool]
     """The roles that text needs."""
     pools: Mapping[Role, Pool]
@@ -80,12 +83,9 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
     async with AsyncExitStack() as stack:
         lines = await stack.enter_async_context(build_lines(basis, balancing))
         link = await stack.enter_async_context(build_link(basis, balancing, lines, settle_seconds))
-        connector = link.connector
+        connector = _with_encoders(link.connector, link.context)
         serving = {role: pools.of(role) for role in connector.roles}
-        everybody = dict(serving)
-        if pools.encode is not None:
-            connector = Encoding(connector, pools.encode, link.context)
-            everybody[Role.ENCODE] = pools.encode
+        everybody = dict(serving) if pools.encode is None else {**serving, Role.ENCODE: pools.encode}
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
@@ -104,6 +104,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             lines=lines,
             releaser=link.releaser,
             connector=connector,
+            connect=lambda some: _connector(replace(link.context, pools=some)),
             serving=serving,
             pools=everybody,
             prober=prober,
@@ -166,6 +167,15 @@ async def build_link(
             callback_url=_callback_url(basis),
         )
         yield Link(connector=CONNECTORS[settings.connector](context), context=context, releaser=releaser)
+
+
+def _connector(context: ConnectorContext) -> Connector:
+    return _with_encoders(CONNECTORS[context.settings.connector](context), context)
+
+
+def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector:
+    encoders = context.pools.encode
+    return connector if encoders is None else Encoding(connector, encoders, context)
 
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:

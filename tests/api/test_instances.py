@@ -66,6 +66,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "weight": 100,
         "state": "up",
         "reason": "passed its health check",
+        "models": [],
         "evacuated_in_seconds": None,
     }
     assert first == {

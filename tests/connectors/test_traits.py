@@ -14,7 +14,7 @@ def test_every_connector_has_traits_under_its_name() -> None:
 
 def test_connectors_without_prefillers_have_no_such_role() -> None:
     for name, connector in CONNECTORS.items():
-        roles = connector.roles  # type: ignore[attr-defined]  # of a class
+        roles = connector.roles
         assert (Role.PREFILL in roles) == CONNECTOR_TRAITS[name].takes_prefillers, name
 
 

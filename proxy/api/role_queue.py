@@ -1,0 +1,107 @@
+"""In front of one role: what routes that one engine answers alone wait for, and who serves them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from proxy.dialects.model_names import ModelNames
+from proxy.errors import NoBackendAvailable
+from proxy.flow.admission import Admission
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiohttp import web
+
+    from proxy.backend import Role
+    from proxy.balancer.pool import Pool
+    from proxy.flow.budget import RetryBudget
+    from proxy.flow.lanes import Lane, Lanes
+    from proxy.observe.metrics import Metrics
+    from proxy.settings import Settings
+
+
+class RoleQueue:
+    """The instances of a role, and a queue of its own in front of them: only while all of them are restarting."""
+
+    def __init__(
+        self, pool: Pool, budget: RetryBudget, settings: Settings, metrics: Metrics, lane: Lane | None = None
+    ) -> None:
+        """`lane`: that of these instances; None: they are all."""
+        self.pool = pool
+        self.budget = budget
+        self._lane = lane
+        self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """In the block, an error that there is nobody says for which models."""
+        try:
+            yield
+        except NoBackendAvailable as error:
+            if self._lane is not None:
+                self._lane.explain(error)
+            raise
+
+    def _has_room(self) -> bool:
+        return not self.pool.is_restarting()
+
+    def _absent(self) -> Role | None:
+        return self.pool.role if self.pool.is_gone() else None
+
+
+class RoleQueues:
+    """Those of all lanes."""
+
+    def __init__(
+        self, pool: Pool, budget: RetryBudget, settings: Settings, metrics: Metrics, lanes: Lanes | None = None
+    ) -> None:
+        """`pool` and `budget`: of all instances. `lanes`: None: they all serve the same models."""
+        self._whole = RoleQueue(pool, budget, settings, metrics)
+        self._lanes = lanes
+        self._metrics = metrics
+        self._of: WeakKeyDictionary[Lane, RoleQueue] = WeakKeyDictionary()
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self._settings = settings
+        self._names = ModelNames(settings.models.aliases)
+        for queue in (self._whole, *self._of.values()):
+            queue.admission.configure(settings.admission)
+
+    def of(self, request: web.Request, body: bytes) -> RoleQueue:
+        """Where a request goes: by the model which its body names, or its query if it has no body. Raises GatewayError,
+        see Lanes.of.
+        """
+        lanes = self._lanes
+        if lanes is None or not lanes.models.is_mixed:
+            return self._whole
+        name = _model(body) if body else request.query.get("model")
+        lane = lanes.of(self._names.served(name if isinstance(name, str) else ""))
+        if lane is lanes.whole:
+            return self._whole
+        queue = self._of.get(lane)
+        if queue is None:
+            pool = lane.pools.of(self._whole.pool.role)
+            queue = self._of[lane] = RoleQueue(pool, lane.gateway.budget, self._settings, self._metrics, lane)
+        return queue
+
+
+class _Body(msgspec.Struct):
+    model: object = None
+
+
+_read = msgspec.json.Decoder(_Body).decode
+
+
+def _model(body: bytes) -> object:
+    """What a body calls the model; None: it is not read, or names none."""
+    try:
+        return _read(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

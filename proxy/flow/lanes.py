@@ -1,0 +1,145 @@
+"""Lanes: what serves the requests for some models, from the queue to the pools.
+
+There is one for all, and as long as all instances serve the same, there is no other. What not all of them serve has a
+lane of its own, whose pools, connector, queue and all that is learned know no other instances: so requests for one
+model wait for no other, and whatever is repeated or resumed stays among the instances that serve it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.models import named
+from proxy.dialects.model_names import ModelNames
+from proxy.errors import BadRequest, UnknownModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from proxy.backend import Backend, Role
+    from proxy.balancer.models import Models
+    from proxy.balancer.pools import Pools
+    from proxy.errors import NoBackendAvailable
+    from proxy.flow.gateway import Gateway
+    from proxy.settings import Settings
+
+    Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
+    """Those of some backends that serve certain models, in their order."""
+
+_MOST_KNOWN: Final = 10
+
+
+class Lane:
+    """What serves the requests for some models."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        gateway: Gateway,
+        roles: Sequence[Role],
+        configure: Callable[[Settings], None] = lambda _: None,
+    ) -> None:
+        """`roles`: those of which a request needs an instance each. `configure`: take changed settings."""
+        self.pools = pools
+        self.gateway = gateway
+        self.roles = tuple(roles)
+        self.configure = configure
+        self.names: frozenset[str] = frozenset()
+        """What the models are called; empty: all."""
+
+    def absent(self) -> Role | None:
+        """A role of which no instance could serve a request that came now; None: there is none."""
+        return next((role for role in self.roles if not self.pools.of(role).is_ready()), None)
+
+    def explain(self, error: NoBackendAvailable) -> None:
+        """Have an error say for which models there is nobody."""
+        if self.names:
+            error.message = f"{error.message} for model {named(self.names)}"
+
+
+class Lanes:
+    """One worker's. `whole` is the lane of all instances."""
+
+    def __init__(self, models: Models, whole: Lane, make: Callable[[Serving], Lane], settings: Settings) -> None:
+        """`make`: a lane whose pools have only such backends."""
+        self.models = models
+        self.whole = whole
+        self._make = make
+        self._parts: list[Lane] = []
+        self._by_name: dict[str, Lane] = {}
+        self.configure(settings)
+        models.on_change = self._regroup
+        self._regroup()
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings, for all lanes but the one of all, which has been told."""
+        self._aliases = ModelNames(settings.models.aliases).exact
+        for lane in self._parts:
+            lane.configure(settings)
+
+    def of(self, name: object) -> Lane:
+        """The lane of requests for a model, as instances call it. Raises UnknownModel if none serves it, and BadRequest
+        if the request names none and they serve different ones.
+        """
+        models = self.models
+        if not models.is_mixed:
+            return self.whole
+        if not isinstance(name, str) or not name:
+            if models.is_closed:
+                raise BadRequest(
+                    f"the request names no model, and the instances serve several: {self._known()}",
+                    code="model_required",
+                    param="model",
+                )
+            return self.whole
+        # SGLang has adapters named behind their model (`model:adapter`).
+        lane = self._by_name.get(name) or self._by_name.get(name.partition(":")[0])
+        if lane is not None:
+            return lane
+        if models.is_closed and name not in models.names:
+            raise UnknownModel(name, self._known())
+        return self.whole
+
+    def of_backend(self, backend: Backend) -> Lane:
+        """A lane that a backend belongs to."""
+        return next((lane for lane in self._parts if not lane.names.isdisjoint(self.models.of(backend))), self.whole)
+
+    @property
+    def all(self) -> Sequence[Lane]:
+        """Those of the models, and the one of all."""
+        return (self.whole, *self._parts)
+
+    def __iter__(self) -> Iterator[Lane]:
+        """Those of the models, if there are several, and otherwise the one of all."""
+        return iter(self._parts or (self.whole,))
+
+    def is_ready(self) -> bool:
+        """Whether requests for some model could be expected to be served."""
+        return any(lane.absent() is None for lane in self)
+
+    def _known(self) -> str:
+        return named({*self.models.names, *self._aliases}, _MOST_KNOWN)
+
+    def _regroup(self) -> None:
+        """Have a lane for each group of models. A lane that had some of a group's names keeps what it has learned."""
+        groups = self.models.groups() if self.models.is_mixed else ()
+        before, self._parts = self._parts, []
+        for names in groups:
+            kept = max(before, key=lambda lane: len(lane.names & names), default=None)
+            if kept is not None and kept.names & names:
+                before.remove(kept)
+                lane = kept
+            else:
+                lane = self._made()
+            lane.names = names
+            self._parts.append(lane)
+        self._by_name = {name: lane for lane in self._parts for name in lane.names}
+
+    def _made(self) -> Lane:
+        lane: Lane
+
+        def serving(backends: Collection[Backend]) -> tuple[Backend, ...]:
+            return self.models.among(min(lane.names), backends)
+
+        lane = self._make(serving)
+        return lane

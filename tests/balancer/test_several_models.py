@@ -1,0 +1,187 @@
+"""Instances of several models behind one gateway: who serves what, and the pools of one model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Load, Role
+from proxy.balancer.engine_facts import EngineFacts, Identity
+from proxy.balancer.models import Models, odd_ones
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies import make_policy
+from proxy.balancer.pool import Pool
+from proxy.errors import NoBackendAvailable
+
+if TYPE_CHECKING:
+    from tests.balancer.conftest import Balancer
+
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+class Fleet:
+    """Two prefillers and two decoders that are up. `tell` gives their models, in the order of their addresses."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self.balancer = balancer
+        self.models = Models(balancer.roster, balancer.health, BOTH)
+        self.prefillers, self.decoders = balancer.prefillers.backends(), balancer.decoders.backends()
+        self.everybody = (*self.prefillers, *self.decoders)
+        for backend in self.everybody:
+            balancer.health.on_probe(backend, True, "up")
+
+    def tell(self, *names: str, adapters: dict[int, str] | None = None) -> Models:
+        for place, (backend, its) in enumerate(zip(self.everybody, names, strict=True)):
+            its_adapters = frozenset((adapters or {}).get(place, "").split())
+            identity = Identity(models=frozenset(its.split()), adapters=its_adapters)
+            self.balancer.health.note_facts(backend, EngineFacts(identity=identity))
+        self.models.look()
+        return self.models
+
+    def pool(self, role: Role, name: str) -> Pool:
+        whole = self.balancer.prefillers if role is Role.PREFILL else self.balancer.decoders
+        return Pool(
+            role,
+            policy=make_policy("least_tokens", PolicyContext(role=role)),
+            scoreboard=self.balancer.scoreboard,
+            row=self.balancer.row,
+            roster=self.balancer.roster,
+            health=self.balancer.health,
+            on_transition=self.balancer.transitions.append,
+            part=(whole, lambda backends: self.models.among(name, backends)),
+            clock=self.balancer.clock,
+        )
+
+
+@pytest.fixture
+def fleet(balancer: Balancer) -> Fleet:
+    return Fleet(balancer)
+
+
+def test_what_all_serve_is_no_mixture(fleet: Fleet) -> None:
+    models = fleet.tell("a", "a", "a", "a")
+    assert (models.is_mixed, models.is_closed, models.groups()) == (False, False, [])
+
+
+def test_engines_that_did_not_tell_yet_are_no_mixture(fleet: Fleet) -> None:
+    assert not fleet.tell("a", "", "a", "").is_mixed
+
+
+def test_names_that_no_two_roles_share_are_no_mixture_since_none_could_be_served(fleet: Fleet) -> None:
+    assert not fleet.tell("/models/a", "/models/a", "/data/a", "/data/a").is_mixed
+
+
+def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
+    models = fleet.tell("a big", "b", "a big", "b")
+    assert models.is_mixed
+    assert models.is_closed
+    assert models.groups() == [frozenset({"a", "big"}), frozenset("b")]
+    assert models.among("b", fleet.decoders) == fleet.decoders[1:]
+    assert list(models.names) == ["a", "b", "big"]
+
+
+def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> None:
+    models = fleet.tell("a", "a", "a", "a", adapters={0: "x y", 2: "x"})
+    assert models.is_mixed
+    assert not models.is_closed
+    assert models.groups() == [frozenset("x"), frozenset("y")]  # what all serve needs no group
+    assert models.is_complete("x")
+    assert not models.is_complete("y")
+
+
+def test_one_that_does_not_tell_serves_what_its_role_has_nobody_else_for(fleet: Fleet) -> None:
+    models = fleet.tell("a", "", "a", "b")
+    assert models.among("a", fleet.prefillers) == fleet.prefillers[:1]
+    assert models.among("b", fleet.prefillers) == fleet.prefillers[1:]
+    assert models.is_complete("b")
+
+
+def test_what_an_engine_served_before_it_went_down_is_believed_until_it_tells_otherwise(fleet: Fleet) -> None:
+    models = fleet.tell("a", "b", "a", "b")
+    for _ in range(10):
+        fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone")
+    models.look()
+    assert models.of(fleet.decoders[1]) == frozenset("b")
+    for _ in range(10):
+        fleet.balancer.health.on_probe(fleet.decoders[1], True, "back")
+    fleet.tell("a", "b", "a", "a")
+    assert models.among("b", fleet.decoders) == ()
+
+
+def test_what_is_said_of_an_instance_counts_more_than_what_it_tells(fleet: Fleet) -> None:
+    said = [replace(backend, models=("b",), trusted=True) for backend in fleet.everybody]
+    fleet.balancer.roster.sync("config", said, restores=True)
+    models = fleet.tell("a", "a", "a", "a")
+    assert [models.of(backend) for backend in fleet.everybody] == [frozenset("b")] * 4
+    fleet.balancer.roster.sync("config", fleet.everybody, restores=True)
+    models.look()
+    assert [models.of(backend) for backend in fleet.everybody] == [frozenset("a")] * 4
+
+
+def test_nothing_moves_while_nothing_changes(fleet: Fleet) -> None:
+    models = fleet.tell("a", "b", "a", "b")
+    changes: list[int] = []
+    models.on_change = lambda: changes.append(1)
+    fleet.balancer.health.version += 1
+    models.look()
+    assert changes == []
+    fleet.tell("a", "b", "a", "a")
+    assert changes
+
+
+# Pools of one model
+
+
+def test_a_models_pool_has_no_other_backends(fleet: Fleet) -> None:
+    fleet.tell("a", "b", "a", "b")
+    pool = fleet.pool(Role.DECODE, "b")
+    assert pool.backends() == pool.eligible() == fleet.decoders[1:]
+    with pool.lease(PickRequest.of(Load())) as lease:
+        assert lease.backend == fleet.decoders[1]
+    with pytest.raises(NoBackendAvailable):
+        pool.pick(avoid=fleet.decoders[1:])
+
+
+def test_an_engine_that_serves_another_model_after_its_restart_changes_pools(fleet: Fleet) -> None:
+    fleet.tell("a", "b", "a", "b")
+    pools = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
+    assert pools["a"].eligible() == fleet.decoders[:1]
+    fleet.tell("a", "b", "a", "a")
+    assert pools["a"].eligible() == fleet.decoders
+    assert pools["b"].eligible() == ()
+    assert not pools["b"].is_ready()
+    assert fleet.balancer.decoders.eligible() == fleet.decoders  # its health is as it was
+
+
+def test_a_model_does_not_lose_its_last_instance_to_an_ejection(fleet: Fleet) -> None:
+    fleet.tell("a", "b", "a", "b")
+    assert fleet.balancer.decoders.outcomes.report_stall(fleet.decoders[0])
+    fleet.balancer.health.forget(fleet.decoders[0])
+    fleet.balancer.health.on_probe(fleet.decoders[0], True, "up")
+    assert not fleet.pool(Role.DECODE, "a").outcomes.report_stall(fleet.decoders[0])
+
+
+def test_one_model_is_not_ready_while_the_other_is(fleet: Fleet) -> None:
+    fleet.tell("a", "b", "a", "b")
+    for _ in range(10):
+        fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone", is_refused=True)
+    ready = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
+    assert ready["a"].is_ready()
+    assert not ready["b"].is_ready()
+    assert ready["b"].is_gone()
+    assert not fleet.balancer.decoders.is_gone()
+
+
+# Who is odd
+
+
+def test_two_models_are_not_odd_but_what_only_one_role_serves_is(fleet: Fleet) -> None:
+    one, two = fleet.prefillers
+    three, four = fleet.decoders
+    a, b, c = (frozenset(name) for name in "abc")
+    assert odd_ones({one: a, two: b, three: a, four: b}) == {}
+    ((odd, hint),) = odd_ones({one: a, two: a, three: a, four: c}).items()
+    assert odd == four
+    assert hint == "serves 'c', and prefill instances 'a': it gets no requests"

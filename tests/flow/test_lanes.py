@@ -1,0 +1,269 @@
+"""Several models behind one gateway: each request goes where its model is served, and waits for no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.engine_facts import EngineFacts, Identity
+from proxy.sim.engine import SimulatedEngine
+from tests.asking import until
+from tests.deployment import Deployment, generations
+
+if TYPE_CHECKING:
+    from proxy.backend import Backend
+    from tests.conftest import Deploy
+
+MESSAGES = [{"role": "user", "content": "What is it?"}]
+
+
+def engines(role: str, *models: str, **options: Any) -> list[SimulatedEngine]:
+    return [SimulatedEngine(role=role, model=model, **options) for model in models]
+
+
+def chat(model: str | None, **fields: Any) -> dict[str, Any]:
+    named = {} if model is None else {"model": model}
+    return {**named, "messages": MESSAGES, "max_tokens": 4, **fields}
+
+
+async def two_models(deploy: Deploy, **sections: Any) -> Deployment:
+    """Two prefillers and two decoders of each of two models, of which the gateway knows."""
+    prefillers, decoders = engines("prefill", "a", "b", "a", "b"), engines("decode", "a", "b", "a", "b")
+    gateway = await deploy(prefillers, decoders, **sections)
+    await until(lambda: is_mixed(gateway), "the engines' models")
+    return gateway
+
+
+def is_mixed(gateway: Deployment) -> bool:
+    """As the pools notice, which are looked at for each request."""
+    gateway.worker.pools.decode.eligible()
+    return gateway.worker.lanes.models.is_mixed
+
+
+def asked(gateway: Deployment) -> dict[str, list[int]]:
+    """How many generation requests the engines of each model have seen: prefillers, then decoders."""
+    counts: dict[str, list[int]] = {}
+    for engine in gateway.engines:
+        counts.setdefault(engine.options.model, []).append(len(generations(engine)))
+    return counts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_go_where_their_model_is_served(deploy: Deploy, stream: bool) -> None:
+    gateway = await two_models(deploy)
+    for model in "aabb":
+        answer = await gateway.ask(chat(model, stream=stream))
+        assert answer.status == 200
+        assert answer.is_done
+    assert {model: sum(counts) for model, counts in asked(gateway).items()} == {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat("x")),
+        ("/v1/completions", {"model": "x", "prompt": "Hi", "max_tokens": 4}),
+        ("/v1/messages", chat("x")),
+        ("/v1/responses", {"model": "x", "input": "Hi"}),
+    ],
+)
+async def test_an_unknown_model_is_refused_in_the_clients_dialect(
+    deploy: Deploy, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await two_models(deploy, models={"aliases": ["gpt-*=a", "best=b"]})
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    async with gateway.session.post(gateway.url + path, json=body) as answer:
+        error = (await answer.json())["error"]
+        assert answer.status == 404
+    assert error["message"] == "no instance serves a model called 'x'; GET /v1/models lists them: 'a', 'b', 'best'"
+    assert error.get("code", error["type"]) in ("model_not_found", "not_found_error")
+    assert asked(gateway) == {"a": [0] * 4, "b": [0] * 4}
+    gateway.worker.metrics.settle()
+    assert [record.name for record in caplog.records if record.levelname != "DEBUG"] == ["proxy.access"]
+
+
+async def test_who_names_no_model_is_asked_which(deploy: Deploy) -> None:
+    gateway = await two_models(deploy)
+    answer = await gateway.ask(chat(None))
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "model_required", "model")
+    assert "'a', 'b'" in answer.error["message"]
+
+
+async def test_an_alias_leads_to_its_models_instances(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, models={"aliases": ["gpt-*=b", "*=a"]})
+    for said, served in (("gpt-5", "b"), ("claude", "a"), (None, "a")):
+        before = sum(asked(gateway)[served])
+        answer = await gateway.ask(chat(said))
+        assert answer.status == 200
+        assert answer.json["model"] == (said or "a")
+        assert sum(asked(gateway)[served]) == before + 2
+
+
+async def test_models_are_listed_together_with_aliases(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, models={"aliases": ["best=b"]})
+    async with gateway.session.get(gateway.url + "/v1/models") as answer:
+        assert sorted(model["id"] for model in (await answer.json())["data"]) == ["a", "b", "best"]
+
+
+async def test_where_a_model_has_no_decoder_it_alone_is_refused(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, admission={"wait_seconds": 0.05})
+    await take_down(gateway, "b")
+    answer = await gateway.ask(chat("b"))
+    assert (answer.status, answer.error["code"]) == (503, "no_healthy_decode")
+    assert answer.error["message"] == "no healthy decode instance is available for model 'b'"
+    assert (await gateway.ask(chat("a"))).status == 200
+    assert asked(gateway)["b"][2:] == [0, 0]
+
+
+async def test_readiness_is_told_by_model(deploy: Deploy) -> None:
+    gateway = await two_models(deploy)
+    assert await ready(gateway) == (200, {"a": "ok", "b": "ok"})
+    await take_down(gateway, "b")
+    assert await ready(gateway) == (200, {"a": "ok", "b": "no healthy decode instance is available"})
+    assert gateway.worker.lanes.is_ready()
+    for model, status in (("a", 200), ("b", 503), ("x", 404)):
+        assert (await ready(gateway, f"?model={model}"))[0] == status
+    await take_down(gateway, "a")
+    assert (await ready(gateway))[0] == 503
+
+
+async def test_requests_for_one_model_do_not_wait_for_the_other(deploy: Deploy) -> None:
+    prefillers = engines("prefill", "a", "b")
+    decoders = engines("decode", "a", "b", decode_step_ms=5.0)
+    gateway = await deploy(
+        prefillers, decoders, admission={"max_running_decode": 1, "max_waiting": 1, "wait_seconds": 5.0}
+    )
+    await until(lambda: is_mixed(gateway), "the engines' models")
+    async with gateway.asking(chat("a", max_tokens=10_000, stream=True, ignore_eos=True)) as running:
+        await running.has_tokens(1)
+        async with gateway.asking(chat("a", stream=True)):
+            await until(lambda: waiting(gateway) == 1, "one that waits")
+            full = await gateway.ask(chat("a"))
+            assert (full.status, full.error["code"]) == (503, "queue_full")
+            assert (await gateway.ask(chat("b"))).status == 200
+
+
+async def test_a_broken_answer_goes_on_at_a_decoder_of_its_model(deploy: Deploy) -> None:
+    prefillers, decoders = engines("prefill", "a", "b"), engines("decode", "b", "a", "b", "b", "a")
+    gateway = await deploy(prefillers, decoders)
+    await until(lambda: is_mixed(gateway), "the engines' models")
+    whole = await gateway.ask(chat("a", max_tokens=20, stream=True, temperature=0))
+    for decoder in (decoders[1], decoders[4]):
+        decoder.faults.add("reset_after_tokens", tokens=3, times=1)
+    broken = await gateway.ask(chat("a", max_tokens=20, stream=True, temperature=0))
+    assert broken.is_done
+    assert broken.text == whole.text
+    assert sum(len(generations(decoder)) for decoder in (decoders[1], decoders[4])) > 2
+    assert [len(generations(decoders[place])) for place in (0, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_seen_down", [False, True])
+async def test_an_engine_that_comes_back_with_another_model_serves_that(deploy: Deploy, is_seen_down: bool) -> None:
+    quick = {
+        "interval_seconds": 0.02,
+        "changing_interval_seconds": 0.02,
+        "rise": 1,
+        "fall": 1,
+        "slow_start_seconds": 0.0,
+    }
+    gateway = await two_models(deploy, health={**quick, "models_interval_seconds": 0.0 if is_seen_down else 0.02})
+    old = gateway.decoders[1]
+    await old.__aexit__(None, None, None)
+    if is_seen_down:
+        await until(lambda: not gateway.worker.health.of(backend_of(gateway, old)).is_healthy, "a failed check")
+        assert models_of(gateway, old) == {"b"}
+    gateway.decoders[1] = new = SimulatedEngine(role="decode", model="a", port=old.port)
+    async with new:
+        await until(lambda: models_of(gateway, new) == {"a"}, "what it serves now")
+        await until(lambda: len(gateway.worker.lanes.of("a").pools.decode.eligible()) == 3, "its new pool")
+        answers = await asyncio.gather(*(gateway.ask(chat(model)) for model in "aaaaaabb"))
+        assert {answer.status for answer in answers} == {200}
+        assert generations(new)
+        assert {seen.body["model"] for seen in generations(new)} == {"a"}
+        assert len(generations(gateway.decoders[3])) == 2
+
+
+async def test_when_all_serve_the_same_again_the_other_name_is_the_engines_business(deploy: Deploy) -> None:
+    gateway = await two_models(deploy)
+    for engine in gateway.engines:
+        if engine.options.model == "b":
+            tell(gateway, engine, "a")
+    assert not is_mixed(gateway)
+    assert [lane.names for lane in gateway.worker.lanes] == [frozenset()]
+    answer = await gateway.ask(chat("x"))
+    assert answer.status == 404
+    assert "does not exist" in answer.error["message"]  # vLLM's words
+
+
+async def test_what_one_engine_answers_alone_goes_by_model_too(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, passthrough=["tokenizer", "pooling"])
+    for model in "ab":
+        async with gateway.session.post(gateway.url + "/tokenize", json={"model": model, "prompt": "Hi"}) as answer:
+            assert answer.status == 200
+        body = {**chat(model), "max_tokens": 4}
+        async with gateway.session.post(gateway.url + "/v1/messages/count_tokens", json=body) as answer:
+            assert answer.status == 200
+    tokenized = {
+        engine.options.model: {seen.body["model"] for seen in engine.requests if seen.path == "/tokenize"}
+        for engine in gateway.prefillers
+        if any(seen.path == "/tokenize" for seen in engine.requests)
+    }
+    assert tokenized == {"a": {"a"}, "b": {"b"}}
+    for body, status in (({"model": "x", "prompt": "Hi"}, 404), ({"prompt": "Hi"}, 400)):
+        async with gateway.session.post(gateway.url + "/tokenize", json=body) as answer:
+            assert answer.status == status
+
+
+async def test_a_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None:
+    gateway = await two_models(deploy)
+    await gateway.ask(chat("b"))
+    current = gateway.worker.current
+    admission = current.settings.admission.model_copy(update={"max_running_decode": 7})
+    settings = current.settings.model_copy(update={"admission": admission})
+    gateway.worker.lanes.configure(settings)
+    for lane in gateway.worker.lanes:
+        assert {lane.pools.decode.limit(decoder) for decoder in lane.pools.decode.backends()} == {7}
+
+
+async def ready(gateway: Deployment, query: str = "") -> tuple[int, Any]:
+    async with gateway.session.get(f"{gateway.url}/readyz{query}") as answer:
+        return answer.status, (await answer.json()).get("models")
+
+
+def waiting(gateway: Deployment) -> int:
+    return sum(lane.gateway.admission.waiting for lane in gateway.worker.lanes)
+
+
+async def take_down(gateway: Deployment, model: str) -> None:
+    """All decoders of a model, as the prober would find them."""
+    health = gateway.worker.health
+    for decoder in gateway.worker.pools.decode.backends():
+        if gateway.worker.lanes.models.of(decoder) == frozenset(model):
+            for _ in range(10):
+                health.on_probe(decoder, False, "it is down")
+    is_mixed(gateway)
+
+
+def models_of(gateway: Deployment, engine: SimulatedEngine) -> set[str]:
+    """What the gateway takes it to serve."""
+    is_mixed(gateway)
+    return set(gateway.worker.lanes.models.of(backend_of(gateway, engine)))
+
+
+def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
+    pools = gateway.worker.pools
+    backends = (*pools.prefill.backends(), *pools.decode.backends())
+    return next(backend for backend in backends if backend.port == engine.port)
+
+
+def tell(gateway: Deployment, engine: SimulatedEngine, *models: str) -> None:
+    """What the prober would find when it asks this engine anew."""
+    backend = backend_of(gateway, engine)
+    facts = gateway.worker.health.of(backend).facts
+    version = (0, 30) if facts is None else facts.version
+    gateway.worker.health.note_facts(backend, EngineFacts(version, identity=Identity("vLLM", frozenset(models))))
+    is_mixed(gateway)
