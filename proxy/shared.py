@@ -128,6 +128,7 @@ class Shared:
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
         if worker == EXCHANGER:  # nobody keeps the rows of the guests now
+            self.health_board.forget_verdicts()
             for board in (self.scoreboard, self.key_usage):
                 for guest in range(board.workers, board.rows):
                     board.erase(guest)

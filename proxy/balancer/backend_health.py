@@ -104,8 +104,10 @@ class BackendHealth:
         """Whether the next probe may decide something."""
         if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
             return True
-        is_refusing = self.breaker.refused_connections > 0 or self.breaker.ends_with_connection
-        return self.verdict is HealthState.UP and (is_refusing or self.is_unreachable)
+        breaker = self.breaker
+        is_refusing = breaker.refused_connections > 0 or breaker.ends_with_connection
+        is_doubted = breaker.is_doubted and breaker.phase is Phase.EJECTED
+        return self.verdict is HealthState.UP and (is_refusing or is_doubted or self.is_unreachable)
 
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
         """How much of its share of the work it is to get: less than all of it after it came back."""
@@ -117,6 +119,8 @@ class BackendHealth:
         """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row."""
         if ok:
             self.connected(now)
+            if self.breaker.is_doubted and self.breaker.phase is Phase.EJECTED:
+                self.breaker.release()
         verdict = HealthState.UP if ok else HealthState.DOWN
         if self.verdict is verdict:
             self.probe_streak = 0
@@ -149,6 +153,9 @@ class BackendHealth:
         if verdict is HealthState.DOWN:
             self._leave(now)
             self.breaker.rest(now, checks.eject_seconds)
+            if self.breaker.is_doubted:  # it was seen by now, and has to show that it is well after it came up
+                self.breaker.release()
+                self.breaker.is_doubted = False
         elif self.verdict is HealthState.DOWN:
             self.breaker.forgive()
             self.breaker.resume(now)

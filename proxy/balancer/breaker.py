@@ -20,7 +20,7 @@ from proxy.errors import Failure
 if TYPE_CHECKING:
     from proxy.settings import HealthChecks
 
-Cause = Literal["failures", "connect", "timeouts", "stall"]
+Cause = Literal["failures", "connect", "timeouts", "stall", "other_gateway"]
 """Why a backend was ejected, as the metric says it."""
 
 # One alone may be an engine that is just being restarted, or a request that is too large.
@@ -47,6 +47,8 @@ class Breaker:
     """When an ejection is over."""
     ends_with_connection: bool = False
     """The backend is out because it refused connections, so any accepted connection brings it back."""
+    is_doubted: bool = False
+    """It is out because another gateway has found it of no use, and nothing that was seen here says so."""
     trial: int = 0
     """The number of the request that is being tried, 0 for none."""
     _last: Failure | None = None
@@ -98,9 +100,20 @@ class Breaker:
             self._ejections += 1
         seconds = min(self._ejections * checks.eject_seconds, checks.max_eject_seconds) * jitter
         self.phase = Phase.EJECTED
+        self.is_doubted = False
         self.until = now + seconds
         self.trial = 0
         return seconds
+
+    def doubt(self, now: float, checks: HealthChecks) -> float:
+        """Take it out until it has shown that it is well; for how many seconds at most. That is no failure of its own,
+        and counts for none.
+        """
+        self.phase = Phase.EJECTED
+        self.is_doubted = True
+        self.until = now + checks.eject_seconds
+        self.trial = 0
+        return checks.eject_seconds
 
     def release(self) -> None:
         """Its time is over, or cut short: it is on probation."""

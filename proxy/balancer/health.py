@@ -164,6 +164,19 @@ class Health:
             return None
         return self._eject(backend, condition, "stall", "sends nothing while others do")
 
+    def on_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+        """Another gateway has found a backend of no use. That is no reason to believe it, but one to find out: no
+        request goes there before a probe has passed, and then one, as long as enough others are left.
+        """
+        condition = self._condition(backend)
+        if not condition.is_eligible or not self._may_eject(backend, peers):
+            return None
+        old = condition.state
+        seconds = condition.breaker.doubt(self._clock(), self._checks)
+        self.due = min(self.due, condition.breaker.until)
+        reason = f"another gateway has found it of no use; until a health check has passed, or for {seconds:.0f} s"
+        return self._changed(backend, condition, old, reason, "other_gateway")
+
     def begin_trial(self, backend: Backend) -> int:
         """A request tries a backend that awaits one; the number of this trial."""
         self._trials += 1
@@ -301,7 +314,8 @@ class Health:
         condition.reason, condition.changed_at = reason, self._clock()
         condition.back_since = None
         if new is HealthState.UP:
-            if old is not HealthState.UNKNOWN or condition.awaits_first_probe:
+            was_doubted, condition.breaker.is_doubted = condition.breaker.is_doubted, False
+            if (old is not HealthState.UNKNOWN and not was_doubted) or condition.awaits_first_probe:
                 condition.back_since = self._clock()
                 self.due = min(self.due, condition.back_since + self._checks.slow_start_seconds)
             condition.awaits_first_probe = False

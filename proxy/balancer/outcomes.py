@@ -87,6 +87,11 @@ class Outcomes:
         self._tell(self._health.on_stall(backend, self._members.enabled))
         return backend not in self._members.enabled or not self._health.of(backend).is_healthy
 
+    def report_verdict(self, backend: Backend) -> None:
+        """Another gateway has found a backend of no use."""
+        self._members.refresh()
+        self._tell(self._health.on_verdict(backend, self._members.enabled))
+
     def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """A request has gone well, perhaps before its lease ends, or a trial before its request does."""
         health = self._health

@@ -135,6 +135,16 @@ class Prober(BackgroundOwner):
         except engine_json.NoAnswer as error:
             return error.failure is not Failure.TIMEOUT
 
+    def doubt(self, backend: Backend) -> None:
+        """Another gateway has found a backend of no use: it is held out, and asked at once."""
+        pool = self._pools.get(backend.role)
+        if pool is None or backend not in pool.backends():
+            return
+        pool.outcomes.report_verdict(backend)
+        if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
+            self._due[backend] = math.inf
+            self._background.start(self._probe(backend))
+
     # Probing
 
     async def _keep_probing(self) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.api_keys import KeyUsage
+    from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -47,21 +48,25 @@ class Exchange(BackgroundOwner):
         me: str,
         scoreboard: Scoreboard,
         roster: Roster,
+        board: HealthBoard,
         journal: Seat,
         key_usage: KeyUsage,
         key_slots: Callable[[], Mapping[str, int]],
         settings: Settings,
         metrics: Metrics,
+        on_verdict: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         """`me`: what the others call this gateway. `journal`: the guests' seat. `key_slots`: by name, those of the
         client keys whose use is told and heard now. `clock`: that of the journal's records and of the ApiKeys. The
-        first guests' rows of `scoreboard` and `key_usage` are written here and nowhere else.
+        first guests' rows of `scoreboard`, `key_usage` and `board` are written here and nowhere else. `on_verdict` is
+        called when there is a new one.
         """
         self._store = store
-        self._own = Own(me, scoreboard, roster, journal, key_usage, key_slots)
-        self._guests = Guests(scoreboard, key_usage, journal)
+        self._own = Own(me, scoreboard, roster, board, journal, key_usage, key_slots)
+        self._guests = Guests(scoreboard, key_usage, board, journal)
+        self._on_verdict = on_verdict
         self._key_slots = key_slots
         self._options = settings.replicas
         self._peers = Peers(me, settings.replicas.ttl_seconds)
@@ -133,8 +138,9 @@ class Exchange(BackgroundOwner):
         now = self._clock()
         self._metrics.replicas_peers.set(self._peers.telling(now))
         charges, used = self._peers.charges(now), self._peers.used(now)
-        members = self._own.members()
-        self._guests.charge({each.slot: charges[each.key] for each in members if each.key in charges})
+        slots = self._slots()
+        self._guests.charge({slots[key]: charge for key, charge in charges.items() if key in slots})
+        self._note_verdicts(slots, now)
         self._guests.use({slot: used[name] for name, slot in self._key_slots().items() if name in used}, now)
 
     # What is new, at once
@@ -169,11 +175,21 @@ class Exchange(BackgroundOwner):
         news, now = decode_news(message), self._clock()
         if news is None or not self._peers.hear_news(news, now):
             return
-        slots = {each.key: each.slot for each in self._own.members()}
+        slots = self._slots()
         charges = self._peers.charges_on(news.instances.keys() & slots.keys(), now)
         self._guests.charge_some({slots[key]: charge for key, charge in charges.items()})
+        if news.verdicts:
+            self._note_verdicts(slots, now)
         prompts = {slots[key]: records for key, records in news.prompts.items() if key in slots}
         self._guests.note_prompts(prompts, now - news.now)
+
+    def _note_verdicts(self, slots: Mapping[str, int], now: float) -> None:
+        verdicts = self._peers.verdicts(now)
+        if self._guests.note_verdicts({(slots[key], who, number) for key, who, number in verdicts if key in slots}):
+            self._on_verdict()
+
+    def _slots(self) -> dict[str, int]:
+        return {backend.key: backend.slot for backend in self._own.members()}
 
     def _count(self, direction: str, message: bytes) -> None:
         self._metrics.replicas_news_total.labels(direction).inc()

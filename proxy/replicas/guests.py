@@ -8,9 +8,10 @@ from proxy.api_keys import minute_of
 from proxy.balancer.prefill_records import InvalidRecord, packed, translated, unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Set
 
     from proxy.api_keys import KeyUsage
+    from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.replicas.told import Charge, Used
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 class Guests:
     """The only writer of the first guests' rows."""
 
-    def __init__(self, scoreboard: Scoreboard, key_usage: KeyUsage, journal: Seat) -> None:
+    def __init__(self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, journal: Seat) -> None:
         """`journal`: the guests' seat."""
         self._scoreboard = scoreboard
         self._row = scoreboard.row(scoreboard.workers)
         self._key_usage = key_usage
         self._key_row = key_usage.row(key_usage.workers)
+        self._board = board
         self._journal = journal
+        self._verdicts: Set[tuple[int, str, int]] = frozenset()
         self._charged: set[int] = set()
         self._keys_charged: set[int] = set()
 
@@ -33,6 +36,8 @@ class Guests:
         """Nothing is known of them."""
         self._scoreboard.erase(self._scoreboard.workers)
         self._key_usage.erase(self._key_usage.workers)
+        self._board.forget_verdicts()
+        self._verdicts = frozenset()
 
     def charge(self, charges: Mapping[int, Charge]) -> None:
         """All that they have, by slot."""
@@ -55,6 +60,16 @@ class Guests:
         for slot, (in_flight, count) in used.items():
             self._key_row.charge(slot, in_flight, minute, count)
         self._keys_charged = set(used)
+
+    def note_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:
+        """All that they have found: slots of instances, by whom, and its number of that. Whether something is new."""
+        before, self._verdicts = self._verdicts, verdicts
+        for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
+            self._board.absolve(slot)
+        new = {slot: number for slot, _, number in sorted(verdicts - before)}
+        for slot, number in new.items():
+            self._board.pronounce(slot, number)
+        return bool(new)
 
     def note_prompts(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:
         """What they have sent, by the prefiller's slot here. This gateway's clock is so much ahead of theirs."""

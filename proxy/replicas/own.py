@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from proxy.api_keys import KeyUsage
     from proxy.backend import Backend
+    from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -30,6 +31,7 @@ class Own:
         me: str,
         scoreboard: Scoreboard,
         roster: Roster,
+        board: HealthBoard,
         journal: Seat,
         key_usage: KeyUsage,
         key_slots: Callable[[], Mapping[str, int]],
@@ -40,10 +42,14 @@ class Own:
         self._me = me
         self._scoreboard = scoreboard
         self._roster = roster
+        self._board = board
         self._journal = journal
         self._key_usage = key_usage
         self._key_slots = key_slots
         self._cells = b""  # of the scoreboard, when the last news were told
+        self._seen = b""  # of the health board, when verdicts were worked out
+        self._verdicts: dict[str, int] = {}
+        self._told_verdicts = self._verdicts  # as news
         self._keys_left, self._keys_at = float(_KEYS_AT_ONCE), 0.0
 
     def members(self) -> Iterator[Backend]:
@@ -55,7 +61,8 @@ class Own:
         instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
         usage = self._key_usage
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
-        return Told(_turn(now), instances, {name: counts for name, counts in used.items() if any(counts)})
+        used = {name: counts for name, counts in used.items() if any(counts)}
+        return Told(_turn(now), instances, used, self._judged(now))
 
     def news(self, now: float) -> News | None:
         """What has changed since this was called last; None: nothing."""
@@ -64,16 +71,27 @@ class Own:
         if before != self._cells:
             changed = self._scoreboard.changed(before, self._cells)
             instances = {backend.key: self._charge(backend) for backend in self.members() if backend.slot in changed}
+        verdicts = self._judged(now)
+        passed, self._told_verdicts = self._told_verdicts, verdicts
+        verdicts = dict.fromkeys(passed, 0) | verdicts if passed != verdicts else {}
         prompts = self._prompts(now) if self._journal.has_news else {}
-        if not instances and not prompts:
+        if not instances and not verdicts and not prompts:
             return None
-        return News(self._me, _turn(now), now, instances, prompts)
+        return News(self._me, _turn(now), now, instances, verdicts, prompts)
 
     def _charge(self, backend: Backend) -> Charge:
         board = self._scoreboard
         running, load = board.own(backend.slot)
         pinned = board.pinned(backend.slot).tokens
         return max(0, running), max(0, load.compute), max(0, load.kv + pinned)
+
+    def _judged(self, now: float) -> dict[str, int]:
+        """What workers have found of no use. A number is kept for as long as that holds."""
+        before, self._seen = self._seen, self._board.own_cells()
+        if before != self._seen:
+            useless = [backend.key for backend in self.members() if self._board.is_of_no_use(backend)]
+            self._verdicts = {key: self._verdicts.get(key) or _turn(now) for key in useless}
+        return self._verdicts
 
     def _prompts(self, now: float) -> dict[str, list[bytes]]:
         keys = {backend.slot: backend.key for backend in self.members()}

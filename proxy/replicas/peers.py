@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.replicas.told import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Set
 
 _FORGET_AFTER_TTLS: Final = 60
 _NOTHING: Final = (0, 0, 0)
@@ -26,6 +26,7 @@ class _Peer:
     """None: it cannot be understood."""
     instances: dict[str, Charge] = field(default_factory=dict)
     keys: dict[str, Used] = field(default_factory=dict)
+    verdicts: dict[str, int] = field(default_factory=dict)
 
 
 class Peers:
@@ -51,7 +52,8 @@ class Peers:
             if told is None:
                 peer.turn = None
             elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
-                peer.turn, peer.instances, peer.keys = told.turn, dict(told.instances), told.keys
+                peer.turn, peer.keys = told.turn, told.keys
+                peer.instances, peer.verdicts = dict(told.instances), dict(told.verdicts)
 
     def hear_news(self, news: News, now: float) -> bool:
         """Whether they count: they come from another gateway, whose message is known, and after all that it has told
@@ -62,6 +64,7 @@ class Peers:
             return False
         peer.turn, peer.heard_at = news.turn, now
         peer.instances.update(news.instances)
+        peer.verdicts.update(news.verdicts)
         return True
 
     def telling(self, now: float) -> int:
@@ -81,11 +84,23 @@ class Peers:
         """What they have let in together, by client key."""
         return added(peer.keys for peer in self._counting(now))
 
+    def verdicts(self, now: float) -> Set[tuple[str, str, int]]:
+        """Which instances they have found of no use: the instance, the gateway, and the number of its verdict."""
+        return {
+            (instance, name, number)
+            for name, peer in self._peers.items()
+            if self._counts(peer, now)
+            for instance, number in peer.verdicts.items()
+            if number
+        }
+
     def lost(self, now: float) -> list[str]:
         """The names of those that were silent for so long that what they left in the store can be deleted."""
         after = _FORGET_AFTER_TTLS * self._ttl_seconds
         return [name for name, peer in self._peers.items() if now - peer.heard_at > after]
 
     def _counting(self, now: float) -> list[_Peer]:
-        peers = self._peers.values()
-        return [peer for peer in peers if peer.turn is not None and now - peer.heard_at < self._ttl_seconds]
+        return [peer for peer in self._peers.values() if self._counts(peer, now)]
+
+    def _counts(self, peer: _Peer, now: float) -> bool:
+        return peer.turn is not None and now - peer.heard_at < self._ttl_seconds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from proxy import logs
 from proxy.configuration import ConfigWatcher
 from proxy.connectors.releaser import SETTLE_SECONDS
+from proxy.discovery.hearsay import Hearsay
 from proxy.flow.evacuation import Evacuation
 from proxy.listener.drain import Drain
 from proxy.monitor import Memory, Monitor
@@ -68,6 +69,7 @@ class Worker:
     """That of the lane of all instances."""
     observers: Observers
     evacuation: Evacuation
+    hearsay: Hearsay
     front: HttpListener
     """Where clients connect."""
     admin_front: HttpListener | None
@@ -96,6 +98,7 @@ class Worker:
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.gateway.admission.is_short_of_memory = self.monitor.refuses
         self.evacuation.look()
+        self.hearsay.look()
 
 
 @asynccontextmanager
@@ -144,11 +147,12 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             gateway=clients.lanes.whole.gateway,
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
+            hearsay=Hearsay(shared.health_board, shared.roster, engines.prober),
             front=clients.front,
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
         )
-        async with watcher, monitor, build_replicas(basis):
+        async with watcher, monitor, build_replicas(basis, worker.hearsay):
             try:
                 yield worker
             finally:

@@ -143,7 +143,7 @@ def _transitions(basis: Basis) -> Callable[[Transition], None]:
 
     def on_transition(transition: Transition) -> None:
         backend = transition.backend
-        board.note(basis.index, backend, transition.new)
+        board.note(basis.index, backend, transition.new, is_heard=transition.cause == "other_gateway")
         log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
         if transition.cause is not None:
             ejected.labels(backend.role.value, backend.name, transition.cause).inc()

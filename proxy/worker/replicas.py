@@ -11,11 +11,12 @@ from proxy.shared import EXCHANGER
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from proxy.discovery.hearsay import Hearsay
     from proxy.worker.basis import Basis
 
 
 @asynccontextmanager
-async def build_replicas(basis: Basis) -> AsyncIterator[None]:
+async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
     """One worker does it for all. Leaving takes back what the others were told."""
     shared, settings = basis.shared, basis.settings
     if settings.replicas.url is None or basis.index != EXCHANGER:
@@ -31,11 +32,13 @@ async def build_replicas(basis: Basis) -> AsyncIterator[None]:
             me=shared.replica,
             scoreboard=shared.scoreboard,
             roster=shared.roster,
+            board=shared.health_board,
             journal=shared.journal.seat(settings.workers),
             key_usage=shared.key_usage,
             key_slots=partial(_key_slots, basis),
             settings=settings,
             metrics=basis.metrics,
+            on_verdict=hearsay.look,
         ),
     ):
         yield

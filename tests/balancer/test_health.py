@@ -72,6 +72,8 @@ class Story:
                 transition = health.on_probe(A, word == "+", "test")
             case ["stall"]:
                 transition = health.on_stall(A, self.peers)
+            case ["verdict"]:
+                transition = health.on_verdict(A, self.peers)
             case ["other"]:
                 transition = health.on_outcome(B, None, self.peers)
             case ["try"]:
@@ -188,6 +190,46 @@ def test_what_ends_an_ejection_and_what_does_not(words: str, states: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        # a probe that passes makes a trial of it, and that decides
+        ("verdict + try try:ok", "ejected probation probation up"),
+        ("verdict + try try:500", "ejected probation probation ejected"),
+        ("verdict + try try:500 + 29s 1s", "ejected probation probation ejected ejected ejected probation"),
+        ("verdict + try try:left try try:ok", "ejected probation probation probation probation up"),
+        # it expires
+        ("verdict 29s 1s try try:ok", "ejected ejected probation probation up"),
+        # what was sent before does not matter
+        ("verdict ok 500 refused refused", "ejected ejected ejected ejected ejected"),
+        # once it has been found down here, it is as any other
+        ("verdict - - - + +", "ejected ejected ejected down down probation"),
+        ("verdict - + try try:ok", "ejected ejected probation probation up"),
+        # nothing new of one that is out already, or on trial
+        ("stall verdict + 30s", "ejected ejected ejected probation"),
+        ("- - - verdict + +", "up up down down down up"),
+        ("verdict + verdict try try:ok verdict", "ejected probation probation probation up ejected"),
+    ],
+)
+def test_what_another_gateway_has_found_is_found_out(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+def test_one_that_was_doubted_wrongly_gets_its_full_share_at_once_and_has_no_ejection_on_its_count() -> None:
+    story = Story()
+    story.states("verdict + try try:ok")
+    assert story.health.share_percent(A) == 100
+    story.states("stall")
+    assert ejection_seconds(story) == 30
+
+
+def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -> None:
+    story = Story([A, B, C, D])
+    for peer in story.peers:
+        story.health.on_verdict(peer, story.peers)
+    assert [story.health.of(peer).state for peer in story.peers] == [EJECTED, EJECTED, UP, UP]
+
+
+@pytest.mark.parametrize(
     ("words", "causes"),
     [
         ("500 500 500 500 500", ["failures"]),
@@ -199,6 +241,7 @@ def test_what_ends_an_ejection_and_what_does_not(words: str, states: str) -> Non
         ("stall 30s try try:timeout", ["stall", "timeouts"]),
         ("stall 30s try try:refused", ["stall", "connect"]),
         ("- - - + + + 500 +", []),
+        ("verdict + try try:500", ["other_gateway", "failures"]),
         ("stall - - - + +", ["stall"]),  # that it is still ejected when it comes up again is no other ejection
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 
 from proxy.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.backend import Load, Role
+from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -79,6 +80,7 @@ async def _gateway(
             me=name,
             scoreboard=board,
             roster=gateway.roster,
+            board=HealthBoard(workers, slots=8),
             journal=Journal(workers + 1).seat(workers),
             key_usage=gateway.usage,
             key_slots=lambda: keys,

@@ -12,6 +12,7 @@ import pytest
 from proxy.api_keys import KeyUsage
 from proxy.backend import Backend, Role
 from proxy.balancer.cache_count import CacheCount
+from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
 from proxy.balancer.pick import PolicyContext
@@ -41,12 +42,13 @@ class Gateway:
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
 
     def __post_init__(self) -> None:
+        self.board = HealthBoard(2, slots=8)
         journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.seat(0))
         self.policy = LeastSeconds(context)
-        self.own = Own(self.name, self.scoreboard, self.roster, journal.seat(2), usage, dict)
-        self.guests = Guests(self.scoreboard, usage, journal.seat(2))
+        self.own = Own(self.name, self.scoreboard, self.roster, self.board, journal.seat(2), usage, dict)
+        self.guests = Guests(self.scoreboard, usage, self.board, journal.seat(2))
         self.events = journal.seat(3)
 
     def backend(self, port: int) -> Backend:
@@ -164,7 +166,7 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
     assert news is not None
     prompts = {key: [data, *records] for key, records in news.prompts.items()}
     two.prefiller(1)
-    two.hear(News("one", 1, one.clock(), {}, prompts))
+    two.hear(News("one", 1, one.clock(), prompts=prompts))
     assert two.prefiller(1).cached.hit(_KEYS) == 3
 
 
@@ -174,7 +176,7 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 
 def test_what_is_not_understood_are_no_news() -> None:
-    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, {"a": [b"x"]})
+    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, {"a": 7}, {"a": [b"x"]})
     assert decode_news(encode_news(whole)) == whole
     for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
         assert decode_news(message) is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from proxy.api_keys import KeyUsage
 from proxy.backend import Role
 from proxy.balancer.health import Health
+from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
@@ -145,6 +146,7 @@ class Gateway:
             me=self._name,
             scoreboard=self.scoreboard,
             roster=self._roster,
+            board=HealthBoard(self._plan.workers, self.scoreboard.slots),
             journal=self._journal.seat(self._plan.workers),
             key_usage=KeyUsage(self._plan.workers, slots=1, guests=1),
             key_slots=dict,

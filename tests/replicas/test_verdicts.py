@@ -1,0 +1,139 @@
+"""What one gateway has found of an instance, and what the others make of it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health_board import HealthBoard
+from proxy.replicas import Store
+from proxy.replicas.peers import Peers
+from proxy.replicas.told import News, Told, decode, encode
+from proxy.settings import Settings
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+UP, EJECTED, PROBATION = HealthState.UP, HealthState.EJECTED, HealthState.PROBATION
+_TURNS = count(1)
+
+
+class Another:
+    """A gateway of the group."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._verdicts: dict[str, int] = {}
+
+    async def finds(self, *backends: Backend) -> None:
+        """These are of no use."""
+        self._verdicts = {backend.key: next(_TURNS) for backend in backends}
+        await self._store.exchange(encode(Told(next(_TURNS), verdicts=self._verdicts)))
+
+    async def hears(self) -> Told:
+        """What the gateway under test tells next."""
+        told: dict[int, Told] = {}
+        while len(told) < 3:  # the second may be under way already
+            messages = await self._store.exchange(encode(Told(next(_TURNS), verdicts=self._verdicts)))
+            told |= {each.turn: each for name, text in messages.items() if name != "another" and (each := decode(text))}
+        return told[max(told)]
+
+
+@asynccontextmanager
+async def _another(replicas: dict[str, object]) -> AsyncIterator[Another]:
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    async with Store(settings, "another") as store:
+        yield Another(store)
+        await store.leave()
+
+
+def _replicas(port: int) -> dict[str, object]:
+    return {"url": f"redis://127.0.0.1:{port}/0", "interval_seconds": 0.01, "ttl_seconds": 60.0}
+
+
+def _backends(deployment: Deployment) -> list[Backend]:
+    """In the order of the engines."""
+    known = {backend.port: backend for backend in deployment.worker.pools.decode.backends()}
+    return [known[engine.port] for engine in deployment.decoders]
+
+
+def _state(deployment: Deployment, backend: Backend) -> HealthState:
+    deployment.worker.pools.decode.eligible()  # a look at what is due
+    return deployment.worker.health.of(backend).state
+
+
+async def test_an_instance_that_another_gateway_has_found_wedged_is_tried_once(store_port: int, deploy: Deploy) -> None:
+    deployment = await deploy(decoders=2, replicas=_replicas(store_port))
+    wedged, well = deployment.decoders
+    backend = _backends(deployment)[0]
+    wedged.faults.add("refuse_status", status=500, times=None)  # its health checks pass
+    async with _another(_replicas(store_port)) as another:
+        await another.finds(backend)
+        await until(lambda: _state(deployment, backend) is PROBATION, "a trial")
+        for _ in range(8):
+            assert (await deployment.ask(request(Api.CHAT))).status == 200
+        assert len(generations(wedged)) == 1
+        assert len(generations(well)) == 8
+        assert _state(deployment, backend) is EJECTED
+        assert backend.key in (await another.hears()).verdicts  # by itself, now
+
+
+async def test_what_another_gateway_says_of_an_instance_that_is_well_costs_a_probe(
+    store_port: int, deploy: Deploy
+) -> None:
+    deployment = await deploy(decoders=2, replicas=_replicas(store_port))
+    backend = _backends(deployment)[0]
+    async with _another(_replicas(store_port)) as another:
+        await another.finds(backend)
+        await until(lambda: _state(deployment, backend) is PROBATION, "a trial")
+        for _ in range(4):
+            assert (await deployment.ask(request(Api.CHAT))).status == 200
+        assert _state(deployment, backend) is UP
+        assert sum(1 for engine in deployment.decoders if generations(engine)) == 2
+        await another.finds(backend)  # with another number: it has found so once more
+        await until(lambda: _state(deployment, backend) is PROBATION, "another trial")
+
+
+async def test_a_verdict_of_others_on_all_instances_leaves_those_that_are_needed(
+    store_port: int, deploy: Deploy
+) -> None:
+    deployment = await deploy(decoders=2, replicas=_replicas(store_port))
+    backends = _backends(deployment)
+    for engine in deployment.decoders:
+        engine.faults.add("refuse_status", status=500, path="/health", times=None)
+    async with _another(_replicas(store_port)) as another:
+        await another.finds(*backends)
+        await until(lambda: EJECTED in [_state(deployment, backend) for backend in backends], "one is held out")
+        for _ in range(4):
+            assert (await deployment.ask(request(Api.CHAT))).status == 200
+        assert [_state(deployment, backend) for backend in backends].count(EJECTED) == 1
+        assert not (await another.hears()).verdicts  # what was only heard is not passed on
+
+
+def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    peers.hear({"one": encode(Told(1, verdicts={"a": 7})), "two": encode(Told(1, verdicts={"a": 3, "b": 4}))}, 100.0)
+    assert peers.verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
+    assert peers.hear_news(News("two", 2, 0.0, verdicts={"a": 0, "c": 5}), 100.9)
+    assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
+    assert peers.verdicts(102.0) == set()
+
+
+@pytest.mark.parametrize("state", [HealthState.DOWN, HealthState.EJECTED])
+def test_what_was_only_heard_is_no_finding_of_a_workers_own(state: HealthState) -> None:
+    board, backend = HealthBoard(workers=2, slots=4), Backend(Role.DECODE, "d", 1, slot=2)
+    board.note(0, backend, state, is_heard=True)
+    assert (board.is_of_no_use(backend), board.states(backend)) == (False, [state, HealthState.UNKNOWN])
+    board.note(1, backend, state)
+    assert board.is_of_no_use(backend)
