@@ -159,9 +159,10 @@ def share(
 ) -> Shared:
     """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
     settings = loaded.settings
-    prefill = [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill]
-    decode = [(endpoint.host, endpoint.port) for endpoint in settings.decode]
-    encode = [(endpoint.host, endpoint.port) for endpoint in settings.encode]
+    prefill, decode, encode = (
+        [(each.host, each.port, each.bootstrap_port, each.models) for each in endpoints]
+        for endpoints in (settings.prefill, settings.decode, settings.encode)
+    )
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
     roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)

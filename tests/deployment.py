@@ -313,8 +313,8 @@ def _shared(settings: Settings) -> Shared:
     """What a supervisor would make, on any free port."""
     scoreboard = Scoreboard(slots=32, guests=settings.replicas.guests)
     roster = Roster(
-        [(endpoint.host, endpoint.port, endpoint.bootstrap_port) for endpoint in settings.prefill],
-        [(endpoint.host, endpoint.port) for endpoint in settings.decode],
+        [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.prefill],
+        [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.decode],
         scoreboard,
     )
     loaded = Loaded(settings, {})

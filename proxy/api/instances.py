@@ -114,7 +114,8 @@ class InstancesApi:
         role, host, port = change.role, endpoint.host, endpoint.port
         if change.is_dry_run:
             return self._joiner.is_new(role, host, port)
-        return self._joiner.join(role, host, port, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port)
+        join = partial(self._joiner.join, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)
+        return join(role, host, port, trusted=change.send_key)
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""

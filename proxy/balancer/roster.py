@@ -36,8 +36,8 @@ ADMIN: Final = "admin"
 # serve, which few have.
 _BYTES_PER_MEMBER = 1024
 
-Address = tuple[str, int] | tuple[str, int, int | None]
-"""Host and port of a backend, and its bootstrap port if it may have one."""
+Address = tuple[str, int] | tuple[str, int, int | None] | tuple[str, int, int | None, tuple[str, ...]]
+"""Host and port of a backend, its bootstrap port if it may have one, and its models if they are told."""
 
 
 class Roster:
@@ -75,8 +75,9 @@ class Roster:
         configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
-                bootstrap_port = address[2] if len(address) == 3 else None
-                backend = Backend(role, address[0], address[1], trusted=True, bootstrap_port=bootstrap_port)
+                bootstrap_port = address[2] if len(address) >= 3 else None
+                models = address[3] if len(address) == 4 else ()
+                backend = Backend(role, address[0], address[1], 0, True, bootstrap_port, models)
                 if configured.setdefault(backend, backend) is not backend:
                     raise ValueError(f"{backend.name} is listed twice as a {role.value} instance")
         self.sync(CONFIG, configured)
@@ -92,10 +93,17 @@ class Roster:
         return self._by_role[role]
 
     def add(
-        self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
+        self,
+        role: Role,
+        host: str,
+        port: int,
+        *,
+        trusted: bool = False,
+        bootstrap_port: int | None = None,
+        models: tuple[str, ...] = (),
     ) -> bool:
         """Let an administrator want a backend; False when it was there and enabled. One that is known stays, with all
-        it had but for a new bootstrap port.
+        it had but for a new bootstrap port, or models.
 
         Raises ValueError when it has another role or there is no room.
         """
@@ -103,13 +111,13 @@ class Roster:
             members = self._read()
             known = _find(members, Backend(role, host, port))
             if known is None:
-                backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port)
+                backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port, models)
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
             _check_role(known, role)
-            newest = known.backend.bootstrap_port if bootstrap_port is None else bootstrap_port
-            enabled = replace(known.wanted_by(ADMIN), backend=replace(known.backend, bootstrap_port=newest))
-            if enabled != known or newest != known.backend.bootstrap_port:
+            wanted = Backend(role, host, port, bootstrap_port=bootstrap_port, models=models)
+            enabled = known.wanted_by(ADMIN).told(wanted, is_authority=False)
+            if enabled.row != known.row:
                 self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining
 

@@ -15,7 +15,7 @@ from proxy.balancer.shared import SharedValue
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_BYTES_PER_ENTRY: Final = 512  # a host name has at most 253
+_BYTES_PER_ENTRY: Final = 512  # a host name has at most 253, and what it serves is told of few
 
 
 class WaitingList:
@@ -36,7 +36,8 @@ class WaitingList:
             if backend in map(_backend, rows):
                 return None
             ticket = self._shared.version
-            instance = [backend.role, backend.host, backend.port, backend.trusted, backend.bootstrap_port]
+            place = (backend.role, backend.host, backend.port)
+            instance = [*place, backend.trusted, backend.bootstrap_port, backend.models]
             self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
             return ticket
 
@@ -63,8 +64,8 @@ class WaitingList:
 
 
 def _backend(row: Any) -> Backend:
-    role, host, port, trusted, bootstrap_port = row[0]
-    return Backend(Role(role), host, port, trusted=trusted, bootstrap_port=bootstrap_port)
+    role, host, port, trusted, bootstrap_port, models = row[0]
+    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models))
 
 
 def _is(row: Any, backend: Backend, ticket: int | None) -> bool:

@@ -81,7 +81,8 @@ async def _look_up(resolver: Resolver, role: Role, wanted: DnsName) -> tuple[lis
         answer = await _addresses(resolver, wanted.name)
         places = {(record.address, port) for record in answer for port in wanted.ports}
     backends = [
-        Backend(role, host, port, trusted=True, bootstrap_port=wanted.bootstrap_port) for host, port in sorted(places)
+        Backend(role, host, port, trusted=True, bootstrap_port=wanted.bootstrap_port, models=wanted.models)
+        for host, port in sorted(places)
     ]
     return backends, answer.chaining_result.minimum_ttl
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.backend import Backend, Role
-from proxy.settings import SettingsError, parse_endpoints, read_yaml
+from proxy.settings import SettingsError, parse_endpoints, parse_models, read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -66,6 +66,7 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"{where} must have targets, a list of host:port")
     role, bootstrap_port = _role(labels, where), _bootstrap_port(labels, where)
+    models = _models(labels, where)
     if bootstrap_port is not None and role is not Role.PREFILL:
         raise ValueError(f"{where} has a bootstrap_port, which only prefillers have")
     for target in targets:
@@ -74,8 +75,8 @@ def _of_group(group: Any, where: str) -> Iterator[Backend]:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         for endpoint in endpoints:
-            port = endpoint.bootstrap_port or bootstrap_port
-            yield Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=port)
+            port, served = endpoint.bootstrap_port or bootstrap_port, endpoint.models or models
+            yield Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=port, models=served)
 
 
 def _role(labels: Any, where: str) -> Role:
@@ -93,6 +94,14 @@ def _bootstrap_port(labels: Any, where: str) -> int | None:
     if not (word.isdecimal() and 1 <= int(word) <= 65535):
         raise ValueError(f"{where}: bootstrap_port must be a number from 1 to 65535")
     return int(word)
+
+
+def _models(labels: Any, where: str) -> tuple[str, ...]:
+    """Those of the label `model`, which may have several with commas between them; none: engines are asked."""
+    try:
+        return parse_models(str(labels.get("model", "")))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _stamps(pattern: str) -> Stamps:

@@ -58,14 +58,21 @@ class Joiner(BackgroundOwner):
         self._settings = settings
 
     def join(
-        self, role: Role, host: str, port: int, *, trusted: bool = False, bootstrap_port: int | None = None
+        self,
+        role: Role,
+        host: str,
+        port: int,
+        *,
+        trusted: bool = False,
+        bootstrap_port: int | None = None,
+        models: tuple[str, ...] = (),
     ) -> bool:
         """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
 
         `trusted`: it may have the engine key, now and later. Raises ValueError when the endpoint has, or is about to
         have, the other role.
         """
-        candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port)
+        candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port, models=models)
         self._check_role(candidate)
         if self._is_member(candidate):
             self._roster.add(role, host, port)  # it may be somebody else's, who will want it no more
@@ -127,6 +134,7 @@ class Joiner(BackgroundOwner):
                     candidate.port,
                     trusted=candidate.trusted,
                     bootstrap_port=candidate.bootstrap_port,
+                    models=candidate.models,
                 )
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)

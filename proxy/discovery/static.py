@@ -18,7 +18,14 @@ def configured(settings: Settings) -> list[Backend]:
     """Those of all roles. All are trusted with the engine key."""
     by_role = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode), (Role.ENCODE, settings.encode))
     return [
-        Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=endpoint.bootstrap_port)
+        Backend(
+            role,
+            endpoint.host,
+            endpoint.port,
+            trusted=True,
+            bootstrap_port=endpoint.bootstrap_port,
+            models=endpoint.models,
+        )
         for role, endpoints in by_role
         for endpoint in endpoints
     ]

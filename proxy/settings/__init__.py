@@ -12,6 +12,7 @@ from proxy.settings.endpoints import (
     is_literal,
     is_loopback,
     parse_endpoints,
+    parse_models,
     plain_host,
     reachable,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "load_client_keys",
     "parse_dns_name",
     "parse_endpoints",
+    "parse_models",
     "plain_host",
     "reachable",
     "read_yaml",

@@ -16,6 +16,7 @@ import proxy
 from proxy.settings.endpoints import (
     Endpoint,
     is_bootstrap_port,
+    is_model,
     pair_endpoints,
     parse_endpoints,
     plain_host,
@@ -166,7 +167,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
             hosts = _each(flags[0], partial(_host_alone, url_flag=flags[2]), given[flags[0]])
             ports = _each(flags[1], port_range, given[flags[1]])
             words = [part for word in given[flags[2]] or () for part in word.split(",") if part]
-            urls = _each(flags[2], parse_endpoints, _with_bootstrap_ports(words) if role == "prefill" else words)
+            urls = _each(flags[2], parse_endpoints, _addresses(words, has_bootstrap_ports=role == "prefill"))
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
@@ -228,11 +229,13 @@ def _host_alone(word: str, url_flag: str) -> str:
     return plain_host(word)
 
 
-def _with_bootstrap_ports(words: Sequence[str] | None) -> list[str]:
-    """Each address with the word behind it, if that is its bootstrap port: two words, as SGLang's router has it."""
+def _addresses(words: Sequence[str], *, has_bootstrap_ports: bool) -> list[str]:
+    """Each address with the words behind it that tell more of it: its bootstrap port, a word of its own as SGLang's
+    router has it, and its models.
+    """
     joined: list[str] = []
-    for word in words or ():
-        if joined and is_bootstrap_port(word):
+    for word in words:
+        if joined and (is_model(word) or (has_bootstrap_ports and is_bootstrap_port(word))):
             joined[-1] += f" {word}"
         else:
             joined.append(word)

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from proxy.settings.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host
+from proxy.settings.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
 from proxy.settings.kinds import Seconds, texts
 from proxy.settings.section import Section
 
@@ -22,22 +22,26 @@ class DnsName:
     name: str
     ports: tuple[int, ...] | None
     bootstrap_port: int | None
+    models: tuple[str, ...] = ()
+    """What its instances serve; empty: engines are asked."""
 
 
 def parse_dns_name(text: str) -> DnsName:
-    """`name:port`, `name:first-last` or `_service._tcp.name`, perhaps with a bootstrap port behind it. Raises
-    ValueError.
+    """`name:port`, `name:first-last` or `_service._tcp.name`, perhaps with a bootstrap port and models behind it.
+
+    Raises ValueError.
     """
-    name, _, word = text.rpartition(" ")
+    where, models = split_models(text)
+    name, _, word = where.rpartition(" ")
     if not name or not is_bootstrap_port(word):
-        name, word = text, ""
+        name, word = where, ""
     if _is_service(name):
         bootstrap_port = parse_endpoints(f"host:1 {word}")[0].bootstrap_port if word else None
-        return DnsName(plain_host(name), None, bootstrap_port)
-    endpoints = parse_endpoints(text)
+        return DnsName(plain_host(name), None, bootstrap_port, models)
+    endpoints = parse_endpoints(where)
     if is_literal(endpoints[0].host):
         raise ValueError(f"{text!r} is an address and no name to look up")
-    return DnsName(endpoints[0].host, tuple(one.port for one in endpoints), endpoints[0].bootstrap_port)
+    return DnsName(endpoints[0].host, tuple(one.port for one in endpoints), endpoints[0].bootstrap_port, models)
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -81,12 +85,13 @@ class Discovery(Section):
 
     files: FilePatterns = ()
     """Watched files with instances, in the format of Prometheus' file_sd_configs (JSON or YAML); * and ? in a path
-    stand for anything. The label role of a group is prefill, decode or encode, and bootstrap_port is what it says of
-    prefillers. A relative path is relative to the directory of the configuration file that has it."""
+    stand for anything. The label role of a group is prefill, decode or encode, bootstrap_port is what it says of
+    prefillers, and model what all of them serve. A relative path is relative to the directory of the configuration file
+    that has it."""
     prefill_dns: DnsNames = ()
     """DNS names of prefillers, looked up again as their records expire: name:port or name:first-last, each of whose
     addresses (A, or AAAA if there are none) is an instance, or _service._tcp.name, whose SRV records have hosts and
-    ports. A bootstrap port may follow, as for prefill. Needs the extra dns."""
+    ports. A bootstrap port and models may follow, as for prefill. Needs the extra dns."""
     decode_dns: DnsNames = ()
     """DNS names of decoders, likewise."""
     encode_dns: DnsNames = ()

@@ -1,5 +1,5 @@
 """Where engines are: `host:port`, alone or as port ranges and lists of hosts; behind that of a prefiller of SGLang
-may stand its bootstrap port.
+may stand its bootstrap port, and behind each what it serves, as `model=NAME`.
 
 Host names stay names: they are resolved when a connection is made. Every ValueError is a sentence for the operator.
 """
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Placeholders of deployment guides such as `141.xx.xx.1` are names, too; they are not resolved before they are used.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
+_MODEL = "model="
+_MOST_MODEL_CHARACTERS = 256
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
@@ -87,9 +89,13 @@ class Endpoint(BaseModel):
     bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
     """Where decoders meet a prefiller of SGLang or of the upstream MooncakeConnector, if not where they assume."""
 
+    models: tuple[str, ...] = ()
+    """What it serves; empty: the engine is asked."""
+
     @model_serializer
     def _as_written(self) -> str:
-        return str(self) if self.bootstrap_port is None else f"{self} {self.bootstrap_port}"
+        port = () if self.bootstrap_port is None else (str(self.bootstrap_port),)
+        return " ".join((str(self), *port, *(f"{_MODEL}{name}" for name in self.models)))
 
     @property
     def place(self) -> tuple[str, int]:
@@ -116,17 +122,51 @@ def port_range(text: str) -> range:
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     """The endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`.
 
-    One may be followed by its bootstrap port or `none`, as in the options of SGLang's router.
+    One may be followed by its bootstrap port or `none`, as in the options of SGLang's router, and each by several
+    `model=NAME`.
     """
-    address, _, last = text.rpartition(" ")
+    where, models = split_models(text)
+    address, _, last = where.rpartition(" ")
     if not address or not is_bootstrap_port(last):
-        return _parse_address(text)
-    endpoints, port = _parse_address(address), _bootstrap_port(last)
-    if port is None:
-        return endpoints
-    if len(endpoints) > 1:
+        address, port = where, None
+    else:
+        port = _bootstrap_port(last)
+    endpoints = _parse_address(address)
+    if port is not None and len(endpoints) > 1:
         raise ValueError(f"{text!r} has one bootstrap port for several engines: write each on its own")
-    return (endpoints[0].model_copy(update={"bootstrap_port": port}),)
+    if port is None and not models:
+        return endpoints
+    return tuple(each.model_copy(update={"bootstrap_port": port, "models": models}) for each in endpoints)
+
+
+def split_models(text: str) -> tuple[str, tuple[str, ...]]:
+    """A text without the words `model=NAME` behind its first, and the names. Raises ValueError."""
+    first, *more = text.split(" ")
+    names = tuple(dict.fromkeys(word.removeprefix(_MODEL) for word in more if is_model(word)))
+    check_models(names)
+    return " ".join((first, *(word for word in more if not is_model(word)))), names
+
+
+def parse_models(text: str) -> tuple[str, ...]:
+    """The names in `NAME` or `NAME,NAME`. Raises ValueError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    check_models(names)
+    return names
+
+
+def is_model(word: str) -> bool:
+    """Whether a word names what the address before it serves."""
+    return word.startswith(_MODEL)
+
+
+def check_models(names: Sequence[str]) -> None:
+    """Raise ValueError for names that no instance is said to serve, or more than fit into the list of instances."""
+    if not all(names):
+        raise ValueError(f"{_MODEL} must be followed by the name of a model")
+    if sum(map(len, names)) > _MOST_MODEL_CHARACTERS:
+        raise ValueError(
+            f"the names of an instance's models must not have more than {_MOST_MODEL_CHARACTERS} characters"
+        )
 
 
 def is_bootstrap_port(word: str) -> bool:

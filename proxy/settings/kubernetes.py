@@ -42,7 +42,8 @@ class Kubernetes(Section):
     port_name: str | None = None
     """Names of the services' ports at which engines listen, with * and ?: each port is an instance, as for
     data-parallel ranks; null: the only port, or the one that is called http. A port that is called bootstrap, or else
-    the annotation or label sglang.ai/bootstrap-port of the slice, is the bootstrap port of prefillers."""
+    the annotation or label sglang.ai/bootstrap-port of the slice, is the bootstrap port of prefillers; what is
+    served is its annotation or label pdproxy/model."""
     api_server: Annotated[str, AfterValidator(_server)] | None = None
     """Address of the API server; null: that of the cluster the gateway runs in."""
     token_file: FilePath = None

@@ -462,9 +462,10 @@ class Settings(Section):
 
     prefill: Endpoints = ()
     """Prefillers, as host:port or host:first-last; none with connector plain. One with sglang_bootstrap or
-    mooncake_bootstrap may be followed by its bootstrap port, as in `10.0.0.1:30000 8998`."""
+    mooncake_bootstrap may be followed by its bootstrap port, as in `10.0.0.1:30000 8998`, and each by what it serves,
+    as in `10.0.0.1:7100 model=kimi`; otherwise its engine is asked."""
     decode: Endpoints = ()
-    """Decoders, as host:port or host:first-last."""
+    """Decoders, as host:port or host:first-last, perhaps with what they serve."""
     encode: Endpoints = ()
     """Encoders, as host:port or host:first-last: vLLM engines that first encode the images, audio and video of a chat
     and share the results with the others (--ec-transfer-config); none: prefillers encode them."""

@@ -154,6 +154,15 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     assert told["current_decode_instances"] == [engine.name]
 
 
+async def test_what_an_added_instance_serves_may_be_said(gateway: Gateway) -> None:
+    engine = await gateway.engine(None)
+    client = await client_of(gateway)
+    status, _ = await change(client, "add", type="decode", instances=f"{engine.name} model=x")
+    assert status == 200
+    await until(lambda: gateway.pools[Role.DECODE].backends(), "the instance to be added")
+    assert [one["models"] for one in await shown(client)] == [["x"]]
+
+
 async def test_an_added_prefiller_may_have_a_bootstrap_port(gateway: Gateway) -> None:
     engine = await gateway.engine(None)
     client = await client_of(gateway)

@@ -52,6 +52,23 @@ def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
     assert names(roster) == ["d:0", "d:1"]
 
 
+def test_models_are_the_newest_that_are_given() -> None:
+    roster = Roster([("p", 1, None, ("x",)), ("p", 2)], [], Scoreboard(slots=4))
+
+    def models() -> list[tuple[str, ...]]:
+        return [member.backend.models for member in roster.members(P)]
+
+    assert models() == [("x",), ()]
+    assert roster.add(P, "p", 1) is False
+    assert roster.add(P, "p", 2, models=("y", "z")) is False
+    assert models() == [("x",), ("y", "z")]
+    roster.sync("dns", [Backend(P, "p", 1), Backend(P, "p", 2, models=("z",))])
+    assert models() == [("x",), ("z",)]
+    roster.sync(CONFIG, [Backend(P, "p", 1), Backend(P, "p", 2, models=("x",))], restores=True)
+    assert models() == [(), ("x",)]
+    assert Roster([], [], Scoreboard(slots=4), before=roster.state()).members(P)[1].backend.models == ("x",)
+
+
 def test_a_bootstrap_port_is_the_newest_one_given() -> None:
     roster = Roster([("p", 1, 8998), ("p", 2, None), ("p", 3)], [], Scoreboard(slots=4))
 

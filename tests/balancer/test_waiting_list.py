@@ -13,7 +13,7 @@ from tests.forking import in_child
 if TYPE_CHECKING:
     from tests.clock import Clock
 
-A, B = Backend(Role.DECODE, "a", 1), Backend(Role.PREFILL, "b", 2, bootstrap_port=8998)
+A, B = Backend(Role.DECODE, "a", 1), Backend(Role.PREFILL, "b", 2, bootstrap_port=8998, models=("x",))
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def test_each_is_on_it_once(waiting: WaitingList) -> None:
     assert waiting.enter(A, 10.0) is None
     assert waiting.backends() == [A, B]
     assert [backend.bootstrap_port for backend in waiting.backends()] == [None, 8998]
+    assert [backend.models for backend in waiting.backends()] == [(), ("x",)]
 
 
 def test_one_that_was_put_on_it_again_is_another_ones(waiting: WaitingList) -> None:

@@ -54,6 +54,7 @@ def test_a_name_says_how_it_is_looked_up(
 ) -> None:
     found = parse_dns_name(text)
     assert (found.name, found.ports, found.bootstrap_port) == (name, ports, bootstrap_port)
+    assert parse_dns_name(f"{text} model=x") == replace(found, models=("x",))
 
 
 async def test_each_address_is_an_instance_on_each_port(server: NameServer) -> None:

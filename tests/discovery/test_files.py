@@ -58,6 +58,18 @@ def test_groups_are_those_of_prometheus_and_say_the_role() -> None:
     assert all(backend.trusted for backend in found)
 
 
+def test_a_group_may_say_what_its_instances_serve() -> None:
+    found = parse_groups(
+        [
+            {"targets": ["p:1", "p:2 model=z"], "labels": {"role": "prefill", "model": "x, org/y"}},
+            {"targets": ["d:1"], "labels": {"role": "decode"}},
+        ]
+    )
+    assert [backend.models for backend in found] == [("x", "org/y"), ("z",), ()]
+    with pytest.raises(ValueError, match="group 1: the names of an instance's models"):
+        parse_groups([{"targets": ["p:1"], "labels": {"role": "prefill", "model": "x" * 300}}])
+
+
 @pytest.mark.parametrize(
     ("groups", "why"),
     [

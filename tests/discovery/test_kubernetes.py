@@ -11,7 +11,7 @@ import pytest
 from proxy.backend import Role
 from proxy.discovery.kubernetes import WatchedSlices
 from proxy.discovery.kubernetes.api_server import ApiServer, ApiServerError
-from proxy.discovery.kubernetes.slices import BOOTSTRAP_KEY, instances
+from proxy.discovery.kubernetes.slices import BOOTSTRAP_KEY, MODEL_KEY, instances
 from tests.asking import until
 from tests.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
 from tests.discovery.test_files import told
@@ -105,6 +105,16 @@ def test_a_bootstrap_port_that_is_none_is_refused() -> None:
     wrong = endpoint_slice("p", "h", metadata={"name": "p", "annotations": {BOOTSTRAP_KEY: "x"}})
     with pytest.raises(ValueError, match=f"{BOOTSTRAP_KEY} of EndpointSlice p must be a port"):
         named(wrong, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize("where", ["annotations", "labels"])
+def test_what_endpoints_serve_may_stand_at_their_slice(where: str) -> None:
+    said = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x,y"}})
+    assert [backend.models for backend in instances(Role.DECODE, [said], None)] == [("x", "y")]
+    assert [backend.models for backend in instances(Role.DECODE, [endpoint_slice("d", "h")], None)] == [()]
+    wrong = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x" * 300}})
+    with pytest.raises(ValueError, match=f"{MODEL_KEY} of EndpointSlice d: the names"):
+        instances(Role.DECODE, [wrong], None)
 
 
 # Listing and watching

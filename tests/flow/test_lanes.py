@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -185,6 +186,27 @@ async def test_an_engine_that_comes_back_with_another_model_serves_that(deploy: 
         assert generations(new)
         assert {seen.body["model"] for seen in generations(new)} == {"a"}
         assert len(generations(gateway.decoders[3])) == 2
+
+
+async def test_what_is_said_of_instances_holds_before_and_whatever_they_tell(deploy: Deploy) -> None:
+    """SGLang answers to any name."""
+    gateway = await deploy(2, 2, connector="sglang_bootstrap")
+    assert not is_mixed(gateway)
+    said = [
+        replace(backend_of(gateway, engine), models=(name,))
+        for name, engine in zip("abab", gateway.engines, strict=True)
+    ]
+    gateway.roster.sync("config", said, restores=True)
+    assert is_mixed(gateway)
+    for model, status in (("a", 200), ("b", 200), ("sim", 404)):
+        assert (await gateway.ask(chat(model))).status == status
+    assert [[seen.body["model"] for seen in generations(engine)] for engine in gateway.engines] == [["a"], ["b"]] * 2
+    body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
+    for named, status in (({"model": "b"}, 200), ({}, 400), ({"model": "x"}, 404)):
+        async with gateway.session.post(gateway.url + "/generate", json={**body, **named}) as answer:
+            assert answer.status == status
+    assert {seen.path for seen in gateway.decoders[1].requests if seen.body} >= {"/generate"}
+    assert not any(seen.path == "/generate" for seen in gateway.decoders[0].requests)
 
 
 async def test_when_all_serve_the_same_again_the_other_name_is_the_engines_business(deploy: Deploy) -> None:

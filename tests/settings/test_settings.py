@@ -258,6 +258,48 @@ def test_what_is_no_endpoint_is_refused_with_the_reason(text: str, sentence: str
         parse_endpoints(text)
 
 
+# Models
+
+
+def models(endpoints: tuple[Endpoint, ...]) -> dict[str, tuple[str, ...]]:
+    return {str(endpoint): endpoint.models for endpoint in endpoints}
+
+
+def test_what_an_instance_serves_follows_its_address(file: Path) -> None:
+    line = "--prefill a:1 8998 model=x model=org/y --prefill b:2 model=z --decode c:3-4 model=x d:5"
+    found = settings(line)
+    assert models(found.prefill) == {"a:1": ("x", "org/y"), "b:2": ("z",)}
+    assert ports(found.prefill) == {"a:1": 8998, "b:2": None}
+    assert models(found.decode) == {"c:3": ("x",), "c:4": ("x",), "d:5": ()}
+    file.write_text("prefill: ['a:1 8998 model=x model=org/y', b:2 model=z]\ndecode: ['c:3-4 model=x', 'd:5']\n")
+    assert settings("", PROXY_CONFIG=str(file)) == found
+    variables = {"PROXY_PREFILL": "a:1 8998 model=x model=org/y, b:2 model=z", "PROXY_DECODE": "c:3-4 model=x, d:5"}
+    assert settings("", **variables) == found
+    assert models(settings("--prefill a:1 model=x 8998 model=y --decode d:1").prefill) == {"a:1": ("x", "y")}
+
+
+def test_what_instances_serve_is_printed_as_it_is_written(file: Path) -> None:
+    found = loaded("--prefill a:1 8998 model=x --decode d:1 model=y model=z")
+    assert {"  - a:1 8998 model=x", "  - d:1 model=y model=z"} <= {*to_yaml(found).splitlines()}
+    file.write_text(to_yaml(found))
+    assert settings("", PROXY_CONFIG=str(file)) == found.settings
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--prefill a:1 model=", "--prefill: model= must be followed by the name of a model"),
+        (
+            f"--prefill a:1 model={'x' * 257}",
+            "--prefill: the names of an instance's models must not have more than 256 characters",
+        ),
+        ("--prefill model=x", "--prefill: 'model=x' has no port: write it as host:port"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(line: str, sentence: str) -> None:
+    assert mistake(f"{line} --decode d:1") == sentence
+
+
 # Bootstrap ports
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Backend, Role
+from proxy.settings import parse_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ BOOTSTRAP_KEY: Final = "sglang.ai/bootstrap-port"
 """What SGLang's router reads of pods (`bootstrap_port_annotation`). Labels of a service are copied to its slices,
 annotations are not.
 """
+MODEL_KEY: Final = "pdproxy/model"
+"""What the endpoints serve. Others' labels, such as `llm-d.ai/model`, are names that need not be those of requests."""
 _DEFAULT_PORT: Final = "http"
 
 
@@ -35,9 +38,13 @@ def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> lis
         endpoints = [endpoint for endpoint in one.get("endpoints") or () if not _is_terminating(endpoint)]
         if endpoints:
             ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if role is Role.PREFILL else None
+            models = _models(one)
             for endpoint in endpoints:
                 host = endpoint["addresses"][0]  # all are the same endpoint, and the first is to be used
-                backends = [Backend(role, host, port, trusted=True, bootstrap_port=bootstrap_port) for port in ports]
+                backends = [
+                    Backend(role, host, port, trusted=True, bootstrap_port=bootstrap_port, models=models)
+                    for port in ports
+                ]
                 target = endpoint.get("targetRef") or {}
                 found.setdefault((target.get("uid") or host, *ports), (_is_ready(endpoint), backends))
     ready = [backend for is_ready, backends in found.values() if is_ready for backend in backends]
@@ -80,10 +87,23 @@ def _bootstrap_port(one: Slice) -> int | None:
     for port in one.get("ports") or ():
         if port.get("name") == BOOTSTRAP:
             return int(port["port"])
-    metadata = one["metadata"]
-    word = (metadata.get("annotations") or {}).get(BOOTSTRAP_KEY) or (metadata.get("labels") or {}).get(BOOTSTRAP_KEY)
+    word = _said(one, BOOTSTRAP_KEY)
     if word is None:
         return None
     if not (word.isdecimal() and 1 <= int(word) <= 65535):
-        raise ValueError(f"{BOOTSTRAP_KEY} of EndpointSlice {metadata['name']} must be a port")
+        raise ValueError(f"{BOOTSTRAP_KEY} of EndpointSlice {one['metadata']['name']} must be a port")
     return int(word)
+
+
+def _models(one: Slice) -> tuple[str, ...]:
+    """Raises ValueError."""
+    try:
+        return parse_models(_said(one, MODEL_KEY) or "")
+    except ValueError as error:
+        raise ValueError(f"{MODEL_KEY} of EndpointSlice {one['metadata']['name']}: {error}") from None
+
+
+def _said(one: Slice, key: str) -> str | None:
+    """What an annotation or a label says; None: there is none."""
+    metadata = one["metadata"]
+    return (metadata.get("annotations") or {}).get(key) or (metadata.get("labels") or {}).get(key)
