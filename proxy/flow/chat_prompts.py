@@ -6,7 +6,7 @@ Only where operators say what chats are sampled by (`sglang.chat_sampling`), whi
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.fleet import Fleet
+    from proxy.resume.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+# They are asked for before there is room for the request, which may yet be refused: so engines are not to be kept busy.
+_MOST_AT_A_TIME: Final = 16
 
 
 class ChatPrompts:
@@ -30,17 +34,29 @@ class ChatPrompts:
     def __init__(self, fleet: Fleet, detokenizer: Detokenizer) -> None:
         self._fleet = fleet
         self._detokenizer = detokenizer
+        self._asking = 0
         self._told: set[str] = set()
         """Why chats stay chats, as far as the log says it already."""
 
     async def of(self, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
-        """None: it stays a chat. `sampling`: the setting; one warning says why it has no effect, if it has none."""
+        """None: it stays a chat, and one warning says why, if it is not for what it asks. `sampling`: the setting."""
         engine, has = self._fleet.engine, self._fleet.has
         if engine is None or not may_be_completion(engine, call):
             return None
         if not (has(TOKEN_IDS) and has(KIMI_TOOLS)):
             self._say("not all engines are SGLang from 0.5.17 on with --tool-call-parser kimi_k2")
             return None
+        if self._asking >= _MOST_AT_A_TIME:
+            self._say(f"engines are to render {self._asking} at the same time already")
+            return None
+        self._asking += 1
+        try:
+            return await self._rendered(engine, call, sampling)
+        finally:
+            self._asking -= 1
+
+    async def _rendered(self, engine: Engine, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
+        has = self._fleet.has
         ids = await self._detokenizer.chat_tokens(call)
         if ids is None:
             return None  # nobody can be asked, or the request is wrong, which the engine says in its own words
@@ -71,7 +87,7 @@ class ChatPrompts:
     def _say(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            logger.warning("sglang.chat_sampling has no effect, as chats cannot be completions here: %s", reason)
+            logger.warning("sglang.chat_sampling has no effect on chats that cannot be completions here: %s", reason)
 
 
 def _numbers(sampling: Sequence[str]) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -210,6 +211,31 @@ async def test_where_engines_cannot_it_is_said_once(
         assert paths(gateway) == [CHATS] * 2
     [said] = [record.getMessage() for record in caplog.records if "chat_sampling" in record.getMessage()]
     assert why in said
+
+
+async def test_engines_render_a_bounded_number_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks has not been let in yet."""
+    many = 17
+    async with sampled(decoders=1) as gateway:
+        (prefiller,) = gateway.prefillers
+        prefiller.faults.add("hang_before_headers", path="/tokenize")
+
+        def asked() -> int:
+            return sum(seen.path == "/tokenize" for seen in prefiller.requests)
+
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(gateway.ask(chat(stream=True))) for _ in range(many - 1)]
+            await until(lambda: asked() == many - 1, "those that may ask")
+            assert (await gateway.ask(chat(stream=True))).is_done
+            for task in waiting:
+                task.cancel()
+        assert asked() == many - 1
+        assert paths(gateway) == [CHATS]
+        prefiller.faults.clear()
+        await until(lambda: not gateway.worker.drain.in_flight, "them to be gone")
+        assert (await gateway.ask(chat(stream=True))).is_done
+        assert paths(gateway) == [CHATS, COMPLETIONS]
+    assert "engines are to render 16 at the same time already" in caplog.text
 
 
 async def test_a_wrong_chat_is_refused_in_the_engines_words() -> None:
