@@ -74,13 +74,16 @@ def start(stack: ExitStack, port: int) -> dict[str, int]:
         command = [sys.executable, "-m", "proxy", *map(str, arguments)]
         return stack.enter_context(running(name, command, port, directory / f"{name}.log"))
 
-    pids: dict[str, int] = {}
+    ports = free_ports(4)
     engines: list[str] = []
-    for role, engine in zip(("prefill", "prefill", "decode", "decode"), free_ports(4), strict=True):
-        words = ("mock-engine", "--role", role, "--port", engine, "--model", MODEL, "--decode-step-ms", 20)
-        print("starting pdproxy", *words)
-        pids[f"{HOST}:{engine}"] = run(f"{role} {engine}", engine, *words)
-        engines += [f"--{role}", f"http://{HOST}:{engine}"]
+    with ThreadPoolExecutor(4) as executor:
+        started = []
+        for role, engine in zip(("prefill", "prefill", "decode", "decode"), ports, strict=True):
+            words = ("mock-engine", "--role", role, "--port", engine, "--model", MODEL, "--decode-step-ms", 20)
+            print("starting pdproxy", *words)
+            started.append(executor.submit(run, f"{role} {engine}", engine, *words))
+            engines += [f"--{role}", f"http://{HOST}:{engine}"]
+        pids = {f"{HOST}:{engine}": one.result() for engine, one in zip(ports, started, strict=True)}
     print("starting pdproxy --port", port, *engines)
     run("gateway", port, "--port", port, *engines)
     wait_until_ready("the gateway", port, "/readyz")
