@@ -340,6 +340,8 @@ async def deployed(
     `settle_seconds`: how long KV that nobody fetches is left alone before it is released. `sections` are settings.
     """
     tasks_before = asyncio.all_tasks()
+    # Of several at the same time the one that began first is judged for all: engines of the others accept meanwhile.
+    is_first = tasks_before == {asyncio.current_task()}
     problems: list[str] = []
     watcher = _Problems(problems)
     loop = asyncio.get_running_loop()
@@ -375,7 +377,9 @@ async def deployed(
             left += deployment.broken_promises()
         left += await _settled(
             lambda: [
-                f"task left behind: {task!r}" for task in asyncio.all_tasks() - tasks_before - {asyncio.current_task()}
+                f"task left behind: {task!r}"
+                for task in asyncio.all_tasks() - tasks_before - {asyncio.current_task()}
+                if is_first
             ]
         )
     finally:
