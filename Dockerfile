@@ -11,7 +11,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 RUN python -m venv /opt/venv \
- && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,otel]'
+ && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,events,otel]'
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="pdproxy" \

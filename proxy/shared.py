@@ -179,7 +179,7 @@ def share(
         key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
-        journal=Journal(settings.workers + settings.replicas.guests),
+        journal=Journal(settings.workers + settings.replicas.guests, tellers=settings.kv_events.tellers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
+from typing import Final
 
 
 class Stage(StrEnum):
@@ -41,3 +42,10 @@ class Action(StrEnum):
     """From the beginning, showing what is new as long as the rest is the same."""
     FINISH = "finish"
     """Nothing is left to generate."""
+
+
+KV_EVENTS: Final = ("stored", "removed", "cleared", "unreadable")
+"""What KV events say."""
+KV_EVENT_GAPS: Final = ("lost", "replayed", "started_anew")
+"""How KV events do not follow each other: some were lost, or came when they were asked for again, or the publisher has
+started anew."""

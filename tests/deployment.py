@@ -326,7 +326,7 @@ def _shared(settings: Settings) -> Shared:
         scoreboard=scoreboard,
         roster=roster,
         key_usage=KeyUsage(guests=settings.replicas.guests),
-        journal=Journal(1 + settings.replicas.guests),
+        journal=Journal(1 + settings.replicas.guests, tellers=settings.kv_events.tellers),
         receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 

@@ -12,6 +12,7 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.source_states import SourceStates
 from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics
+from proxy.terms import KV_EVENT_GAPS, KV_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +55,8 @@ _OPEN_LABELS_OF_METRIC = {
         f"{_quoted(list(MisfitKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
     ),
     ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
+    ("pdproxy_kv_events_total", "kind"): _quoted(KV_EVENTS),
+    ("pdproxy_kv_event_gaps_total", "reason"): _quoted(KV_EVENT_GAPS),
 }
 
 

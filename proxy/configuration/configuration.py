@@ -29,6 +29,7 @@ FIXED: Final = (
     *("log.format", "tracing.endpoint", "tracing.sample_ratio"),
     *("replicas.url", "replicas.password", "replicas.group", "replicas.interval_seconds", "replicas.ttl_seconds"),
     "replicas.key_limits",
+    *("kv_events.endpoint", "kv_events.replay_endpoint", "kv_events.topic", "kv_events.ranks"),
 )
 """Options that a running gateway is built on: its processes, sockets, routes and memory, the form of its log, and who
 is told of traces or loads."""

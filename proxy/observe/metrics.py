@@ -33,7 +33,7 @@ from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
 from proxy.observe.instances import Instances
 from proxy.observe.sources import collect_sources
-from proxy.terms import Action, Stage
+from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -262,6 +262,19 @@ class Metrics:
         self.rejected_total = Counter(
             "rejected_total", "Requests refused before an engine was asked.", ("reason",), **new
         )
+        self.kv_events_total = Counter(
+            "kv_events_total",
+            "KV events heard (kv_events), by instance and kind.",
+            ("role", "address", "kind"),
+            **new,
+        )
+        self.kv_event_gaps_total = Counter(
+            "kv_event_gaps_total",
+            "Times that an instance's KV events did not follow each other: some were `lost`, or came when they were "
+            "asked for again (`replayed`), or it has started anew (`started_anew`).",
+            ("role", "address", "reason"),
+            **new,
+        )
         self.kv_orphans_total = Counter(
             "kv_orphans_total", "Prefilled KV caches that no decoder is known to have fetched.", **new
         )
@@ -457,6 +470,10 @@ class Metrics:
             self.instance_requests_total.labels(*name, "ok")
             for reason in EJECTIONS:
                 self.instance_ejected_total.labels(*name, reason)
+            for kind in KV_EVENTS:
+                self.kv_events_total.labels(*name, kind)
+            for gap in KV_EVENT_GAPS:
+                self.kv_event_gaps_total.labels(*name, gap)
         told: list[Metric] = [] if self._instances is None else list(self._instances.collect())
         if self._sources is not None:
             told += self._sources()

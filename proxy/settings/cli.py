@@ -40,6 +40,7 @@ _FLAGS: Final = {
     "--decode-policy": ["balance.decode_policy"],
     "--server-group-threshold": ["balance.long_prompt_tokens"],
     "--max-request-tokens": ["balance.longest_prompt_tokens"],
+    "--kv-events": ["kv_events.endpoint"],
     "--max-retries": ["retry.max_attempts"],
     "--retry-delay": ["retry.base_delay_seconds"],
     "--max-waiting-retries": ["joining.max_attempts"],

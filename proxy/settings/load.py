@@ -93,6 +93,8 @@ def _loaded(
         raise SettingsError("discovery by DNS needs the extra dns: pip install 'pdproxy[dns]'")
     if settings.replicas.url is not None and find_spec("redis") is None:
         raise SettingsError("replicas.url needs the extra redis: pip install 'pdproxy[redis]'")
+    if settings.kv_events.endpoint is not None and find_spec("zmq") is None:
+        raise SettingsError("kv_events.endpoint needs the extra events: pip install 'pdproxy[events]'")
     if settings.tracing.endpoint is not None:
         warnings += tuple(other_protocol(environ))
     if not needs_backends:

@@ -37,6 +37,7 @@ from proxy.settings.kinds import (
     Workers,
 )
 from proxy.settings.kubernetes import Kubernetes
+from proxy.settings.kv_events import KvEvents
 from proxy.settings.policies import policy_names
 from proxy.settings.replicas import Replicas
 from proxy.settings.section import Section
@@ -503,6 +504,7 @@ class Settings(Section):
     drain: Drain = Drain()
     auth: Auth = Auth()
     replicas: Replicas = Replicas()
+    kv_events: KvEvents = KvEvents()
     log: Log = Log()
     tracing: Tracing = Tracing()
 

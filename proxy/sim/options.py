@@ -76,6 +76,8 @@ class Options:
     """How much its clock is ahead."""
     keep_alive_seconds: float = 75.0
     """An idle connection is closed after this long."""
+    kv_events_config: str | None = None
+    """JSON, as engines are given it: publisher, endpoint, replay_endpoint, topic."""
     store: str | None = None
     """The directory that stands for a KV store; None has nothing and keeps nothing."""
 

@@ -52,6 +52,10 @@ class Profile:
     """Streams of chats do, too, which SGLang refuses (PR #37365 would bring it)."""
     tokenizes_chats: bool = True
     """`/tokenize` takes chats, SGLang's from 0.5.12 on."""
+    kv_events: Literal["array", "grouped array", "map"] = "map"
+    """How an event is written: its fields in order, up to `medium` or with those that came later; or by their names."""
+    tells_kv_events: bool = False
+    """`/kv_event_sources` says where."""
     is_sglang: bool = False
     """It speaks SGLang's dialect; what else a profile says is of vLLM then, and has no effect."""
     nixl_pin_seconds: float = 30.0
@@ -82,6 +86,7 @@ _V18: Final = Profile(
     named_tool_choice_fails=True,
     has_block_size=False,
     nixl_pin_seconds=480.0,
+    kv_events="array",
 )
 _V23: Final = Profile(
     name="v0.23",
@@ -92,6 +97,7 @@ _V23: Final = Profile(
     mooncake_releases_unused=False,
     has_parser_engine=False,
     has_json_reset=False,
+    kv_events="grouped array",
 )
 _V27: Final = Profile(
     name="v0.27",
@@ -123,6 +129,7 @@ _V33: Final = Profile(
     counts_reasoning=True,
     offsets_follow_tokens=True,
     keeps_length_finish=True,
+    tells_kv_events=True,
 )
 
 _SGLANG: Final = Profile(
@@ -134,11 +141,12 @@ _SGLANG: Final = Profile(
     mooncake_releases_unused=False,
     keeps_length_finish=True,
     streams_chat_ids=False,
+    kv_events="array",
     is_sglang=True,
 )
 _SGLANG_OLD: Final = replace(_SGLANG, name="sglang-0.5.16", version="0.5.16", tells_completion_ids=False)
 _SGLANG_OLDEST: Final = replace(_SGLANG_OLD, name="sglang-0.5.11", version="0.5.11", tokenizes_chats=False)
-_SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True)
+_SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True, kv_events="map")
 
 PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}
 """The versions of vLLM."""

@@ -20,6 +20,7 @@ from proxy.worker.balancing import build_balancing
 from proxy.worker.basis import Basis, LiveSettings
 from proxy.worker.clients import build_clients
 from proxy.worker.engines import build_engines
+from proxy.worker.kv_events import build_kv_events
 from proxy.worker.replicas import build_replicas
 from proxy.worker.tracing import build_tracing
 
@@ -152,7 +153,12 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
         )
-        async with watcher, monitor, build_replicas(basis, worker.hearsay):
+        async with (
+            watcher,
+            monitor,
+            build_replicas(basis, worker.hearsay),
+            build_kv_events(basis, balancing, engines),
+        ):
             try:
                 yield worker
             finally:

@@ -76,7 +76,7 @@ def build_balancing(basis: Basis) -> Balancing:
             worker=basis.index,
             role=role,
             facts=lambda backend: health.of(backend).facts,
-            journal=shared.journal.seat(basis.index) if shared.journal.workers > 1 else None,
+            journal=shared.journal.seat(basis.index) if shared.journal.rings > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
         )
         current = live.current.settings

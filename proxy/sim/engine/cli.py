@@ -188,6 +188,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         metavar="SECONDS",
         help="layerwise: how long a decoder queues before it calls back",
     )
+    add("--kv-events-config", metavar="JSON", help="publish KV events, as engines do that are given this")
     add("--store", metavar="DIRECTORY", help="store: the directory that stands for it; engines that share it share KV")
 
 

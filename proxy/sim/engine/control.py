@@ -71,6 +71,11 @@ class ControlRoutes:
             web.post("/v1/chat/completions/render", self._render),
             web.post("/v1/completions/render", self._render),
             web.post("/reset_prefix_cache", self._reset_prefix_cache),
+            *(
+                [web.get("/kv_event_sources", self._kv_event_sources)]
+                if self._core.options.profile.tells_kv_events
+                else []
+            ),
         ]
 
     @web.middleware
@@ -204,6 +209,10 @@ class ControlRoutes:
         self._core.state.prefix_cache_resets += 1
         self._core.state.changed()
         return json_response({"success": True}) if self._core.options.profile.has_json_reset else web.Response()
+
+    async def _kv_event_sources(self, request: web.Request) -> web.Response:
+        publisher = self._core.kv_events
+        return json_response([] if publisher is None else publisher.sources())
 
     async def _add_faults(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)

@@ -164,7 +164,7 @@ class Generation:
 
     def _prefill(self, sequence: Sequence) -> None:
         """Account for computing a prompt here, less what the prefix cache has."""
-        sequence.cached_tokens = self._core.cache.add(sequence.prompt, self._ask.cache_salt)
+        sequence.cached_tokens = self._core.cache_prompt(sequence.prompt, self._ask.cache_salt)
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
         self._core.metrics.count_prompt(computed=sequence.prefill_tokens, cached=sequence.cached_tokens)
         self._core.state.prompt_tokens += len(sequence.prompt)
@@ -194,7 +194,7 @@ class Generation:
                 sequence.source = GarbageWriter()
             # A decoder that got the KV calls all but the last token, which it runs again, cached.
             sequence.cached_tokens = len(sequence.prompt) - 1
-            self._core.cache.add(sequence.prompt, self._ask.cache_salt)
+            self._core.cache_prompt(sequence.prompt, self._ask.cache_salt)
             self._core.metrics.count_prompt(transferred=len(sequence.prompt))
             self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.scheduler.begin(sequence)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
+    from proxy.sim.hardware.blocks import Watcher
     from proxy.sim.hardware.work import Shape
     from proxy.sim.model.sequence import Sequence
     from proxy.sim.options import Options
@@ -151,3 +152,7 @@ class MachineCache:
 
     def clear(self) -> None:
         self._batch.blocks.forget()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it what is cached from now on."""
+        self._batch.blocks.watcher = watcher

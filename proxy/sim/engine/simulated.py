@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from proxy.sim.engine.kv_events import KvEventPublisher
     from proxy.sim.kv.protocol import KvProtocol
 
 PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, int]]], KvProtocol]] = {
@@ -78,6 +79,8 @@ class SimulatedEngine:
         """Where decoders ask this prefiller, once it runs, if they do in its protocol."""
         self.state = State()
         self.faults = Faults()
+        self.kv_events: KvEventPublisher | None = None
+        """What publishes KV events, once it runs, if it is to."""
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
         self._killing: asyncio.Task[None] | None = None
@@ -113,6 +116,10 @@ class SimulatedEngine:
     async def start(self) -> None:
         scheduler, cache = self._parts()
         scheduler.start()
+        self.kv_events = self._publisher()
+        if self.kv_events is not None:
+            self.kv_events.start()
+            cache.watch(self.kv_events)
         self._core = Core(
             options=self.options,
             state=self.state,
@@ -121,6 +128,7 @@ class SimulatedEngine:
             cache=cache,
             metrics=EngineMetrics(self.options.model),
             protocol=PROTOCOLS[self.options.kv_protocol](self.options, self.state, self._kv_address),
+            kv_events=self.kv_events,
         )
         self._runner = web.AppRunner(
             self._app(self._core),
@@ -140,6 +148,14 @@ class SimulatedEngine:
             return Scheduler(options, self._on_step), PrefixCache(options.block_size, options.num_gpu_blocks)
         scheduler = MachineScheduler(options, options.shape, self._on_step)
         return scheduler, MachineCache(scheduler.batch, options.block_size)
+
+    def _publisher(self) -> KvEventPublisher | None:
+        if self.options.kv_events_config is None:
+            return None
+        # Late, because only this needs the extra.
+        from proxy.sim.engine.kv_events import KvEventPublisher
+
+        return KvEventPublisher(self.options, self.kv_events)
 
     def _app(self, core: Core) -> web.Application:
         control = ControlRoutes(core)
@@ -177,6 +193,8 @@ class SimulatedEngine:
         core.scheduler.stop()
         self._abort_connections(runner)
         await core.protocol.stop()
+        if core.kv_events is not None:
+            await core.kv_events.stop()
         await runner.cleanup()
         # Transports tell their protocols of their end in the next turn.
         await asyncio.sleep(0)

@@ -16,6 +16,8 @@ from proxy.sim.model.tokenizer import pack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from proxy.sim.hardware.blocks import Watcher
+
 
 def blocks_of(tokens: int, block_size: int) -> int:
     """How many blocks so many tokens fill, the last one perhaps in part."""
@@ -118,6 +120,7 @@ class PrefixCache:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._watcher: Watcher | None = None
         self.queries = 0
         self.hits = 0
 
@@ -126,15 +129,23 @@ class PrefixCache:
         `salt` is another prompt.
         """
         cached = 0
-        for key in block_names(ids, self._block_size, salt):
+        names = block_names(ids, self._block_size, salt)
+        new: list[tuple[int, int]] = []
+        for key in names:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
                 if cached == (key[0] - 1) * self._block_size:
                     cached += self._block_size
             else:
                 self._blocks[key] = None
+                new.append(key)
+        if self._watcher is not None and new:
+            first = new[0][0] - 1
+            self._watcher.stored(names[first - 1] if first else None, new)
         while len(self._blocks) > self._num_blocks:
-            self._blocks.popitem(last=False)
+            gone, _ = self._blocks.popitem(last=False)
+            if self._watcher is not None:
+                self._watcher.removed(gone)
         if cached == len(ids):
             # The last token is always computed, for there must be something to sample from.
             cached -= self._block_size
@@ -144,3 +155,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         self._blocks.clear()
+        if self._watcher is not None:
+            self._watcher.cleared()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it what is cached from now on."""
+        self._watcher = watcher

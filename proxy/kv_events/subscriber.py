@@ -1,0 +1,117 @@
+"""The process that subscribes: `python -m proxy.kv_events.subscriber`, which a worker starts and talks to by pipes.
+
+Events are thousands a second, and the library that receives them aborts its process when it finds itself in a state
+that cannot be. Both are nothing for a process that serves requests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import zmq
+
+from proxy.kv_events.blocks import together
+from proxy.kv_events.messages import Source, Told, Wanted, Word
+from proxy.kv_events.subscription import Subscription
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TELL_SECONDS: Final = 0.1
+_read_wanted: Final = msgspec.json.Decoder(Wanted).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Subscriber:
+    """All subscriptions, by what they are to. `close` it at the end."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._subscriptions: dict[Source, Subscription] = {}
+        self.poller = zmq.Poller()
+
+    def close(self) -> None:
+        """Nothing is left open."""
+        self.want([])
+        self._context.term()
+
+    def want(self, sources: list[Source]) -> None:
+        """Subscribe to these, and to no others any more."""
+        for gone in self._subscriptions.keys() - set(sources):
+            subscription = self._subscriptions.pop(gone)
+            self.poller.unregister(subscription.socket)
+            subscription.close()
+        for source in sources:
+            if source not in self._subscriptions:
+                subscription = self._subscriptions[source] = Subscription(self._context, source)
+                self.poller.register(subscription.socket, zmq.POLLIN)
+
+    def receive(self) -> bool:
+        """Take what has come. Whether there may be more."""
+        return True in [subscription.receive() for subscription in self._subscriptions.values()]
+
+    def told(self) -> Iterator[Told]:
+        """What is new of each instance."""
+        ranks: dict[str, list[Subscription]] = {}
+        for source, subscription in self._subscriptions.items():
+            ranks.setdefault(source.instance, []).append(subscription)
+        for instance, subscriptions in ranks.items():
+            events, words = Counter[str](), Counter[Word]()
+            why = ""
+            for subscription in subscriptions:
+                events.update(subscription.events)
+                words.update(subscription.words)
+                why = subscription.why or why
+                subscription.events.clear()
+                subscription.words.clear()
+            if events or words:
+                count = together(subscription.blocks for subscription in subscriptions)
+                numbers = int(count.stored), int(count.reach), bool(count.evicts), int(count.cleared)
+                yield Told(instance, numbers, events, words, why)
+
+
+def main() -> None:
+    """Until the standard input ends: then whoever has started this process is gone, or wants no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the whole group
+    asked, answers = sys.stdin.fileno(), sys.stdout.fileno()
+    rest = b""
+    with closing(Subscriber()) as subscriber:
+        subscriber.poller.register(asked, zmq.POLLIN)
+        tell_at = 0.0
+        while True:
+            ready = dict(subscriber.poller.poll(round(1000 * TELL_SECONDS)))
+            if asked in ready:
+                data = os.read(asked, 65536)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                if lines:
+                    subscriber.want(_read_wanted(lines[-1]).sources)
+            has_more = subscriber.receive()
+            now = time.monotonic()
+            if now < tell_at:
+                if not has_more:  # the others are told of together
+                    time.sleep(tell_at - now)
+                continue
+            tell_at = now + TELL_SECONDS
+            for told in subscriber.told():
+                _write(answers, _encode(told) + b"\n")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,132 @@
+"""The KV events of a simulated engine, published as engines do: see proxy/wire/kv_events.py for where that is read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from proxy.sim.hardware.blocks import Watcher
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from proxy.sim.options import Options
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_MEDIUM = "GPU"
+
+
+class KvEventPublisher(Watcher):
+    """Between `start` and `stop`. `endpoint` and `replay_endpoint` are where it publishes, once it runs."""
+
+    def __init__(self, options: Options, bound: KvEventPublisher | None = None) -> None:
+        """`bound`: the one before a restart, whose ports this one takes."""
+        config = msgspec.json.decode(options.kv_events_config or "{}", type=dict[str, Any])
+        self.endpoint: str = config.get("endpoint", "tcp://*:5557") if bound is None else bound.endpoint
+        self.replay_endpoint: str | None = config.get("replay_endpoint") if bound is None else bound.replay_endpoint
+        self.topic: str = config.get("topic", "")
+        self.lost = 0
+        """So many of the next batches are not sent, as if a subscriber had been too slow."""
+        self._shape = options.profile.kv_events
+        self._is_sglang = options.profile.is_sglang
+        self._block_size = options.block_size
+        self._most_ids = 2 * options.kv_blocks
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.get("buffer_steps", 10_000))
+        self._ids: dict[Hashable, Sequence[int]] = {}
+        self._events: list[Any] = []
+        self._next = 0
+        self._context = zmq.asyncio.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._router: zmq.asyncio.Socket | None = None
+        self._replaying: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.endpoint = _bound(self._pub, self.endpoint)
+        if self.replay_endpoint is not None:
+            self._router = self._context.socket(zmq.ROUTER)
+            self.replay_endpoint = _bound(self._router, self.replay_endpoint)
+            self._replaying = asyncio.create_task(self._replay(self._router))
+
+    async def stop(self) -> None:
+        if self._replaying is not None:
+            self._replaying.cancel()
+            await asyncio.gather(self._replaying, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def sources(self) -> list[dict[str, Any]]:
+        """What vLLM tells at /kv_event_sources."""
+        source = {"data_parallel_rank": 0, "endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        return [source | {"topic": self.topic}]
+
+    def expect(self, names: Sequence[Hashable], ids: Sequence[int]) -> None:
+        """Blocks with these names may be stored, which hold these tokens."""
+        if len(self._ids) > self._most_ids:
+            self._ids.clear()
+        size = self._block_size
+        self._ids.update({name: ids[place * size : (place + 1) * size] for place, name in enumerate(names)})
+
+    def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
+        ids = [number for name in names for number in self._ids.get(name, ())]
+        before = None if parent is None else self._hash(parent)
+        fields = {
+            "block_hashes": [self._hash(name) for name in names],
+            "parent_block_hash": before,
+            "token_ids": ids,
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": _MEDIUM,
+        }
+        later = {"lora_name": None, "extra_keys": [None] * len(names), "group_idx": 0}
+        self._add("BlockStored", fields, later | {"kv_cache_spec_kind": "full_attention"})
+
+    def removed(self, name: Hashable) -> None:
+        self._add("BlockRemoved", {"block_hashes": [self._hash(name)], "medium": _MEDIUM}, {"group_idx": 0})
+
+    def cleared(self) -> None:
+        self._add("AllBlocksCleared", {}, {})
+
+    def say(self, payload: bytes) -> None:
+        """Publish this as a batch, whatever it is."""
+        number, self._next = self._next, self._next + 1
+        self._buffer.append((number, payload))
+        if self.lost:
+            self.lost -= 1
+        else:
+            self._pub.send_multipart((self.topic.encode(), number.to_bytes(8, "big"), payload))
+
+    def _hash(self, name: Hashable) -> int | bytes:
+        number = hash(name) & (2**63 - 1)
+        return number if self._is_sglang else number.to_bytes(32, "big")
+
+    def _add(self, tag: str, fields: dict[str, Any], later: dict[str, Any]) -> None:
+        if not self._events:
+            asyncio.get_running_loop().call_soon(self._flush)
+        if self._shape == "map":
+            self._events.append({"type": tag, **fields, **({} if self._is_sglang else later)})
+        else:
+            self._events.append([tag, *fields.values(), *(later.values() if self._shape == "grouped array" else ())])
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        if not self._pub.closed:
+            self.say(msgspec.msgpack.encode([time.time(), events, 0]))
+
+    async def _replay(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            client, _, first = await router.recv_multipart()
+            for number, payload in list(self._buffer):
+                if number >= int.from_bytes(first, "big"):
+                    await router.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
+            await router.send_multipart((client, b"", _END, b""))
+
+
+def _bound(socket: Any, endpoint: str) -> str:
+    """Where it listens: a port 0 is any."""
+    socket.bind(endpoint)
+    return str(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())

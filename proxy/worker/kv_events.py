@@ -1,0 +1,37 @@
+"""Hearing the KV events of engines, where the settings say that they publish them."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from proxy.backend import Role
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.worker.balancing import Balancing
+    from proxy.worker.basis import Basis
+    from proxy.worker.engines import Engines
+
+
+@asynccontextmanager
+async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) -> AsyncIterator[None]:
+    """One worker does it for all; one that takes its place is the 0th, too. Leaving ends it."""
+    settings, journal = basis.settings.kv_events, basis.shared.journal
+    if settings.endpoint is None or basis.index != 0 or Role.PREFILL not in engines.serving:
+        yield
+        return
+    # Late, because nobody else needs it.
+    from proxy.kv_events.subscriptions import Subscriptions
+
+    async with Subscriptions(
+        pools=[engines.serving[Role.PREFILL]],
+        health=balancing.health,
+        journal=journal.seat(journal.workers),
+        session=engines.lines.session,
+        keys=balancing.keys,
+        settings=settings,
+        metrics=basis.metrics,
+    ):
+        yield
