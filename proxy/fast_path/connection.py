@@ -6,7 +6,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.fast_path.head import read_head
+from proxy.fast_path.head import is_one_request, read_head
 from proxy.listener import replies
 from proxy.listener.first_protocol import FirstProtocol
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _BODY_SECONDS: Final = 1.0
 # More of further requests is not read before the one under way has ended.
 _MAX_PENDING_BYTES: Final = 64 * 1024
+# Of requests that look plain and are not; then no further one is tried. To hand a connection over and to have it back
+# costs more than to leave it.
+_MOST_ODD: Final = 4
 
 
 class FastConnection(FirstProtocol):
@@ -30,7 +33,7 @@ class FastConnection(FirstProtocol):
 
     __slots__ = (
         *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
-        *("_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
+        *("_odd", "_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
     )
 
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
@@ -57,6 +60,8 @@ class FastConnection(FirstProtocol):
         """What there is of that request, its head included."""
         self._missing_bytes = 0
         self._held_bytes = 0
+        self._odd = 0
+        """How many requests in a row have looked plain and were not."""
         self._drained: asyncio.Future[None] | None = None
 
     @property
@@ -103,6 +108,18 @@ class FastConnection(FirstProtocol):
                 self._leave()
         elif now - self._since > keepalive_seconds:
             self.transport.close()
+
+    is_one_request = staticmethod(is_one_request)
+
+    def takes_back(self, data: bytes) -> bool:
+        """Whether this begins a request that may be plain."""
+        if self._closes or self._odd >= _MOST_ODD:
+            return False
+        head = read_head(data, self._last)
+        if head is None or head.path not in self._intake.paths:
+            return False
+        self._last = head
+        return True
 
     # asyncio.Protocol
 
@@ -197,8 +214,10 @@ class FastConnection(FirstProtocol):
         body = b"".join((memoryview(first)[head.size_bytes :], *more)) if more else first[head.size_bytes :]
         self._request = self._intake.begin(self, head, body)
         if self._request is None:
+            self._odd += 1
             self._leave()
         else:
+            self._odd = 0
             self._body.clear()
             self._request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
 

@@ -14,8 +14,10 @@ MAX_HEAD_BYTES: Final = 8 * 1024
 """A longer head is not plain. aiohttp takes longer ones, but no longer line."""
 
 # No possessive repeats: Python before 3.11.5 matches them wrongly (python/cpython#106052).
-_REQUEST: Final = re.compile(
-    rb"POST (/[a-z0-9/_]{1,64}) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}:[\t\x20-\x7e]{0,4096}\r\n){1,64})\r\n"
+_FIELDS: Final = rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}:[\t\x20-\x7e]{0,4096}\r\n){1,64})"
+_REQUEST: Final = re.compile(rb"POST (/[a-z0-9/_]{1,64}) HTTP/1\.1\r\n%b\r\n" % _FIELDS)
+_ANY_REQUEST: Final = re.compile(
+    rb"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) /[!-~]{0,2048} HTTP/1\.1\r\n%b\r\n" % _FIELDS
 )
 _FIELD: Final = re.compile(r"([^:]+):[ \t]*([^\r]*?)[ \t]*\r\n")
 _length_name: Final = re.compile(rb"\r\ncontent-length:[ \t]*", re.IGNORECASE).search
@@ -67,25 +69,46 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
             body_bytes = int(digits)
             if size_bytes == last.size_bytes and body_bytes == last.body_bytes:
                 return last
-            fields = {**last.fields, "content-length": digits.decode()}
-            return Head(last.path, fields, body_bytes, size_bytes, last.before, last.behind)
+            named = {**last.fields, "content-length": digits.decode()}
+            return Head(last.path, named, body_bytes, size_bytes, last.before, last.behind)
     match = _REQUEST.match(data, 0, MAX_HEAD_BYTES)
-    if match is None:
+    if match is None or (fields := _plain_fields(match[2])) is None:
         return None
-    found = _FIELD.findall(match[2].decode("ascii"))
-    fields = {name.lower(): value for name, value in found}
     length = fields.get("content-length", "")
-    if (
-        len(fields) < len(found)
-        or not _NOT_PLAIN.isdisjoint(fields)
-        or not length.isdecimal()
-        or len(length) > _LENGTH_DIGITS
-        or not _is_host(fields.get("host", ""))
-        or fields.get("connection", "keep-alive").lower() != "keep-alive"
-    ):
+    if not _is_length(length):
         return None
     name = _length_name(data)
     assert name is not None
     before, size_bytes = name.end(), match.end()
     behind = data[before + len(length) : size_bytes]
     return Head(match[1].decode("ascii"), fields, int(length), size_bytes, data[:before], behind)
+
+
+def is_one_request(data: bytes) -> bool:
+    """Whether this is a request of any kind, from its first byte to its last, as everybody reads it.
+
+    False does not mean that it is none: this, too, only ever accepts.
+    """
+    match = _ANY_REQUEST.match(data, 0, MAX_HEAD_BYTES)
+    if match is None or (fields := _plain_fields(match[2])) is None:
+        return False
+    length = fields.get("content-length", "0")
+    return _is_length(length) and len(data) == match.end() + int(length)
+
+
+def _plain_fields(lines: bytes) -> dict[str, str] | None:
+    """By lower-case names; None: one stands twice, or is not plain."""
+    found = _FIELD.findall(lines.decode("ascii"))
+    fields = {name.lower(): value for name, value in found}
+    if (
+        len(fields) < len(found)
+        or not _NOT_PLAIN.isdisjoint(fields)
+        or not _is_host(fields.get("host", ""))
+        or fields.get("connection", "keep-alive").lower() != "keep-alive"
+    ):
+        return None
+    return fields
+
+
+def _is_length(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _LENGTH_DIGITS

@@ -72,7 +72,6 @@ class Intake:
             self.parts.listener.is_closing
             or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
             or self._admission.is_short_of_memory
-            or not self.parts.suspects.memory.is_empty  # a request would have to be looked up
             or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
             or self._models.is_mixed
         ):
@@ -96,6 +95,7 @@ class Intake:
         waits = not self._admission.is_open or not self._admission.lets_go(call.pick_request)
         if waits and not self._admission.has_place(key.name):
             return None
+        in_task = waits or not self.parts.suspects.memory.is_empty  # it has to be looked up
         held_bytes = len(raw) if len(raw) <= SLIGHT_BYTES else memory_bytes(raw, document.read_values)
         if not self.buffers.take(held_bytes):
             return None
@@ -107,7 +107,7 @@ class Intake:
             except GatewayError:
                 self.buffers.give_back(held_bytes)
                 return None
-        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes, waits=waits)
+        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes, in_task=in_task)
 
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:

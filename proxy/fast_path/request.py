@@ -39,7 +39,7 @@ class FastRequest(FastAttempt):
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_dialect", "_has_task", "_held_bytes"),
         *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_relay", "_short", "_stream", "_task"),
-        *("_timeline", "_waits", "_watching", "is_over"),
+        *("_in_task", "_timeline", "_watching", "is_over"),
     )
 
     def __init__(
@@ -52,10 +52,10 @@ class FastRequest(FastAttempt):
         quota: AbstractContextManager[None] | None,
         held_bytes: int,
         *,
-        waits: bool,
+        in_task: bool,
     ) -> None:
         """`quota` was entered, and so many bytes were taken from the account of bodies, until the request is over.
-        `waits`: it has to wait for its turn, and then no attempt is begun here.
+        `in_task`: all is left to the attempt loop, as there is something to wait for, or to look up, before an attempt.
         """
         super().__init__(parts)
         self.is_over = False
@@ -65,7 +65,7 @@ class FastRequest(FastAttempt):
         self._key = key
         self._quota = quota
         self._held_bytes = held_bytes
-        self._waits = waits
+        self._in_task = in_task
         self._attempt: Attempt | None = None
         self._answer: StreamedAnswer | EngineBody | None = None
         """None while the answer is a ShortStream, or was not begun."""
@@ -95,7 +95,7 @@ class FastRequest(FastAttempt):
         if call.stream:
             watching = self._watching = parts.gateway.watching(dialect, call)
             call = watching.observed(call)
-        if self._waits:
+        if self._in_task:
             self._run(self._go_on(None))
             return
         self._timeline = record.timeline()
@@ -313,7 +313,7 @@ class FastRequest(FastAttempt):
 
     def _abandon(self, error: GatewayError | asyncio.CancelledError) -> None:
         """Give everything back that is held without a task, and tell the client if it is there."""
-        if not self._waits:
+        if not self._in_task:
             self._release(error)
             self._timeline.leave()
         if isinstance(error, GatewayError):
@@ -345,7 +345,7 @@ class FastRequest(FastAttempt):
         # Each knows this request: they would be cycles of garbage, with the whole body.
         self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
         del self._stream
-        if not self._waits:
+        if not self._in_task:
             del self._legs
 
     def _uncount(self) -> None:

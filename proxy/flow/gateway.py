@@ -153,8 +153,8 @@ class Gateway:
         )
 
     async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt | None) -> None:
-        """Make the only answer of a request of the fast path, which has begun its first attempt; None: it has not, as
-        the request has to wait. Raises GatewayError, ClientStalled.
+        """Make the only answer of a request of the fast path. `begun`: its first attempt; None: there was none. Raises
+        GatewayError, ClientStalled.
         """
         with self._parts.suspects.watch(answer.delivery.call, 1) as suspicion:
             await AttemptLoop(self._parts, answer, record, suspicion, begun).run()

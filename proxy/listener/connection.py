@@ -22,6 +22,7 @@ from proxy.listener.malformed import malformed, unreadable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from proxy.listener.first_protocol import FirstProtocol
     from proxy.listener.http_listener import HttpListener
 
 LINGERING_SECONDS: Final = 2.0
@@ -35,7 +36,7 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_asks_for_head", "_front", "door", "on_full")
+    __slots__ = ("_asks_for_head", "_first", "_front", "door", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
@@ -46,6 +47,8 @@ class Connection(web.RequestHandler):
         """The transport, also when the connection is lost."""
         self._asks_for_head = False
         """Whether what aiohttp could not read began as a HEAD."""
+        self._first: FirstProtocol | None = None
+        """Who had the connection before, and may have it back with what comes next; None: nobody."""
 
     @property
     def awaits_request(self) -> bool:
@@ -68,6 +71,24 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         self.leave_idle()
 
+    def go_on(self, first: FirstProtocol, data: bytes) -> None:
+        """Take over from another protocol, with what has arrived and is not answered yet."""
+        self.take_over(first.door)
+        self._first = first if first.is_one_request(data) else None
+        super().data_received(data)
+        self._look_at_what_came(data)
+
+    def _gives_back(self, first: FirstProtocol, data: bytes) -> bool:
+        """Let who had the connection before go on, if it takes what has come now. aiohttp is done with it."""
+        transport = self.door
+        if not self.awaits_request or transport.get_write_buffer_size() or not first.takes_back(data):
+            return False
+        self.transport = None  # or it would be closed
+        super().connection_lost(None)
+        self._front.has_back(first, self)
+        first.data_received(data)
+        return True
+
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._front.forget(self)
@@ -82,7 +103,17 @@ class Connection(web.RequestHandler):
         self.keep_alive(True)
 
     def data_received(self, data: bytes) -> None:
+        first = self._first
+        if first is not None and data:  # aiohttp itself calls it without any, to look at what it has kept
+            if self._gives_back(first, data):
+                return
+            # Where a request ends is known only as long as each comes alone, and in one piece.
+            if not first.is_one_request(data):
+                self._first = None
         super().data_received(data)
+        self._look_at_what_came(data)
+
+    def _look_at_what_came(self, data: bytes) -> None:
         if self.awaits_request:
             if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
                 self.end(malformed("the headers are too long", status=431))

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class FirstProtocol(asyncio.Protocol, ABC):
-    """Reads a new connection before aiohttp does. It tells the listener what a Connection does, and `hand_over`."""
+    """Reads a new connection before aiohttp does. It tells the listener what a Connection does, and `hand_over`.
+
+    It may have the connection back once it is certain that a request ends where the next bytes begin.
+    """
 
     __slots__ = ()
 
@@ -47,3 +50,14 @@ class FirstProtocol(asyncio.Protocol, ABC):
     @abstractmethod
     def sweep(self, now: float, keepalive_seconds: float) -> None:
         """Close it if it has been idle for so long. Called at each tick, with the time of the listener's clock."""
+
+    @staticmethod
+    @abstractmethod
+    def is_one_request(data: bytes) -> bool:
+        """Whether this is certainly one request, with nothing missing and nothing behind it."""
+
+    @abstractmethod
+    def takes_back(self, data: bytes) -> bool:
+        """Whether it goes on with a connection that it has handed over. It is given these bytes then, with which a
+        request begins.
+        """

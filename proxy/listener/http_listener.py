@@ -210,8 +210,14 @@ class HttpListener:
         self._open.discard(first)
         self._open.add(connection)
         transport.set_protocol(connection)
-        connection.take_over(transport)
-        connection.data_received(data)
+        connection.go_on(first, data)
+
+    def has_back(self, first: FirstProtocol, connection: Connection) -> None:
+        """Who has handed a connection over goes on with it."""
+        self._open.discard(connection)
+        self._open.add(first)
+        self._first.add(first)
+        first.door.set_protocol(first)
 
     def headers_arrived(self, connection: FirstProtocol) -> None:
         """Those of a request are whole."""

@@ -14,7 +14,7 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from proxy.fast_path.head import MAX_HEAD_BYTES, Head, read_head
+from proxy.fast_path.head import MAX_HEAD_BYTES, Head, is_one_request, read_head
 from proxy.listener.malformed import refusal_of
 from tests.fuzz.cutting import words
 
@@ -222,6 +222,31 @@ def test_a_head_ends_where_it_ends(data: bytes, at: int, behind: bytes) -> None:
     if head is not None:
         assert read_head(data[: min(at, head.size_bytes - 1)]) is None
         assert read_head(data[: head.size_bytes] + behind) == head
+
+
+@example(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"")
+@example(b"DELETE /v1/x?y=z HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n", b"{}")
+@given(
+    st.one_of(heads(), heads().map(lambda data: b"GET" + data.removeprefix(b"POST")), nearly_plain()),
+    st.sampled_from((b"", b"{}", b"x" * 17, b"{}\r\n", b"2\r\n{}\r\n0\r\n\r\n")),
+)
+def test_one_request_is_one_to_everybody(data: bytes, behind: bytes) -> None:
+    data += behind
+    event("one request" if is_one_request(data) else "not certainly")
+    if is_one_request(data):
+        first, second = read_by_aiohttp(data + SECOND)
+        assert second.headers["host"] == "second"
+        assert first.keeps_alive
+        seen = Llhttp()
+        seen.read(data + SECOND)
+        assert seen.is_whole == 2
+        assert seen.heads[1] == (b"POST", PATH, "1.1", True)
+
+
+@pytest.mark.parametrize("behind", [b"", b"{", b"{}P", b"{}\r\n", b"{}" + PLAIN])
+def test_more_or_less_than_one_request_is_not_one(behind: bytes) -> None:
+    assert is_one_request(PLAIN + b"{}")
+    assert not is_one_request(PLAIN + behind)
 
 
 @example(PLAIN, LINE + b"Host: x\r\nContent-Length: 17\r\n\r\n")

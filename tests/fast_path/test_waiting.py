@@ -89,7 +89,7 @@ async def test_there_is_no_place_to_wait(roads: Roads, body: dict[str, Any]) -> 
         await clients.lines[1].answer()
         await refused.ask(body, X_Request_Id="r-3")
 
-    course = await roads.take(talk, 1, 1, is_fast=2, **busy(max_waiting=1))  # the third one's connection is aiohttp's
+    course = await roads.take(talk, 1, 1, is_fast=3, **busy(max_waiting=1))
     assert course.answers[2][0][0].startswith("HTTP/1.1 503")
 
 
