@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefill_cost import PrefillCost
+from proxy.balancer.prefill_records import counted
 from proxy.balancer.prefillers import ask
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
+    from proxy.balancer.journal import Seat
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
 
@@ -33,10 +36,12 @@ _MOST_KV: Final = 0.9
 class LocalPrefill:
     """What one worker knows of it. `cost` is that of decoders."""
 
-    def __init__(self, prefill: Pool, decode: Pool) -> None:
+    def __init__(self, prefill: Pool, decode: Pool, journal: Seat | None = None) -> None:
+        """`journal`: where it hears what decoders tell of their caches; None: they do not."""
         self._tried_tokens = _FIRST_TOKENS / 2
         self._prefill = prefill
         self._decode = decode
+        self._journal = journal
         self.cost = PrefillCost()
         self.handover_seconds: float | None = None
         """From the end of a prefill to the first token; None: none was seen."""
@@ -133,7 +138,19 @@ class LocalPrefill:
             self._cached = {name: before.get(name) or CachedPrefixes() for name in names}
             for name in before.keys() - self._cached.keys():
                 self.cost.forget(name)
+        if self._journal is not None and self._journal.has_news:
+            self._hear(self._journal)
         return eligible
+
+    def _hear(self, journal: Seat) -> None:
+        """Take in what decoders have told of their caches."""
+        names = {backend.slot: backend.name for backend in self._eligible}
+        for data in journal.news():
+            record = counted(data)
+            if record is not None and record.slot in names:
+                prefixes = self._cached[names[record.slot]]
+                if prefixes.follow(CacheCount(*record.numbers), computing=0.0):
+                    prefixes.clear()
 
     def _cached_by(self, decoder: str) -> CachedPrefixes | None:
         self._known()

@@ -49,6 +49,8 @@ class Record(NamedTuple):
 _HEAD: Final = Struct("<IIIII")
 _NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 8), Kind.COUNTED: (4,)}
 
+_COUNTED: Final = Kind.COUNTED.to_bytes(4, "little")
+
 
 def packed(record: Record) -> bytes:
     """As bytes. Ends are rounded to single precision."""
@@ -75,6 +77,11 @@ def unpacked(data: bytes) -> Record:
     if not is_whole or len(numbers) not in _NUMBERS.get(kind, ()) or len(ends) != (kind == Kind.SENT) * len(keys):
         raise InvalidRecord("it has not the parts of a record")
     return Record(kind, slot, keys, ends, numbers)
+
+
+def counted(data: bytes) -> Record | None:
+    """A record COUNTED; None: it is another one, which is not looked at. Raises InvalidRecord."""
+    return unpacked(data) if data[:4] == _COUNTED else None
 
 
 def translated(record: Record, slot: int, seconds: float) -> Record:

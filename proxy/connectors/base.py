@@ -15,7 +15,7 @@ from proxy.wire.openai import OPENAI_APIS
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import aiohttp
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxy.background import Background
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
+    from proxy.balancer.journal import Seat
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
     from proxy.call import Call
@@ -60,6 +61,8 @@ class ConnectorContext:
     """For tasks that no request waits for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Who waits for engines that call back."""
+    new_seat: Callable[[], Seat] | None = None
+    """A seat in the journal, where it is heard what engines tell of their caches. None: they do not."""
     callback_url: str | None = None
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 

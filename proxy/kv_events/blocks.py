@@ -6,6 +6,7 @@ No IO and no clock. Of a block nothing is kept but when it was stored, and of a 
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.cache_count import CacheCount
@@ -21,8 +22,6 @@ MAX_BLOCKS: Final = 262_144
 # The evictions that are looked at, and how many there must have been.
 _EVICTIONS: Final = 512
 _ENOUGH_EVICTIONS: Final = 8
-# Blocks that were used again since they were stored seem to be evicted later than they are: the earlier ones count.
-_QUANTILE: Final = 0.25
 # What was stored so much longer ago than what is evicted now was evicted, too, and the event was lost.
 _LOST: Final = 4
 _DEVICE: Final = (None, "GPU")
@@ -79,7 +78,9 @@ class Blocks:
         if self._has_tiers:
             return CacheCount(self.stored, 0, False, self.cleared)
         if len(self._ages) >= _ENOUGH_EVICTIONS:
-            return CacheCount(self.stored, sorted(self._ages)[int(_QUANTILE * len(self._ages))], True, self.cleared)
+            # Blocks that were used again since they were stored seem to be evicted later than they are, and those that
+            # make room for a long prompt earlier.
+            return CacheCount(self.stored, int(median(self._ages)), True, self.cleared)
         # Until then all that was stored is there.
         stored = self.stored if self._full_at is None else self._full_at
         return CacheCount(self.stored, stored - self._since, False, self.cleared)

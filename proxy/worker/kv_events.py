@@ -25,8 +25,10 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) 
     # Late, because nobody else needs it.
     from proxy.kv_events.subscriptions import Subscriptions
 
+    # A decoder's cache matters where it may be left with a prompt.
+    roles = [Role.PREFILL, Role.DECODE] if basis.settings.kv.skip_prefill else [Role.PREFILL]
     async with Subscriptions(
-        pools=[engines.serving[Role.PREFILL]],
+        pools=[engines.serving[role] for role in roles],
         health=balancing.health,
         journal=journal.seat(journal.workers),
         session=engines.lines.session,

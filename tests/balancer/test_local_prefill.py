@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load
+from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.journal import Journal
 from proxy.balancer.local_prefill import LocalPrefill
 from proxy.balancer.pick import PickRequest
+from proxy.balancer.prefiller import write_count
 from tests.balancer.test_least_seconds import PIECE, Prefillers, prompt
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ class Both:
         self.prefillers = Prefillers(balancer)
         self.prefillers.teach()
         self.decoders = balancer.decoders
-        self.local = LocalPrefill(self.prefillers.pool, self.decoders)
+        self.journal = Journal(workers=1, tellers=1)
+        self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.seat(0))
         self.first, self.second = self.decoders.eligible()
 
     def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
@@ -179,4 +183,22 @@ def test_what_is_told_not_to_be_cached_is_not_counted_on(both: Both) -> None:
     both.hand_over(prompt(*range(1, 20)), both.first)
     for _ in range(10):
         both.local.served(both.first.name, TURN, 20.0, 1, (TURN.prompt_tokens, 0))
+    assert both.local.sooner(TURN, MOST) is None
+
+
+def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) -> None:
+    events = both.journal.seat(1)
+    events.write(b"what is not of caches")
+    both.learn(0.002)
+    both.hand_over(prompt(*range(1, 20)), both.second)
+    for cleared, decoder in ((3, both.second), (4, None)):
+        for backend in (both.first, both.second):
+            write_count(events, backend.slot, CacheCount(stored=20_000, reach=10**6, evicts=0, cleared=cleared))
+        assert both.local.sooner(TURN, MOST) == decoder
+
+
+def test_a_decoder_that_tells_what_it_evicts_has_no_more(both: Both) -> None:
+    both.learn(0.002)
+    both.hand_over(prompt(*range(1, 20)), both.second)
+    write_count(both.journal.seat(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
     assert both.local.sooner(TURN, MOST) is None

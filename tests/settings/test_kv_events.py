@@ -1,0 +1,38 @@
+"""Where engines publish KV events, and what cannot be an endpoint."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from proxy.settings import SettingsError
+from proxy.settings.kv_events import port_at
+from proxy.settings.load import load
+
+_ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("tcp://*:5557", 5557), ("tcp://0.0.0.0:5557", 5557), ("tcp://[::]:1", 1), ("tcp://*:+1000", 8100)],
+)
+def test_an_endpoint_is_said_as_engines_are_told(endpoint: str, port: int) -> None:
+    settings = load([*_ENGINES, "--kv-events", endpoint], {}).settings.kv_events
+    assert settings.endpoint == endpoint
+    assert port_at(endpoint, 7100) == port
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["5557", "tcp://10.0.0.1:5557", "tcp://*:0", "tcp://*:65536", "ipc:///tmp/a", "on"]
+)
+def test_what_cannot_be_an_endpoint_of_all_instances_is_refused(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match=r"--kv-events must be like tcp://\*:5557"):
+        load([*_ENGINES, "--kv-events", endpoint], {})
+
+
+def test_without_the_extra_events_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)  # as if it could not be imported
+    assert load(_ENGINES, {}).settings.kv_events.tellers == 0
+    with pytest.raises(SettingsError, match=r"pip install 'pdproxy\[events\]'"):
+        load([*_ENGINES, "--kv-events", "auto"], {})
