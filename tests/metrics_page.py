@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from proxy.balancer.health import Health
 from proxy.balancer.misfits import MisfitKind, Misfits
+from proxy.balancer.models import Models
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.balancer.source_states import SourceStates
@@ -47,6 +48,7 @@ _OPEN_LABELS = {
     "aiohttp": "aiohttp's version",
     "source": "a [source of discovery](OPERATING.md#discovery), as an instance's `origins` name it",
     "role": "`prefill`, `decode`, `encode`",
+    "model": "a model or an adapter that an instance serves, see [Several models](OPERATING.md#several-models)",
 }
 _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](OPERATING.md#error-codes)",
@@ -76,6 +78,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     """All metrics, and the names of each one's labels."""
     metrics = Metrics()
     metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
+    metrics.watch_models(Models(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})

@@ -113,7 +113,10 @@ class GenerationApi:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream, record.model = call.stream, call.model
             # A request that names no model may have an alias all the same: `*=name`.
-            lane = self._lanes.of(call.served_model or self._names.served(""))
+            served = call.served_model or self._names.served("")
+            lane = self._lanes.of(served)
+            if self._lanes.models.is_mixed and isinstance(served, str) and served in self._lanes.models.names:
+                record.served_model = served
             try:
                 if call.stream:
                     return await self._stream(dialect, call, request, record, lane.gateway)

@@ -87,6 +87,10 @@ class Models:
         known = tuple(backend for backend in backends if name in self._served.get(backend, _NOTHING))
         return known or tuple(backend for backend in backends if not self._served.get(backend))
 
+    def are_apart(self, one: Backend, other: Backend) -> bool:
+        """Whether they have no model in common, and nothing is to go between them."""
+        return self.is_mixed and bool(self.of(one)) and bool(self.of(other)) and not self.of(one) & self.of(other)
+
     def is_complete(self, name: str) -> bool:
         """Whether each role that a model needs has an instance for it, be it well or not."""
         return all(self.among(name, self._of_role(role)) for role in self._roles)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.misfits import Misfits
+    from proxy.balancer.models import Models
     from proxy.balancer.pinned_kv import Pin, PinnedKv
     from proxy.balancer.pools import Pools
     from proxy.connectors.kv_transfer import PrefilledKv
@@ -67,6 +68,7 @@ class Releaser(BackgroundOwner):
         settings: Settings,
         pinned_kv: PinnedKv,
         misfits: Misfits,
+        models: Models,
         metrics: Metrics,
         *,
         settle_seconds: float = SETTLE_SECONDS,
@@ -75,6 +77,7 @@ class Releaser(BackgroundOwner):
         self._upstream = upstream
         self._pinned_kv = pinned_kv
         self._misfits = misfits
+        self._models = models
         self._metrics = metrics
         self._settle_seconds = settle_seconds
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
@@ -107,7 +110,7 @@ class Releaser(BackgroundOwner):
         pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._settings.release == "never":
             return
-        if not self._is_supported(kv.transfer):
+        if not self._is_supported(kv):
             self._ended(kv, "unsupported")
         elif len(self._background) >= _MAX_PENDING:
             self._ended(kv, "failed")
@@ -180,7 +183,7 @@ class Releaser(BackgroundOwner):
             "kv_transfer_params": orjson.Fragment(kv.params),
         }
         try:
-            decoder = self._decoder(kv.transfer, failed)
+            decoder = self._decoder(kv, failed)
             response, answer = await self._upstream.fetch(
                 decoder,
                 Api.COMPLETIONS.path,
@@ -199,24 +202,27 @@ class Releaser(BackgroundOwner):
         # An engine that takes any model's name (VLLM_SKIP_MODEL_NAME_VALIDATION) fetches the KV, which frees it, too.
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
-    def _decoder(self, transfer: KvTransfer, failed: Collection[Backend]) -> Backend:
+    def _decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
         """A decoder that can release, if possible one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
-        unable = {backend for backend in decoders.eligible() if not self._can_release(backend, transfer)}
+        unable = {backend for backend in decoders.eligible() if not self._can_release(backend, kv)}
         try:
             return decoders.pick(unable.union(failed))
         except NoBackendAvailable:
             return decoders.pick(unable)
 
-    def _is_supported(self, transfer: KvTransfer) -> bool:
+    def _is_supported(self, kv: PrefilledKv) -> bool:
         """False when there are decoders and none of them can."""
         decoders = self._pools.decode.eligible()
-        return not decoders or any(self._can_release(decoder, transfer) for decoder in decoders)
+        return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
 
-    def _can_release(self, decoder: Backend, transfer: KvTransfer) -> bool:
-        """Whether a decoder can release KV: one that fetches none has nothing to tell a prefiller either."""
-        is_able = releases_rejected(transfer, self._pools.decode.engine_version(decoder))
-        return is_able and self._misfits.verdict(decoder) is not Verdict.COMPUTED
+    def _can_release(self, decoder: Backend, kv: PrefilledKv) -> bool:
+        """Whether a decoder can release KV: one that fetches none has nothing to tell a prefiller either, and one of
+        another model had better not shake hands with it.
+        """
+        is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
+        is_computing = self._misfits.verdict(decoder) is Verdict.COMPUTED
+        return is_able and not is_computing and not self._models.are_apart(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
         """How long a prefiller keeps KV that no decoder fetches."""

@@ -17,7 +17,7 @@ from proxy.discovery.watcher import look_once
 from proxy.doctor.asking import Asker, bootstrap_place
 from proxy.doctor.engine import check_engines, well
 from proxy.doctor.findings import Finding, Severity
-from proxy.doctor.fleet import check_fleet
+from proxy.doctor.fleet import by_model, check_fleet
 from proxy.doctor.pair import Canaries, check_pairs
 from proxy.doctor.told import IDLE_SECONDS, Examined, Fleet
 from proxy.observe.metrics import Metrics
@@ -96,7 +96,8 @@ class Examination:
                     balancing.health.on_probe(engine.backend, ok=True, reason="passed its health check")
                     balancing.health.note_facts(engine.backend, engine.facts)
                 async with _linked(basis, balancing, lines, callbacks) as link:
-                    found += await self._send_canaries(link, fit)
+                    for alike in by_model(fit):
+                        found += await self._send_canaries(link, alike)
         return found
 
     async def _ask(self, asker: Asker, balancing: Balancing) -> Sequence[Examined]:
@@ -134,16 +135,16 @@ class Examination:
         return replace(fleet, settings=settings), [found]
 
     async def _send_canaries(self, link: Link, fit: Sequence[Examined]) -> list[Finding]:
+        """`fit`: at least one, which all serve the same."""
         settings = link.context.settings
         takes_prefillers = settings.connector_traits.takes_prefillers
         prefillers = [engine for engine in fit if engine.backend.role is Role.PREFILL]
         decoders = [engine for engine in fit if engine.backend.role is Role.DECODE]
-        models = {frozenset(engine.facts.identity.models) for engine in fit}
-        if not decoders or (takes_prefillers and not prefillers) or len(models) != 1:
+        if not decoders or (takes_prefillers and not prefillers) or not fit[0].serves:
             return []
         lengths = [engine.facts.max_model_len for engine in fit if engine.facts.max_model_len is not None]
         size = prompt_bytes(self._canary_tokens, settings.cost.bytes_per_token, lengths)
-        prompt = CanaryPrompt.of(min(models.pop()), size)
+        prompt = CanaryPrompt.of(min(fit[0].serves), size)
         canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
         pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
         total = len(pairs) * self._canaries_per_pair + len(decoders)

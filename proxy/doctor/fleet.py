@@ -10,7 +10,7 @@ from proxy.balancer.models import odd_ones
 from proxy.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from proxy.doctor.told import Examined, Fleet
 
@@ -21,8 +21,8 @@ def check_fleet(fleet: Fleet) -> list[Finding]:
 
 
 def check_same_models(fleet: Fleet) -> Iterator[Finding]:
-    """All serve the same models."""
-    told = {engine.backend: engine.facts.identity.models for engine in fleet.told if engine.facts.identity.models}
+    """All serve a model that each role serves."""
+    told = {engine.backend: engine.serves for engine in fleet.told if engine.serves}
     for backend, words in odd_ones(told).items():
         what, _, hint = words.partition(": ")
         yield Finding(Severity.FAILURE, "model", f"{backend.role} {backend.name}", what, hint)
@@ -30,23 +30,19 @@ def check_same_models(fleet: Fleet) -> Iterator[Finding]:
 
 def check_same_length(fleet: Fleet) -> Iterator[Finding]:
     """Sequences may be equally long everywhere."""
-    lengths = {engine: engine.facts.max_model_len for engine in fleet.told if engine.facts.max_model_len}
-    for engine, length in _odd(lengths):
-        common = Counter(lengths.values()).most_common(1)[0][0]
-        words = f"takes {length} tokens (--max-model-len), and others {common}"
-        yield Finding(
-            Severity.WARNING, "length", engine.subject, words, "what fits one engine is refused by the next one"
-        )
+    for engines in by_model(fleet.told):
+        lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
+        for engine, length in _odd(lengths):
+            common = Counter(lengths.values()).most_common(1)[0][0]
+            words = f"takes {length} tokens (--max-model-len), and others {common}"
+            hint = "what fits one engine is refused by the next one"
+            yield Finding(Severity.WARNING, "length", engine.subject, words, hint)
 
 
 def check_same_version(fleet: Fleet) -> Iterator[Finding]:
     """All are of one version: engines of two may not understand each other's KV cache."""
-    for kind in {engine.facts.identity.kind for engine in fleet.told}:
-        versions = {
-            engine: engine.version for engine in fleet.told if engine.version and engine.facts.identity.kind == kind
-        }
-        for engine, version in _odd(versions):
-            common = Counter(versions.values()).most_common(1)[0][0]
+    for engines in by_model(fleet.told):
+        for engine, version, common in _odd_versions(engines):
             words = f"is version {version}, and others are {common}"
             hint = "fine during an upgrade; KV cache may not travel between versions, and some features are not used"
             yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
@@ -95,7 +91,7 @@ def check_roles_are_filled(fleet: Fleet) -> Iterator[Finding]:
 
 def check_aliases(fleet: Fleet) -> Iterator[Finding]:
     """Aliases are of models that some engine serves."""
-    served = {name for engine in fleet.told for name in engine.facts.identity.models}
+    served = {name for engine in fleet.told for name in engine.serves}
     if not served:
         return
     for alias in fleet.settings.models.aliases:
@@ -104,6 +100,23 @@ def check_aliases(fleet: Fleet) -> Iterator[Finding]:
             words = f"models.aliases sends {said!r} to {meant!r}, which no engine serves"
             hint = f"engines serve {', '.join(map(repr, sorted(served)[:3]))}"
             yield Finding(Severity.FAILURE, "alias", "gateway", words, hint)
+
+
+def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
+    """Together those that serve the same."""
+    groups: dict[frozenset[str], list[Examined]] = {}
+    for engine in engines:
+        groups.setdefault(engine.serves, []).append(engine)
+    return list(groups.values())
+
+
+def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, object, object]]:
+    """Of engines of each kind those whose version is not the most common one, and that."""
+    for kind in {engine.facts.identity.kind for engine in engines}:
+        of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
+        versions = {engine: engine.version for engine in of_kind if engine.version}
+        for engine, version in _odd(versions):
+            yield engine, version, Counter(versions.values()).most_common(1)[0][0]
 
 
 def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object]]:

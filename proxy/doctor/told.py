@@ -51,6 +51,11 @@ class Examined:
         return f"{self.backend.role} {self.backend.name}"
 
     @property
+    def serves(self) -> frozenset[str]:
+        """Its models without adapters, as whoever named it says, or else as it tells; empty: it does not."""
+        return frozenset(self.backend.models) or self.facts.identity.models
+
+    @property
     def is_reached(self) -> bool:
         """Whether it accepts connections."""
         return any(isinstance(told, float) for told in self.connects.values())

@@ -10,13 +10,14 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from proxy.balancer.backend_health import HealthState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client import Metric
 
     from proxy.backend import Backend
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
+    from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Scoreboard
 
@@ -30,7 +31,16 @@ class Instances:
     `instance`, because Prometheus gives every series a label of that name: the gateway it was scraped from.
     """
 
-    def __init__(self, pools: Sequence[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        scoreboard: Scoreboard,
+        health: Health,
+        misfits: Misfits,
+        pool_of: Callable[[Backend], Pool] | None = None,
+    ) -> None:
+        """`pools`: of all backends. `pool_of`: that in which one is chosen; None: one of these."""
+        self._pool_of = pool_of
         self._pools = pools
         self._scoreboard = scoreboard
         self._health = health
@@ -98,7 +108,8 @@ class Instances:
         now = time.monotonic()
         for pool, backend in self._all():
             key = (backend.role.value, backend.name)
-            if (most := pool.policy.most_running(backend)) is not None:
+            chooses = pool if self._pool_of is None else self._pool_of(backend)
+            if (most := chooses.policy.most_running(backend)) is not None:
                 knee.add_metric(key, most)
             _, charged = self._scoreboard.own(backend.slot)
             health = self._health.of(backend)
@@ -117,3 +128,22 @@ class Instances:
                 misfits.add_metric((*key, misfit.kind), 1)
         yield from (up, state, weight, inflight, load, failures)
         yield from (pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)
+
+
+def collect_models(models: Models, pools: Sequence[Pool]) -> Iterator[Metric]:
+    """How many instances of these pools each model has at the moment of a scrape."""
+    found = GaugeMetricFamily(
+        "pdproxy_model_instances",
+        "Instances that may get requests for a model or an adapter, by role; those that tell nothing are left out.",
+        labels=("model", "role"),
+    )
+    eligible = {pool.role: pool.eligible() for pool in pools}
+    models.look()
+    counts = {(name, role): 0 for name in models.names for role in eligible}
+    for role, backends in eligible.items():
+        for backend in backends:
+            for name in models.of(backend):
+                counts[name, role] += 1
+    for (name, role), count in counts.items():
+        found.add_metric((name, role.value), count)
+    yield found

@@ -30,6 +30,7 @@ class RequestMetrics(RequestListener):
         metrics.show_generation_series(labels)
         # Finding a series by its labels costs more than counting with it, and there are few.
         self._requests = cache(metrics.requests_total.labels)
+        self._by_model = cache(metrics.model_requests_total.labels)
         self._ends = cache(metrics.request_end_total.labels)
         self._durations = cache(metrics.request_duration_seconds.labels)
         self._first_tokens = cache(metrics.time_to_first_token_seconds.labels)
@@ -50,6 +51,9 @@ class RequestMetrics(RequestListener):
             self._inflight(api).inc(change)
         for (api, status), count in _tally((record.api, outcome.status) for record, outcome in ended).items():
             self._requests(api, status).inc(count)
+        for record, outcome in ended:
+            if record.served_model is not None:
+                self._by_model(record.served_model, outcome.status).inc()
         for (term, broken), count in _tally((outcome.term, outcome.broken) for _, outcome in ended).items():
             self._ends(term).inc(count)
             if broken is not None:

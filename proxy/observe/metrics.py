@@ -31,7 +31,7 @@ from proxy.balancer.breaker import Cause
 from proxy.balancer.choice import REASONS
 from proxy.balancer.handovers import Verdict
 from proxy.errors import Failure
-from proxy.observe.instances import Instances
+from proxy.observe.instances import Instances, collect_models
 from proxy.observe.sources import collect_sources
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from proxy.backend import Backend
     from proxy.balancer.health import Health
     from proxy.balancer.misfits import Misfits
+    from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.scoreboard import Scoreboard
@@ -146,6 +148,7 @@ class Metrics:
         self._instances: Instances | None = None
         self._worker_replacements: Callable[[], Mapping[str, int]] | None = None
         self._sources: Callable[[], Iterable[Metric]] | None = None
+        self._models: Callable[[], Iterable[Metric]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
         self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
@@ -162,6 +165,13 @@ class Metrics:
         )
         self.requests_total = Counter(
             "requests_total", "Client requests by API and HTTP status.", ("api", "code"), **new
+        )
+        self.model_requests_total = Counter(
+            "model_requests_total",
+            "Generation requests by model, as instances call it, and HTTP status, as long as instances serve different "
+            "models.",
+            ("model", "code"),
+            **new,
         )
         self.request_end_total = Counter(
             "request_end_total",
@@ -425,9 +435,20 @@ class Metrics:
         )
         self._show_known_series()
 
-    def watch_instances(self, pools: Iterable[Pool], scoreboard: Scoreboard, health: Health, misfits: Misfits) -> None:
-        """From now on every scrape tells about the instances that these have at that moment."""
-        self._instances = Instances(tuple(pools), scoreboard, health, misfits)
+    def watch_instances(
+        self,
+        pools: Iterable[Pool],
+        scoreboard: Scoreboard,
+        health: Health,
+        misfits: Misfits,
+        pool_of: Callable[[Backend], Pool] | None = None,
+    ) -> None:
+        """From now on every scrape tells about the instances that these have at that moment; see Instances."""
+        self._instances = Instances(tuple(pools), scoreboard, health, misfits, pool_of)
+
+    def watch_models(self, models: Models, pools: Iterable[Pool]) -> None:
+        """From now on every scrape tells how many instances each model has at that moment."""
+        self._models = partial(collect_models, models, tuple(pools))
 
     def watch_sources(self, states: SourceStates, roster: Roster) -> None:
         """From now on every scrape tells about the sources of discovery that there are at that moment."""
@@ -475,6 +496,8 @@ class Metrics:
             for gap in KV_EVENT_GAPS:
                 self.kv_event_gaps_total.labels(*name, gap)
         told: list[Metric] = [] if self._instances is None else list(self._instances.collect())
+        if self._models is not None:
+            told += self._models()
         if self._sources is not None:
             told += self._sources()
         if self._worker_replacements is not None:

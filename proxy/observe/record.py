@@ -28,6 +28,8 @@ class RequestRecord:
     """The name of the key that the client showed; `-` when clients need none."""
     model: object = None
     """The name of the model, as the client says it, whatever that is; None when it says none."""
+    served_model: str | None = None
+    """The same as instances call it; None: it was not looked at, as all instances serve the same, or none serves it."""
     stream: bool = False
     first_token_seconds: float | None = None
     ended: float = 0.0

@@ -39,6 +39,12 @@ class Instance:
     """All workers of all of them give it requests, as they have found it well."""
     inflight: int
     """Requests there, of all of them."""
+    models: frozenset[str] = frozenset()
+    """What it serves; empty: that is not known."""
+
+    def stands_in_for(self, other: Instance) -> bool:
+        """Whether it may serve what another one serves, as far as is known."""
+        return not self.models or not other.models or bool(self.models & other.models)
 
 
 class Gateways:
@@ -152,6 +158,7 @@ def _together(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
         is_disabled=any(view["membership"] == "disabled" for view in views),
         serves=all(view["membership"] == "enabled" and view["states"].keys() == {"up"} for view in views),
         inflight=sum(view["load"]["inflight"] for view in views),
+        models=frozenset[str]().union(*(view.get("models") or () for view in views)),
     )
 
 

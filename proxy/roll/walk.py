@@ -26,7 +26,8 @@ class Limits:
     """What has to hold meanwhile, and how long things may take."""
 
     min_serving: int | None = None
-    """So many others serve while one is away; None: all others that serve at the beginning, and at least one."""
+    """So many others serve while one is away, one of which serves its model; None: all others that serve at the
+    beginning, and at least one."""
     max_failures: int = 0
     """The walk stops when clients have seen more requests fail."""
     evacuate_after_seconds: float | None = None
@@ -92,6 +93,10 @@ class Walk:
         self._least = least
         if planned and len(there) <= least:
             raise RollStopped(f"there are no {least} others to serve while one is away; --min-serving says how many")
+        for instance in planned if least else ():
+            if not any(other.stands_in_for(instance) for other in there if other is not instance):
+                models = ", ".join(sorted(instance.models))
+                raise RollStopped(f"{instance.address} alone serves {models}; --min-serving 0 restarts it all the same")
         return planned
 
     @property
@@ -168,7 +173,9 @@ class Walk:
         return _one(self._gateways.instances(), address).serves
 
     def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
-        return sum(instance.serves for instance in there if instance.address != address) >= self._least
+        others = [instance for instance in there if instance.serves and instance.address != address]
+        away = _one(there, address)
+        return len(others) >= self._least and (not self._least or any(other.stands_in_for(away) for other in others))
 
 
 def _one(there: Sequence[Instance], address: str) -> Instance:

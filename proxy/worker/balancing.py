@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +34,14 @@ if TYPE_CHECKING:
     Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
 
 
+class PoolOf:
+    """In which pool a backend is compared with others: that of its role, unless there are several of them."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.find: Callable[[Backend], Pool] = lambda backend: pools.of(backend.role)
+        """Replaced once there is somebody who knows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
     """It does no IO."""
@@ -47,6 +54,7 @@ class Balancing:
     pools: Pools
     models: Models
     """Which models the instances serve."""
+    pool_of: PoolOf
     part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
     """Makes pools of those backends that serve certain models, and what configures them."""
     on_transition: Callable[[Transition], None]
@@ -69,7 +77,6 @@ def build_balancing(basis: Basis) -> Balancing:
     ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
     models = Models(shared.roster, health, needed)
-    prefill_pools = weakref.WeakSet[Pool]()
 
     def pool(role: Role, part: tuple[Pool, Serving] | None = None) -> tuple[Pool, Callable[[Settings], None]]:
         context = PolicyContext(
@@ -98,8 +105,6 @@ def build_balancing(basis: Basis) -> Balancing:
             on_change=models.look if part is None else None,
             part=part,
         )
-        if role is Role.PREFILL:
-            prefill_pools.add(made)
         return made, _configuring(made, current, context)
 
     def pools(whole: Pools | None = None, serving: Serving | None = None) -> tuple[Pools, Callable[[Settings], None]]:
@@ -118,8 +123,6 @@ def build_balancing(basis: Basis) -> Balancing:
 
     everybody, configure = pools()
     live.add(configure)
-    gauge = basis.metrics.prefix_index_keys
-    basis.metrics.settle_first(lambda: gauge.set(sum(one.policy.remembered for one in prefill_pools)))
     return Balancing(
         health=health,
         keys=keys,
@@ -127,6 +130,7 @@ def build_balancing(basis: Basis) -> Balancing:
         pinned_kv=pinned_kv,
         pools=everybody,
         models=models,
+        pool_of=PoolOf(everybody),
         part=lambda serving: pools(everybody, serving),
         on_transition=on_transition,
     )

@@ -97,8 +97,13 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             await stack.enter_async_context(canaries)
             basis.live.add(canaries.configure)
         basis.metrics.watch_instances(
-            tuple(everybody.values()), basis.shared.scoreboard, balancing.health, basis.shared.misfits
+            tuple(everybody.values()),
+            basis.shared.scoreboard,
+            balancing.health,
+            basis.shared.misfits,
+            lambda backend: balancing.pool_of.find(backend),
         )
+        basis.metrics.watch_models(balancing.models, everybody.values())
         await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))
         yield Engines(
             lines=lines,
@@ -126,7 +131,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             balancing.keys,
             names,
             stall_seconds=stall_seconds(settings),
-            on_stall=lambda backend: balancing.pools.of(backend.role).outcomes.report_stall(backend),
+            on_stall=lambda backend: balancing.pool_of.find(backend).outcomes.report_stall(backend),
             is_news=basis.shared.bulletin.is_news,
         ) as upstream,
     ):
@@ -148,6 +153,7 @@ async def build_link(
             settings=settings,
             pinned_kv=balancing.pinned_kv,
             misfits=basis.shared.misfits,
+            models=balancing.models,
             metrics=basis.metrics,
             settle_seconds=settle_seconds,
         ) as releaser,

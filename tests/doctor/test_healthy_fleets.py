@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ async def test_there_is_no_false_alarm(
     assert exit_code(found.findings) == 0
     fetched = {found.short(f.subject) for f in found.findings if f.check == "kv" and f.severity is Severity.OK}
     assert fetched == (set() if connector == "plain" else {f"P{p} → D{d}" for p in range(2) for d in range(2)})
+
+
+async def test_two_models_are_two_fleets() -> None:
+    a, b = {"model": "a"}, {"model": "b", "max_model_len": 4096, "profile_name": "v0.33"}
+    found = await examined(Mistake("none", "", "", prefillers=(a, b), decoders=(a, b, b)), Path)
+    assert found.subjects(Severity.WARNING) == set()
+    fetched = {found.short(f.subject) for f in found.findings if f.check == "kv" and f.severity is Severity.OK}
+    assert fetched == {"P0 → D0", "P1 → D1", "P1 → D2"}
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.23", "v0.27", "v0.30", "v0.33"])

@@ -12,7 +12,7 @@ import pytest
 from proxy.balancer.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
-from tests.deployment import Deployment, generations
+from tests.deployment import Deployment, generations, releases
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
@@ -251,9 +251,49 @@ async def test_a_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None
         assert {lane.pools.decode.limit(decoder) for decoder in lane.pools.decode.backends()} == {7}
 
 
+async def test_metrics_tell_instances_and_requests_by_model(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, models={"aliases": ["best=b"]})
+    for said in ("a", "a", "best", "x"):
+        await gateway.ask(chat(said))
+    gateway.worker.metrics.settle()
+    assert gateway.metrics("pdproxy_model_requests_total") == {("200", "a"): 2, ("200", "b"): 1}
+    await take_down(gateway, "b")
+    instances = {("a", "prefill"): 2, ("a", "decode"): 2, ("b", "prefill"): 2}
+    assert gateway.metrics("pdproxy_model_instances") == instances
+    assert {
+        line for line in gateway.worker.metrics.render("")[0].decode().splitlines() if "model_instances{" in line
+    } >= {'pdproxy_model_instances{model="b",role="decode"} 0.0'}
+
+
+async def test_a_stalled_engine_is_compared_with_those_of_its_model(deploy: Deploy) -> None:
+    gateway = await deploy(engines("prefill", "a", "b"), engines("decode", "a", "b", "a"))
+    await until(lambda: is_mixed(gateway), "the engines' models")
+    assert not stalls(gateway, gateway.decoders[1])  # the last one of its model
+    assert stalls(gateway, gateway.decoders[0])
+
+
+async def test_kv_is_released_by_decoders_of_its_model(deploy: Deploy) -> None:
+    gateway = await deploy(
+        engines("prefill", "a", "b", profile_name="v0.33"), engines("decode", "b", "a", "b", "b", profile_name="v0.33")
+    )
+    await until(lambda: is_mixed(gateway), "the engines' models")
+    decoder = gateway.decoders[1]
+    decoder.faults.add("refuse_status", status=500, times=1)
+    await gateway.ask(chat("a"))
+    await until(lambda: not gateway.worker.releaser.pending, "the release")
+    assert [len(releases(engine)) for engine in gateway.decoders] == [0, 1, 0, 0]
+
+
 async def ready(gateway: Deployment, query: str = "") -> tuple[int, Any]:
     async with gateway.session.get(f"{gateway.url}/readyz{query}") as answer:
         return answer.status, (await answer.json()).get("models")
+
+
+def stalls(gateway: Deployment, engine: SimulatedEngine) -> bool:
+    """Whether it is taken out for being silent."""
+    backend = backend_of(gateway, engine)
+    pool = gateway.worker.lanes.of_backend(backend).pools.of(backend.role)
+    return pool.outcomes.report_stall(backend)
 
 
 def waiting(gateway: Deployment) -> int:

@@ -117,6 +117,8 @@ def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
     gateway.metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     for family in gateway.families().values():
         if family.type in ("counter", "histogram") and family.name.startswith("pdproxy_"):
+            if family.name == "pdproxy_model_requests":
+                continue  # which models there are instances say
             assert family.samples, family.name
             assert {sample.value for sample in family.samples} == {0.0}
     assert gateway.value("pdproxy_request_end_total", term="--") == 0

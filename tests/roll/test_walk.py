@@ -186,6 +186,18 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
         await Roll(gateway, min_serving=2).goes()
 
 
+async def test_the_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -> None:
+    prefillers = [SimulatedEngine(role="prefill", model=model) for model in "ab"]
+    decoders = [SimulatedEngine(role="decode", model=model) for model in "aba"]
+    gateway = await deploy(prefillers, decoders, health=PROBED)
+    first, second, third = map(name_of, gateway.decoders)
+    with pytest.raises(RollStopped, match=f"{second} alone serves b; --min-serving 0"):
+        await Roll(gateway).goes()
+    roll = Roll(gateway)
+    await roll.goes((first, third))
+    assert roll.restarts == [first, third]
+
+
 async def test_the_only_instance_is_restarted_if_that_is_said(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow()], health=PROBED)
     with pytest.raises(RollStopped, match="there are no 1 others to serve"):
