@@ -142,19 +142,18 @@ class Scoreboard:
         """All that this gateway's workers have charged, as it is now, for `changed`."""
         return self._cells[: self.workers * self._width].tobytes()
 
-    def changed(self, before: bytes, after: bytes) -> Set[int]:
-        """The slots in which `own_cells` was another then. `before` may be empty: nothing was charged."""
-        width = self._width * _CELL_BYTES
+    def changed(self, slots: Iterable[int], before: bytes, after: bytes) -> Set[int]:
+        """Those of the slots in which `own_cells` was another then. `before` may be empty: nothing was charged."""
         before = before or bytes(len(after))
-        slots: set[int] = set()
-        for row in range(0, len(after), width):
-            if before[row : row + width] != after[row : row + width]:
-                slots.update(
-                    slot
-                    for slot, at in enumerate(range(row, row + width, _SLOT_BYTES))
-                    if before[at : at + _SLOT_BYTES] != after[at : at + _SLOT_BYTES]
-                )
-        return slots
+        rows = range(0, len(after), self._width * _CELL_BYTES)
+        changed = set()
+        for slot in slots:
+            for row in rows:
+                first = row + slot * _SLOT_BYTES
+                end = first + _SLOT_BYTES
+                if before[first:end] != after[first:end]:
+                    changed.add(slot)
+        return changed
 
     def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""

@@ -69,8 +69,9 @@ class Own:
         instances: dict[str, Charge] = {}
         before, self._cells = self._cells, self._scoreboard.own_cells()
         if before != self._cells:
-            changed = self._scoreboard.changed(before, self._cells)
-            instances = {backend.key: self._charge(backend) for backend in self.members() if backend.slot in changed}
+            members = {backend.slot: backend for backend in self.members()}
+            changed = self._scoreboard.changed(members, before, self._cells)
+            instances = {members[slot].key: self._charge(members[slot]) for slot in changed}
         verdicts = self._judged(now)
         passed, self._told_verdicts = self._told_verdicts, verdicts
         verdicts = dict.fromkeys(passed, 0) | verdicts if passed != verdicts else {}

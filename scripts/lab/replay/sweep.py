@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _URL: Final = "redis://in-memory"
-_SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
+SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
     "nothing": None,
     "exchanges": {"url": _URL, "news_seconds": None},
     "news": {"url": _URL},
@@ -57,9 +57,7 @@ def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list
     runs = []
     for number, (trace, fleet, name, load, seed) in enumerate(plan, 1):
         began = time.monotonic()
-        requests = arrivals(fleet, traces[trace], load, seed)
-        if options.bursts is not None:
-            requests = bursty(requests, options.bursts)
+        requests = timed_arrivals(fleet, traces[trace], load, seed, options)
         case = Case(trace, fleet.name)
         progress = Progress(f"{number}/{len(plan)} {case}, {name}, load {load:g}, seed {seed}", len(requests))
         both = policies(fleet, options.decode_policy)[name]
@@ -84,6 +82,14 @@ def arrivals(fleet: Fleet, requests: Sequence[Request], load: float, seed: int) 
     return faster(evened, fleet.speed * load / native)
 
 
+def timed_arrivals(
+    fleet: Fleet, requests: Sequence[Request], load: float, seed: int, options: argparse.Namespace
+) -> list[Request]:
+    """The same, in bursts if the command line says so."""
+    timed = arrivals(fleet, requests, load, seed)
+    return timed if options.bursts is None else bursty(timed, options.bursts)
+
+
 def in_virtual_time(
     fleet: Fleet,
     policy: tuple[MakePolicy, MakePolicy],
@@ -103,7 +109,7 @@ def in_virtual_time(
                 seed=seed,
                 workers=options.workers,
                 gateways=options.gateways,
-                replicas=_SHARED[options.share],
+                replicas=SHARED[options.share],
                 kv_events=options.kv_events,
                 max_running_prefill=options.max_running_prefill,
                 max_running_decode=options.max_running_decode,

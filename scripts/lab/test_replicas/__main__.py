@@ -2,7 +2,7 @@
 
 The same bursts go through one gateway, through three that know nothing of each other, and through three that share, in
 front of the same engines, which are one process, so that the truth has one clock: at each arrival, what the chosen
-engine has to do already, less what the least loaded engine of its role has.
+engine has to do already, less what the least loaded engine of its role has. With a trace also goodput: see replayed.py.
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import sys
 import tempfile
-import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.request import urlopen
 
 import uvloop
 
-from lab.common.invocation import allow_many_files, unwind_on_signals
-from lab.common.processes import HOST, free_ports
+from lab.common.gateways import become_aware
+from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
+from lab.common.processes import free_ports
 from lab.common.scripted import programs
 from lab.common.scripted.clients import Crowd, request
 from lab.common.scripted.engines import Script
 from lab.common.store import store
 from lab.common.table import aligned
+from lab.test_replicas import replayed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 _PREFILLERS, _DECODERS, _GATEWAYS = 4, 8, 3
 _PATIENCE_SECONDS = 30.0
-_FOLLOWED_SECONDS = 10.0
 # What they weigh is known exactly, and prompts that begin alike do not attract each other.
 _POLICIES = {"PROXY_BALANCE__PREFILL_POLICY": "least_tokens", "PROXY_BALANCE__DECODE_POLICY": "least_tokens"}
 _GONE, _BACK = "replicas: the store does not answer", "replicas: the store answers again"
@@ -107,24 +105,6 @@ def _measure(name: str, engines: programs.Engines, options: argparse.Namespace, 
     return _Found(rows, sum(means.values()), failed)
 
 
-def _peers(port: int) -> float:
-    with urlopen(f"http://{HOST}:{port}/metrics", timeout=5) as answer:
-        found = re.search(r"^pdproxy_replicas_peers (\S+)$", answer.read().decode(), re.MULTILINE)
-    return float(found[1]) if found else -1.0
-
-
-def _become(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _FOLLOWED_SECONDS
-    while not holds():
-        if time.monotonic() > deadline:
-            sys.exit(f"in vain: {what}")
-        time.sleep(0.05)
-
-
-def _become_aware(ports: Sequence[int], of: int = _GATEWAYS - 1) -> None:
-    _become(f"each gateway knows {of} others", lambda: all(_peers(port) == of for port in ports))
-
-
 def _lose_store(engines: programs.Engines, options: argparse.Namespace, logs: Path) -> list[str]:
     """Kill the store under load, and start it again; what went wrong."""
     logs.mkdir()
@@ -138,12 +118,12 @@ def _lose_store(engines: programs.Engines, options: argparse.Namespace, logs: Pa
         until_lost = stack.enter_context(ExitStack())
         url = until_lost.enter_context(store(port, logs))
         ports = stack.enter_context(_gateways(engines, _GATEWAYS, logs, url))
-        _become_aware(ports)
+        become_aware(ports, _GATEWAYS - 1)
         until_lost.close()
         failed = uvloop.run(_bursts(options, ports))
-        _become_aware(ports, of=0)
+        become_aware(ports, 0)
         stack.enter_context(store(port, logs))
-        _become_aware(ports)
+        become_aware(ports, _GATEWAYS - 1)
         lines = told(_GONE), told(_BACK)
     print(
         f"The store gone under load: {failed} requests failed; lines of each gateway: {lines[0]} gone, {lines[1]} back"
@@ -170,7 +150,7 @@ def main() -> None:
         for name, (count, shared) in ways.items():
             with _gateways(engines, count, logs / name, shared) as ports:
                 if shared is not None:
-                    _become_aware(ports)
+                    become_aware(ports, _GATEWAYS - 1)
                 found[name] = _measure(name, engines, options, ports)
             print(f"{name}: done", file=sys.stderr, flush=True)
         heads = ("gateways", "role", "picks", "mean error", "p99", "max", "weighted", "failed")
@@ -181,6 +161,8 @@ def main() -> None:
     wrong += [f"{one.failed} requests failed" for one in found.values() if one.failed]
     if sharing.error >= alone.error:
         wrong.append("sharing has not made picks better")
+    if options.trace is not None:
+        wrong += replayed.compare(options.trace, options.requests, options.seed)
     sys.exit("; ".join(wrong) or None)
 
 
@@ -190,7 +172,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=50, help="requests in a burst (default: 50)")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second in a burst (default: 6)")
     parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
-    return parser.parse_args()
+    parser.add_argument("--trace", type=Path, help="replay this, too, on engines that batch, as scripts/replay does")
+    parser.add_argument("--requests", type=int, default=400, help="of the trace (default: 400)")
+    options = parser.parse_args()
+    options.trace = options.trace and called_from() / options.trace
+    return options
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ class Program:
     peer: Peer
     policy: str | None = None
     """The gateway's own for prefillers; None: it is not this gateway."""
+    copies: int = 1
+    """Processes of it, any of which gets a request."""
+    shares: str = "nothing"
+    """What they tell each other, as scripts/replay --share."""
 
 
 def programs(options: argparse.Namespace) -> Iterator[Program]:
@@ -37,7 +41,11 @@ def programs(options: argparse.Namespace) -> Iterator[Program]:
             "ADMISSION__MAX_RUNNING_DECODE": options.max_running_decode,
         }
         given = [f"PROXY_{name}={value}" for name, value in settings.items() if value is not None]
-        yield Program(f"{peers.OURS}, {policy}", replace(ours, words=("env", *given, *ours.words)), policy)
+        copies, shares = options.gateways, options.share
+        name = f"{peers.OURS}, {policy}" + (f", {copies} sharing {shares}" if copies > 1 else "")
+        yield Program(name, replace(ours, words=("env", *given, *ours.words)), policy, copies, shares)
+    if options.gateways > 1:
+        return  # they are compared with one of the same
     for policy in _ROUTERS_POLICIES:
         for peer in peers.routers(policy):
             yield Program(f"{peer.name}, {policy}", peer)

@@ -10,7 +10,7 @@ from lab.replay.figures import Case, Run, Slo, figures
 from lab.replay.policies import policies
 from lab.replay.sockets.course import over_sockets
 from lab.replay.sockets.programs import programs
-from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
+from lab.replay.sweep import Progress, fleets, in_virtual_time, timed_arrivals
 
 if TYPE_CHECKING:
     import argparse
@@ -30,14 +30,16 @@ def sweep_sockets(options: argparse.Namespace, traces: dict[str, list[Request]])
     slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
     known = list(programs(options))
     runs: list[Run] = []
-    rows: list[Sequence[str]] = [("program", "trace, fleet", "load", "CPU a request", "late, mean", "late, p99")]
+    rows: list[Sequence[str]] = [
+        ("program", "trace, fleet", "load", "CPU a request", "told a request", "late, mean", "late, p99")
+    ]
     for trace, requests in traces.items():
         for fleet in fleets(options):
             for program in known:
                 for load in options.loads:
                     for seed in options.seeds:
                         case = Case(trace, fleet.name)
-                        timed = arrivals(fleet, requests, load, seed)
+                        timed = timed_arrivals(fleet, requests, load, seed, options)
                         replay = _one(case, fleet, program, timed, load, seed)
                         runs.append(Run(case, program.name, load, seed, figures(replay, fleet, slo)))
                         rows.append((program.name, str(case), f"{load:g}", *_strain(replay, fleet)))
@@ -69,6 +71,7 @@ def _strain(replay: SocketReplay, fleet: Fleet) -> Sequence[str]:
     late = sorted(fleet.speed * each for each in replay.late_seconds)
     return (
         f"{1000 * replay.cpu_seconds / len(replay.courses):.2f} ms",
+        f"{replay.news_bytes / len(replay.courses):.0f} B",
         f"{sum(late) / len(late):.3f} s",
         f"{late[int(0.99 * len(late))]:.3f} s",
     )

@@ -47,6 +47,8 @@ def test_the_gateway_serves_a_trace_and_courses_tell_of_it() -> None:
         max_running_prefill=None,
         max_running_decode=None,
         reference=None,
+        gateways=1,
+        share="nothing",
     )
     ours = next(programs(options))
     ended: list[None] = []
@@ -150,6 +152,8 @@ def test_this_gateway_takes_part_by_each_policy_that_is_named(monkeypatch: pytes
         max_running_prefill=1,
         max_running_decode=None,
         reference=None,
+        gateways=1,
+        share="nothing",
     )
     found = list(programs(options))
     assert [program.name for program in found] == ["pdproxy, least_load", "pdproxy, random"]

@@ -1,0 +1,106 @@
+"""A trace through one gateway, three that do not share and three that do, in front of engines that batch: how many
+answers are good, over sockets, and by the same course of requests in virtual time, where no other program takes part.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from lab.common import peers
+from lab.common.table import aligned
+from lab.replay import virtual_time
+from lab.replay.figures import Slo, figures
+from lab.replay.fleet import Fleet, Replay
+from lab.replay.policies import OURS, policies
+from lab.replay.sockets.course import over_sockets
+from lab.replay.sockets.programs import Program
+from lab.replay.sweep import SHARED, arrivals
+from lab.replay.trace import bursty, read
+from proxy.sim.hardware.machines import MACHINES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from lab.replay.figures import Figures
+    from lab.replay.trace import Request
+
+_GATEWAYS: Final = 3
+_LOAD: Final = 0.8
+_BURST: Final = 50
+_SPEED: Final = 4.0
+_PREFILLERS: Final = 8
+_HEADS: Final = ("requests", "gateways", "where", "good", "first token, mean", "p99", "cached", "busiest", "told")
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How gateways are deployed."""
+
+    name: str
+    copies: int
+    shares: str
+
+
+_WAYS: Final = (
+    _Way("1", 1, "nothing"),
+    _Way(f"{_GATEWAYS}, not sharing", _GATEWAYS, "nothing"),
+    _Way(f"{_GATEWAYS}, sharing", _GATEWAYS, "news"),
+)
+
+
+def compare(trace: Path, requests: int, seed: int) -> list[str]:
+    """Prints a table. What went wrong: requests that failed, or sharing that is worse than not to share."""
+    machine, decode = MACHINES["kimi-k2-thinking-a3"], MACHINES["kimi-k2.5-h200"]
+    fleet = Fleet(_PREFILLERS, _PREFILLERS, machine, decode, speed=_SPEED)
+    evenly = arrivals(fleet, read(trace)[:requests], _LOAD, seed)
+    rows: list[Sequence[str]] = [_HEADS]
+    wrong: list[str] = []
+    shares: list[str] = []
+    for how, timed in (("evenly", evenly), (f"in bursts of {_BURST}", bursty(evenly, _BURST))):
+        good: list[float] = []
+        for way in _WAYS:
+            real, told = _over_sockets(fleet, way, timed)
+            virtual = _virtually(fleet, way, timed, seed)
+            rows += [
+                (how, way.name, "sockets", *_columns(real), f"{told:.0f} B"),
+                ("", "", "virtual time", *_columns(virtual), ""),
+            ]
+            good.append(virtual.good)
+            if real.served < 1:
+                wrong.append(f"{1 - real.served:.1%} of the requests failed: {how}, {way.name}")
+            print(f"{how}, {way.name}: done", file=sys.stderr, flush=True)
+        if good[2] < good[1]:
+            wrong.append(f"{how}: sharing is worse than not sharing, in virtual time")
+        shares.append(f"{good[2] / good[0]:.1%} {how}")
+    print(f"\n{aligned(rows)}\n\nBusiest: the prefiller with most time at work over the mean's. Told: a request.")
+    print(f"Good answers through {_GATEWAYS} that share over those through one, in virtual time: {', '.join(shares)}.")
+    return wrong
+
+
+def _over_sockets(fleet: Fleet, way: _Way, requests: Sequence[Request]) -> tuple[Figures, float]:
+    """And the bytes that were told for each request."""
+    program = Program(peers.OURS, peers.ours(), OURS, way.copies, way.shares)
+    replay = over_sockets(fleet, program, requests, lambda: None)
+    return figures(replay, fleet, Slo()), replay.news_bytes / len(requests)
+
+
+def _virtually(fleet: Fleet, way: _Way, requests: Sequence[Request], seed: int) -> Figures:
+    made: list[Replay] = []
+
+    async def course() -> None:
+        prefill, decode = policies(fleet, OURS)[OURS]
+        made.append(Replay(fleet, prefill, decode, seed=seed, gateways=way.copies, replicas=SHARED[way.shares]))
+        await made[0].run(requests)
+
+    virtual_time.run(course(), virtual_time.VirtualLoop())
+    return figures(made[0], fleet, Slo())
+
+
+def _columns(each: Figures) -> Sequence[str]:
+    return (
+        *(f"{100 * each.good:.1f} %", f"{each.mean:.2f} s", f"{each.p99:.1f} s"),
+        *(f"{100 * each.hits:.1f} %", f"{each.imbalance:.2f}×"),
+    )
