@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy import logs
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefiller import write_count
+from proxy.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.kv_events.messages import Source
 from proxy.kv_events.process import started
 from proxy.settings.kv_events import ASK, port_at
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.upstream import engine_json
-from proxy.wire.kv_events import parse_sources
+from proxy.wire.kv_events import configured_sources, parse_sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,17 +41,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS: Final = 1.0
-_RESTART_SECONDS: Final = (1.0, 60.0)
+_LOOK_SECONDS: Final = 0.25
+_RESTART_SECONDS: Final = (0.5, 60.0)
 _MOST_PORT: Final = 65535
 _SOURCES_PATH: Final = "/kv_event_sources"
-_ASK_SECONDS: Final = 5.0
 # An engine that has worked at so many looks and published nothing does not publish, or not there.
-_SILENT_LOOKS: Final = 30
+_SILENT_LOOKS: Final = 120
 
 _NOT_TOLD: Final = (
-    "does not tell where it publishes KV events (GET /kv_event_sources, which vLLM has from 0.33 on): was it started "
-    "with --kv-events-config? Older engines publish at a port that kv_events.endpoint names"
+    "does not tell where it publishes KV events, as vLLM from 0.33 on does at /kv_event_sources and SGLang at "
+    "/server_info: was it started with --kv-events-config and publisher zmq? Of older vLLM, name the port by "
+    "kv_events.endpoint"
 )
 _SILENT: Final = (
     "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
@@ -159,13 +160,9 @@ class Subscriptions(BackgroundOwner):
 
     async def _ask(self, backend: Backend, heard: _Heard) -> None:
         """Only ports and topics are taken from what it tells: the host is the instance's own."""
-        told = None
-        try:
-            headers = self._keys.headers(backend)
-            answer = await engine_json.get(self._session, backend.url, _SOURCES_PATH, _ASK_SECONDS, headers)
-            told = parse_sources(answer.json_or_none)
-        except engine_json.NoAnswer:
-            pass
+        told = parse_sources(await self._answer(backend, _SOURCES_PATH))
+        if told is None:
+            told = configured_sources(await self._answer(backend, SERVER_INFO_PATH))
         if self._heard.get(backend) is not heard:
             return
         if not told:
@@ -180,6 +177,15 @@ class Subscriptions(BackgroundOwner):
             )
             for source in told
         ]
+
+    async def _answer(self, backend: Backend, path: str) -> Any:
+        """None: there is none, or it is no JSON."""
+        headers = self._keys.headers(backend)
+        try:
+            answer = await engine_json.get(self._session, backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
+        except engine_json.NoAnswer:
+            return None
+        return answer.json_or_none
 
     def _notice_silence(self, backend: Backend, heard: _Heard) -> None:
         if heard.has_published or heard.is_told_silent:

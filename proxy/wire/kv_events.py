@@ -172,6 +172,51 @@ def parse_sources(answer: object) -> list[Source] | None:
         return None
 
 
+def configured_sources(info: object) -> list[Source] | None:
+    """What follows from how an engine was started, by `/server_info`: of SGLang, and of vLLM with
+    VLLM_SERVER_DEV_MODE=1. Both offset ports by the data-parallel rank (ZmqEventPublisher.offset_endpoint_port). None:
+    it does not tell, or publishes nothing.
+    """
+    try:
+        told = msgspec.convert(info, _ServerInfo)
+        if told.vllm_config is not None:
+            config, ranks = told.vllm_config.kv_events_config, told.vllm_config.parallel_config.data_parallel_size
+        elif told.kv_events_config is not None:
+            config = msgspec.json.decode(told.kv_events_config, type=_EventsConfig)
+            ranks = told.dp_size if told.enable_dp_attention else 1
+        else:
+            return None
+        if config is None or config.publisher != "zmq":
+            return None
+        port, replay = _port(config.endpoint), config.replay_endpoint and _port(config.replay_endpoint)
+        return [Source(rank, port + rank, replay + rank if replay else None, config.topic) for rank in range(ranks)]
+    except ValueError:
+        return None
+
+
+class _EventsConfig(msgspec.Struct):
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class _ParallelConfig(msgspec.Struct):
+    data_parallel_size: int = 1
+
+
+class _VllmConfig(msgspec.Struct):
+    kv_events_config: _EventsConfig | None = None
+    parallel_config: _ParallelConfig = msgspec.field(default_factory=_ParallelConfig)
+
+
+class _ServerInfo(msgspec.Struct):
+    kv_events_config: str | None = None
+    dp_size: int = 1
+    enable_dp_attention: bool = False
+    vllm_config: _VllmConfig | None = None
+
+
 class _ToldSource(msgspec.Struct):
     endpoint: str
     data_parallel_rank: int = 0

@@ -11,6 +11,7 @@ import zmq
 
 from proxy.kv_events import subscription as module
 from proxy.kv_events.messages import Source
+from proxy.kv_events.subscriber import Subscriber
 from proxy.kv_events.subscription import Subscription
 from proxy.sim.engine.kv_events import KvEventPublisher
 from proxy.sim.options import Options
@@ -160,3 +161,19 @@ async def test_only_what_has_the_topic_is_heard(context: zmq.Context[zmq.Socket[
 def stored(number: int) -> bytes:
     event = ["BlockStored", [number], None, [], SIZE, None]
     return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+async def test_ranks_of_one_instance_are_told_together_and_only_what_is_new() -> None:
+    async with publishing(CONFIG) as one, publishing(CONFIG) as other:
+        with closing(Subscriber()) as subscriber:
+            subscriber.want([to(one), to(other)])
+            ranks = list(subscriber._subscriptions.values())
+            for subscription, publisher in zip(ranks, (one, other), strict=True):
+                await joined(subscription, publisher)
+                publisher.say(stored(1))
+                await heard(subscription, SIZE)
+            (told,) = subscriber.told()
+            assert (told.count, told.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
+            assert not list(subscriber.told())
+            subscriber.want([to(one)])
+            assert list(subscriber._subscriptions.values()) == ranks[:1]

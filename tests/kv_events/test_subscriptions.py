@@ -90,15 +90,15 @@ async def test_an_engine_that_evicts_early_is_known_to_and_one_that_is_reset_is_
     assert {each for each, _, _ in counted} == {address}
 
 
-@pytest.mark.parametrize("profile", ["v0.23", "sglang"])
-async def test_engines_that_do_not_tell_where_publish_at_a_port_that_is_configured(
-    deploy: Deploy, profile: str
-) -> None:
+async def test_engines_that_do_not_tell_where_publish_at_a_port_that_is_configured(deploy: Deploy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    engine = publishing(profile, f"tcp://127.0.0.1:{port}")
-    connector = "sglang_bootstrap" if profile == "sglang" else "vllm_pull"
-    gateway = await deploy([engine], kv_events={"endpoint": f"tcp://*:{port}"}, connector=connector)
+    gateway = await deploy([publishing("v0.23", f"tcp://127.0.0.1:{port}")], kv_events={"endpoint": f"tcp://*:{port}"})
+    await publish_until(gateway, has_heard(gateway))
+
+
+async def test_sglang_tells_where(deploy: Deploy) -> None:
+    gateway = await deploy([publishing("sglang")], kv_events=AUTO, connector="sglang_bootstrap")
     await publish_until(gateway, has_heard(gateway))
 
 

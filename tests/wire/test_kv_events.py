@@ -14,6 +14,7 @@ from proxy.wire.kv_events import (
     BlocksStored,
     Source,
     Unreadable,
+    configured_sources,
     decode,
     parse_sources,
 )
@@ -146,3 +147,36 @@ SOURCE = {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.1:5558", "replay_en
 )
 def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
     assert parse_sources(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}', "dp_size": 2}, [Source(0, 5557, None, "kv")]),
+        (
+            {
+                "kv_events_config": '{"publisher":"zmq","endpoint":"tcp://*:7","replay_endpoint":"tcp://*:9"}',
+                "dp_size": 2,
+                "enable_dp_attention": True,
+            },
+            [Source(0, 7, 9, ""), Source(1, 8, 10, "")],
+        ),
+        (
+            {
+                "vllm_config": {
+                    "kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:7"},
+                    "parallel_config": {"data_parallel_size": 2},
+                }
+            },
+            [Source(0, 7, None, ""), Source(1, 8, None, "")],
+        ),
+        ({"kv_events_config": "{}"}, None),
+        ({"kv_events_config": "zmq"}, None),
+        ({"kv_events_config": None}, None),
+        ({"vllm_config": {"kv_events_config": None}}, None),
+        ({"vllm_config": "a text"}, None),
+        (None, None),
+    ],
+)
+def test_sources_follow_from_how_an_engine_was_started(info: Any, expected: Any) -> None:
+    assert configured_sources(info) == expected

@@ -64,6 +64,12 @@ class KvEventPublisher(Watcher):
         source = {"data_parallel_rank": 0, "endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         return [source | {"topic": self.topic}]
 
+    @property
+    def config(self) -> str:
+        """As it was started, with the ports that it has."""
+        endpoints = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        return msgspec.json.encode({"publisher": "zmq", **endpoints, "topic": self.topic}).decode()
+
     def expect(self, names: Sequence[Hashable], ids: Sequence[int]) -> None:
         """Blocks with these names may be stored, which hold these tokens."""
         if len(self._ids) > self._most_ids:

@@ -57,7 +57,7 @@ class SglangRoutes:
         return json_response(info | {"preferred_sampling_params": None, "model_type": "sim", "architectures": ["Sim"]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        options = self._core.options
+        options, publisher = self._core.options, self._core.kv_events
         return json_response(
             {
                 "model_path": options.model,
@@ -68,6 +68,7 @@ class SglangRoutes:
                 "reasoning_parser": options.reasoning_parser or None,
                 "tool_call_parser": options.tool_call_parser or None,
                 "dp_size": options.dp_size,
+                "kv_events_config": publisher and publisher.config,
                 "max_running_requests": options.max_num_seqs,
                 "max_total_num_tokens": options.kv_blocks * options.block_size,
                 "version": options.profile.version,
