@@ -115,8 +115,7 @@ class GenerationApi:
             # A request that names no model may have an alias all the same: `*=name`.
             served = call.served_model or self._names.served("")
             lane = self._lanes.of(served)
-            if self._lanes.models.is_mixed and isinstance(served, str) and served in self._lanes.models.names:
-                record.served_model = served
+            record.served_model = self._lanes.known(served)
             try:
                 if call.stream:
                     return await self._stream(dialect, call, request, record, lane.gateway)

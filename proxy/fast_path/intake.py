@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from proxy.api.generation import PASSED_ON
 from proxy.api.key_auth import credential_for_engines
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.api_keys import ApiKey, ApiKeys
-    from proxy.balancer.models import Models
+    from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.fast_path.head import Head
     from proxy.fast_path.parts import FastParts
     from proxy.fast_path.stream import Client
+    from proxy.flow.lanes import Lane
     from proxy.settings import Settings
 
 
@@ -34,10 +36,12 @@ _PASSED_ON: Final = frozenset((*PASSED_ON, "authorization", "x-api-key"))
 class Intake:
     """One worker's: the connections on the fast path bring it their requests."""
 
-    def __init__(self, parts: FastParts, dialects: Sequence[Dialect], keys: ApiKeys, models: Models) -> None:
+    def __init__(self, parts: FastParts, dialects: Sequence[Dialect], keys: ApiKeys) -> None:
         """`dialects`: those that the engines can serve."""
         self.parts = parts
-        self._models = models
+        """Those of the lane of all instances."""
+        self._models = parts.lanes.models
+        self._parts_of: WeakKeyDictionary[Lane, FastParts] = WeakKeyDictionary()
         self._keys = keys
         self._admission = parts.gateway.admission
         self.buffers = self._admission.buffers
@@ -49,7 +53,8 @@ class Intake:
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
-        self.parts.settings = settings
+        for parts in (self.parts, *self._parts_of.values()):
+            parts.settings = settings
         # A chat that is asked for as a completion waits for its prompt.
         self.paths = frozenset(self._dialects) - ({Api.CHAT.path} if settings.sglang.chat_sampling else set())
         """Of the requests that may be plain."""
@@ -73,29 +78,31 @@ class Intake:
             or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
             or self._admission.is_short_of_memory
             or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
-            or self._models.is_mixed
         ):
             return None
         if len(raw) > SLIGHT_BYTES and not is_light(raw, most := listen.max_body_elements) and bounds(raw)[0] > most:
             return None
-        dialect, connector = self._dialects[head.path], self.parts.connector
+        dialect, parts = self._dialects[head.path], self.parts
         try:
             key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
             document = Document(raw)
             call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
+            if self._models.is_mixed:
+                parts = self._in_lane(call)
         except (GatewayError, InvalidDocument):
             return None
+        connector, admission = parts.connector, parts.gateway.admission
         if (
             (self._names.has_aliases and self._names.translated(call) is not call)
             or not dialect.is_single(call)
             or not connector.goes_leg_by_leg(call)
-            or (not call.stream and self.parts.gateway.watching(dialect, call).is_close)
+            or (not call.stream and parts.gateway.watching(dialect, call).is_close)
         ):
             return None
-        waits = not self._admission.is_open or not self._admission.lets_go(call.pick_request)
-        if waits and not self._admission.has_place(key.name):
+        waits = not admission.is_open or not admission.lets_go(call.pick_request)
+        if waits and not admission.has_place(key.name):
             return None
-        in_task = waits or not self.parts.suspects.memory.is_empty  # it has to be looked up
+        in_task = waits or not parts.suspects.memory.is_empty  # it has to be looked up
         held_bytes = len(raw) if len(raw) <= SLIGHT_BYTES else memory_bytes(raw, document.read_values)
         if not self.buffers.take(held_bytes):
             return None
@@ -107,7 +114,17 @@ class Intake:
             except GatewayError:
                 self.buffers.give_back(held_bytes)
                 return None
-        return FastRequest(self.parts, client, dialect, call, key, quota, held_bytes, in_task=in_task)
+        return FastRequest(parts, client, dialect, call, key, quota, held_bytes, in_task=in_task)
+
+    def _in_lane(self, call: Call) -> FastParts:
+        """Those of the lane of a call's model. Raises GatewayError, see Lanes.of."""
+        lane = self.parts.lanes.of(call.served_model)
+        if lane is self.parts.lane:
+            return self.parts
+        parts = self._parts_of.get(lane)
+        if parts is None:
+            parts = self._parts_of[lane] = self.parts.of(lane)
+        return parts
 
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Final
 
 from proxy import SERVER
+from proxy.errors import NoBackendAvailable
 from proxy.listener import replies
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from proxy.dialects.openai import OpenAi
     from proxy.errors import GatewayError
     from proxy.flow.gateway import Gateway
+    from proxy.flow.lanes import Lane, Lanes
     from proxy.flow.suspects import Suspects
     from proxy.listener.drain import Drain
     from proxy.listener.http_listener import HttpListener
@@ -44,6 +46,9 @@ class FastParts:
     gateway: Gateway
     connector: Connector
     suspects: Suspects
+    lane: Lane
+    """That of these three."""
+    lanes: Lanes
     upstream: Upstream
     drain: Drain
     listener: HttpListener
@@ -57,6 +62,12 @@ class FastParts:
     """The requests under way whose answers have said that the connection ends with them."""
     _date: bytes = field(default=b"", init=False)
     _date_second: int = field(default=-1, init=False)
+
+    def of(self, lane: Lane) -> FastParts:
+        """The same in another lane."""
+        made = replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
+        made.closing = self.closing
+        return made
 
     # What a request writes, as aiohttp would
 
@@ -76,6 +87,8 @@ class FastParts:
 
     def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str) -> bytes:
         """The whole answer in place of one that failed, which is counted as refused if it was."""
+        if isinstance(error, NoBackendAvailable):
+            self.lane.explain(error)
         replies.count_rejection(self.metrics, error)
         response = replies.error_response(error, dialect.error_body(error))
         closes = bool(self.listener.is_closing and self._announced(request_id))

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.models import Models
     from proxy.balancer.pools import Pools
+    from proxy.connectors.base import Connector
     from proxy.errors import NoBackendAvailable
     from proxy.flow.gateway import Gateway
+    from proxy.flow.suspects import Suspects
     from proxy.settings import Settings
 
     Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
@@ -36,20 +38,22 @@ class Lane:
         self,
         pools: Pools,
         gateway: Gateway,
-        roles: Sequence[Role],
+        connector: Connector,
+        suspects: Suspects,
         configure: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """`roles`: those of which a request needs an instance each. `configure`: take changed settings."""
+        """`connector` and `suspects`: the gateway's. `configure`: take changed settings."""
         self.pools = pools
         self.gateway = gateway
-        self.roles = tuple(roles)
+        self.connector = connector
+        self.suspects = suspects
         self.configure = configure
         self.names: frozenset[str] = frozenset()
         """What the models are called; empty: all."""
 
     def absent(self) -> Role | None:
         """A role of which no instance could serve a request that came now; None: there is none."""
-        return next((role for role in self.roles if not self.pools.of(role).is_ready()), None)
+        return next((role for role in self.connector.roles if not self.pools.of(role).is_ready()), None)
 
     def explain(self, error: NoBackendAvailable) -> None:
         """Have an error say for which models there is nobody."""
@@ -99,6 +103,10 @@ class Lanes:
         if models.is_closed and name not in models.names:
             raise UnknownModel(name, self._known())
         return self.whole
+
+    def known(self, name: object) -> str | None:
+        """A model's name, if instances serve different models and some serves this one."""
+        return name if self.models.is_mixed and isinstance(name, str) and name in self.models.names else None
 
     def of_backend(self, backend: Backend) -> Lane:
         """A lane that a backend belongs to."""

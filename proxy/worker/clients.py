@@ -67,7 +67,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     suspects = _suspects(basis, engines, balancing.pools)
     gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects)
     basis.live.add(gateway.configure)
-    lanes = _lanes(basis, balancing, engines, gateway)
+    lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, gateway, engines.connector, suspects))
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     if basis.shared.receipts.is_kept:
@@ -113,6 +113,8 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         gateway=gateway,
         connector=engines.connector,
         suspects=suspects,
+        lane=lanes.whole,
+        lanes=lanes,
         upstream=engines.lines.upstream,
         drain=drain,
         listener=front,
@@ -121,24 +123,25 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         settings=basis.settings,
         loop=asyncio.get_running_loop(),
     )
-    _open_fast_path(basis, Intake(parts, dialects, api_keys, balancing.models), front)
+    _open_fast_path(basis, Intake(parts, dialects, api_keys), front)
     return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
 
 
-def _lanes(basis: Basis, balancing: Balancing, engines: Engines, gateway: Gateway) -> Lanes:
+def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) -> Lanes:
     def make(serving: Serving) -> Lane:
         pools, configure_pools = balancing.part(serving)
-        connector = engines.connect(pools)
-        made = _gateway(basis, engines, pools, connector, _suspects(basis, engines, pools))
-        made.admission.priorities = gateway.admission.priorities
+        connector, suspects = engines.connect(pools), _suspects(basis, engines, pools)
+        made = _gateway(basis, engines, pools, connector, suspects)
+        made.admission.priorities = whole.gateway.admission.priorities
+        made.admission.buffers = whole.gateway.admission.buffers
 
         def configure(new: Settings) -> None:
             configure_pools(new)
             made.configure(new)
 
-        return Lane(pools, made, connector.roles, configure)
+        return Lane(pools, made, connector, suspects, configure)
 
-    lanes = Lanes(balancing.models, Lane(balancing.pools, gateway, engines.connector.roles), make, basis.settings)
+    lanes = Lanes(balancing.models, whole, make, basis.settings)
     basis.live.add(lanes.configure)
     balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
     keys = basis.metrics.prefix_index_keys
