@@ -51,7 +51,7 @@ class EventSplitter:
         """Take the next bytes and return the events they complete. Raises EventTooLong."""
         if self._parts:
             # A long event is not searched again with every read: its end must touch the new bytes.
-            if self._tail[-1] != _CR and _CR not in chunk and (_LF not in chunk or b"\n\n" not in self._tail + chunk):
+            if self._tail[-1] != _CR and _CR not in chunk and not _has_blank_line(self._tail[-1], chunk):
                 self._hold(chunk)
                 return []
             chunk = b"".join((*self._parts, chunk))
@@ -63,7 +63,7 @@ class EventSplitter:
         events = []
         start = searched = 0
         is_one_line = True
-        # One byte is found many times as fast as two.
+        # See _has_blank_line.
         while 0 <= (line_end := chunk.find(_LF, searched)) < len(chunk) - 1:
             searched = line_end + 1
             if chunk[searched] != _LF:
@@ -97,6 +97,18 @@ class EventSplitter:
         self._tail = (self._tail + chunk[-3:])[-3:]
         if self._pending_bytes > self._max_event_bytes:
             raise EventTooLong
+
+
+def _has_blank_line(before: int, chunk: bytes) -> bool:
+    """Whether two line feeds follow each other, if this byte is in front. One byte is found much faster than two."""
+    at = chunk.find(_LF)
+    if at == 0 and before == _LF:
+        return True
+    while 0 <= at < len(chunk) - 1:
+        if chunk[at + 1] == _LF:
+            return True
+        at = chunk.find(_LF, at + 1)
+    return False
 
 
 def _data_of(text: bytes) -> bytes | None:
