@@ -51,6 +51,7 @@ class Timeline:
     _seen_resumes: int = 0
     _spent: Mapping[Stage, float] = _NOTHING  # seconds of the attempts before that count
     _has_encoded: bool = False
+    _summed: tuple[Marks, int, dict[Stage, float]] | None = None  # of which marks, and of how many, the seconds are
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -65,8 +66,11 @@ class Timeline:
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Spent in each stage by the attempt under way, without the one that it is in."""
-        return seconds_of(self.marks, self._spent)
+        """Spent in each stage by the attempt under way, without the one that it is in. Not to be changed."""
+        marks, summed = self.marks, self._summed
+        if summed is None or summed[0] is not marks or summed[1] != len(marks):  # all who tell of a request ask
+            summed = self._summed = marks, len(marks), seconds_of(marks, self._spent)
+        return summed[2]
 
     @property
     def history(self) -> Sequence[AttemptRecord]:
