@@ -42,10 +42,18 @@ class Fleet:
         self._look()
         known = self._known.get(capability)
         if known is None:
-            is_in = capability.is_in_engine
-            known = bool(self._facts) and all(is_in(facts, self._kind) for facts in self._facts)
-            self._known[capability] = known
+            known = self._known[capability] = self._have(capability, self._facts)
         return known
+
+    def has_where_told(self, capability: Capability) -> bool:
+        """Whether all of them have it that have told what they are. So one that has just come up says nothing of
+        answers that others have written.
+        """
+        self._look()
+        return self._have(capability, [facts for facts in self._facts if facts is not None] or self._facts)
+
+    def _have(self, capability: Capability, facts: Sequence[EngineFacts | None]) -> bool:
+        return bool(facts) and all(capability.is_in_engine(each, self._kind) for each in facts)
 
     def max_model_len(self) -> int | None:
         """Tokens that fit into a sequence on every engine; None when none has told."""

@@ -139,12 +139,12 @@ class Resuming:
         return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == told.get("prompt_tokens") else None
 
     def _situation(self) -> Situation:
-        delivery, is_everywhere = self._delivery, self._parts.fleet.has
+        delivery, fleet = self._delivery, self._parts.fleet
         # The prefiller's answer tells it, but with connector plain there is none.
         delivery.counts_reasoning |= (
             self._timeline.usage.counts_reasoning
             or (delivery.told or {}).get("completion_tokens_details") is not None
-            or (bool(delivery.transcript.reasoning) and is_everywhere(REASONING_USAGE))
+            or (bool(delivery.transcript.reasoning) and fleet.has_where_told(REASONING_USAGE))
         )
         prompt = self._answer.prompt
         if prompt is not None:
@@ -152,7 +152,7 @@ class Resuming:
         elif self._settings.chats != "auto":
             chats = ChatTokens(self._settings.chats)
         else:
-            chats = ChatTokens.NATIVE if is_everywhere(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
+            chats = ChatTokens.NATIVE if fleet.has(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
         return Situation(
             engine=self._answer.engine,
             call=self._answer.call,
@@ -163,11 +163,11 @@ class Resuming:
             ahead=delivery.ahead,
             segment=self.count,
             chats=self._chats or chats,
-            keeps_length=is_everywhere(LENGTH_BESIDE_TOOL_CALLS),
-            shows_blanks=prompt is None and not is_everywhere(TRAILING_BLANKS_HELD),
-            seeds_repeat=is_everywhere(SEEDS_REPEAT),
+            keeps_length=fleet.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
+            shows_blanks=prompt is None and not fleet.has_where_told(TRAILING_BLANKS_HELD),
+            seeds_repeat=fleet.has(SEEDS_REPEAT),
             chat_sampling=None if prompt is None else prompt.sampling,
-            max_model_len=self._parts.fleet.max_model_len(),
+            max_model_len=fleet.max_model_len(),
         )
 
     def _account(self, error: UpstreamError, resumption: Resumption) -> None:

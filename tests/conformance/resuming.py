@@ -38,7 +38,7 @@ TOOLS = [
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 # No chat ends by a default of tokens that engines tell nobody; and which tokens were cached is a test of its own.
-_ENGINE: dict[str, Any] = {
+ENGINE: dict[str, Any] = {
     "tool_call_parser": "kimi_k2",
     "default_max_tokens": 100_000,
     "eos_after": 100,
@@ -81,7 +81,7 @@ def generated(body: Mapping[str, Any], **engine: Any) -> list[int]:
         prompt = render_chat(dict(body))
     elif isinstance(prompt, str):
         prompt = encode(prompt)
-    writer = Writer(prompt, eos_after={**_ENGINE, **engine}["eos_after"])
+    writer = Writer(prompt, eos_after={**ENGINE, **engine}["eos_after"])
     ids: list[int] = []
     while len(ids) < 400 and END not in ids[-1:]:
         ids.append(writer.next())
@@ -143,7 +143,7 @@ async def serving(
     """A gateway before engines of one version, which takes up the shortest answer, too. At the end nothing may be left;
     see tests/deployment.py.
     """
-    options = {"profile_name": profile, **_ENGINE, **(engine or {})}
+    options = {"profile_name": profile, **ENGINE, **(engine or {})}
     is_plain = connector == "plain"
     if is_plain:
         options = {"protocol": "none", **options}

@@ -5,18 +5,27 @@ For one version whose chats go on as completions, for one that takes token ids f
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
 import pytest
 
+from proxy.backend import Role
+from proxy.sim.engine import SimulatedEngine
+from tests.asking import until
 from tests.conformance.resuming import (
+    ENGINE,
     WITH_USAGE,
+    actions,
     differences,
     generated,
+    got,
+    serving,
     story,
     thoughts,
     uninterrupted,
+    unlike,
 )
 
 HOW = [("v0.23", "auto"), ("v0.33", "auto"), ("v0.27", "completions")]
@@ -74,3 +83,24 @@ async def test_tool_calls_are_whole_though_they_break_off_twice(profile: str) ->
     body = story(**WITH_USAGE)
     tools = range(60, len(generated(body)) - 15, 3)
     assert not await differences(profile, body, tools, then=13)
+
+
+async def test_one_that_has_not_told_yet_what_it_is_changes_nothing() -> None:
+    """The answer goes on as a completion then, but it was not that engine that began it."""
+    body = story(**WITH_USAGE, max_tokens=100)  # which ends inside a call's id
+    expected = await uninterrupted("v0.33", body)
+    async with (
+        SimulatedEngine(role="prefill", profile_name="v0.33", **ENGINE) as silent,
+        serving("v0.33", decoders=1, resume={"pressure_seconds": 0.0}) as gateway,
+    ):
+        silent.faults.add("hang_before_headers", path="/version")
+        gateway.roster.add(Role.PREFILL, silent.host, silent.port)
+        (_, backend), (decoder,) = gateway.worker.pools.prefill.backends(), gateway.decoders
+        joining = asyncio.create_task(gateway.worker.prober.joined(backend, "it answers"))
+        await until(lambda: gateway.worker.health.of(backend).is_confirmed, "the silent one")
+        for place in (3, 42, 43, 60):
+            decoder.faults.clear()
+            decoder.faults.add("recompute", tokens=place, times=1)
+            assert not unlike(got(await gateway.ask(dict(body))), expected)
+        assert actions(gateway) == ["raw_tokens"] * 4
+        joining.cancel()
