@@ -86,6 +86,7 @@ class Prober(BackgroundOwner):
         self._on_removed = on_removed
         self._background = Background(logger, "a health check")
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
+        self._unheard: set[Backend] = set()  # those that did not answer when they were asked what they are
         self._told_at: dict[Backend, float] = {}  # when it was asked last what models it serves
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
@@ -158,6 +159,7 @@ class Prober(BackgroundOwner):
         for gone in self._due.keys() - backends:
             del self._due[gone]
             self._told_at.pop(gone, None)
+            self._unheard.discard(gone)
         now = asyncio.get_running_loop().time()
         for backend in backends:
             due = self._due.get(backend, now)
@@ -198,9 +200,10 @@ class Prober(BackgroundOwner):
             return
         if health.facts is None:
             self._told_at[backend] = asyncio.get_running_loop().time()
-            facts = await self._ask_facts(backend)
-            self._health.note_facts(backend, facts)
-            self._background.start(self._ask_setup(backend, facts))
+            await self._ask_facts(backend)
+        elif backend in self._unheard:
+            self._unheard.discard(backend)  # until this has been answered
+            self._background.start(self._ask_facts(backend))
         elif self._is_to_tell_models(backend):
             self._background.start(self._ask_models(backend, health.facts))
 
@@ -216,13 +219,20 @@ class Prober(BackgroundOwner):
         jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
         return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
 
-    async def _ask_facts(self, backend: Backend) -> EngineFacts:
-        timeout_seconds = self._checks.timeout_seconds
-        return facts_of(
-            *await asyncio.gather(
-                self._get(backend, VERSION_PATH, timeout_seconds), self._get(backend, MODELS_PATH, timeout_seconds)
-            )
+    async def _ask_facts(self, backend: Backend) -> None:
+        """Ask what it is. Where it does not answer it is asked again behind its next health check."""
+        seconds, before = self._checks.timeout_seconds, self._health.of(backend).facts
+        version, models = await asyncio.gather(
+            self._get(backend, VERSION_PATH, seconds), self._get(backend, MODELS_PATH, seconds)
         )
+        is_heard = version is not None and models is not None
+        if not is_heard or self._health.of(backend).facts is not before:
+            self._unheard.add(backend)
+            if before is not None:
+                return
+        facts = facts_of(version, models)
+        self._health.note_facts(backend, facts)
+        self._background.start(self._ask_setup(backend, facts))
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
         """Add to what it said how it was started, how many requests it works on at a time and what fits into its KV

@@ -245,6 +245,32 @@ async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_agai
     assert [path for path, _ in engine.seen].count("/version") == 1
 
 
+@pytest.mark.parametrize("path", ["/version", "/v1/models"])
+async def test_one_that_did_not_answer_what_it_is_is_asked_again(session: aiohttp.ClientSession, path: str) -> None:
+    """It had much to do when it came up."""
+    asked: Counter[str] = Counter()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked[request.path] += 1
+        if request.path == path and asked[path] <= 4:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"version": "0.18.1", "data": [{"id": "kimi", "max_model_len": 4096}]})
+
+    app = web.Application()
+    app.add_routes([web.get(each, answer) for each in ("/health", "/version", "/v1/models")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        async with gateway.prober(session):
+            pool = gateway.pools[Role.PREFILL]
+            await until(lambda: pool.engine_version(backend) is not None and pool.max_model_len(backend) == 4096)
+            count, probes = asked[path], asked["/health"]
+            await until(lambda: asked["/health"] > probes + 2)
+        assert asked[path] == count
+
+
 async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
     session: aiohttp.ClientSession,
 ) -> None:
