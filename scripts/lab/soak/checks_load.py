@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _LOADS = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
 _FDS_SLACK = 8
-# What a process takes once, when it first sees what can happen.
+# What a worker takes once, when it first sees what can happen.
 _RSS_SLACK_BYTES = 16 * 1024 * 1024
 _RSS_SHARE = 0.05
 _RSS_BYTES_PER_MINUTE = 1024 * 1024
@@ -67,7 +67,7 @@ def nothing_grows(evidence: Evidence) -> list[str]:
     if rest.fds > base.fds + _FDS_SLACK:
         wrong.append(f"{base.fds} file descriptors before, {rest.fds} after")
     # A worker that was killed took its memory with it, and the new one has not grown yet: the sum only seems to fall.
-    if rest.rss_bytes > base.rss_bytes * (1 + _RSS_SHARE) + _RSS_SLACK_BYTES:
+    if rest.rss_bytes > base.rss_bytes * (1 + _RSS_SHARE) + _RSS_SLACK_BYTES * evidence.limits.workers:
         wrong.append(f"{base.rss_bytes >> 20} MiB before, {rest.rss_bytes >> 20} MiB after")
     slope = _slope([(s.at - base.at, s.rss_bytes) for s in evidence.samples if s.at > base.at + _WARM_UP_SECONDS])
     if slope > _RSS_BYTES_PER_MINUTE:
