@@ -27,6 +27,9 @@ _LEAST_SECONDS: Final = 0.1
 # What is under way is not thought to be over before its answer is here.
 _LEAST_LEFT: Final = 0.1
 
+# A cache that reaches further or less far by this part is another one.
+_NOTICED: Final = 0.02
+
 
 @dataclass(slots=True, eq=False)
 class Sent:
@@ -199,16 +202,14 @@ class Prefiller:
         self.journal.write(packed(Record(kind, self.backend.slot, keys, ends, numbers)))
 
     def _hear(self, record: Record) -> Sample | None:
+        if record.kind == Kind.COUNTED:
+            self._follow(CacheCount(*record.numbers))
+            return None
         self.version += 1
         if record.kind == Kind.SENT:
             at, seconds, computed = record.numbers
             self._others.append((at, seconds, computed))
             self.cached.use(record.keys, record.ends, computed)
-            return None
-        if record.kind == Kind.COUNTED:
-            computing = self.computing + sum(computed for _, _, computed in self._others)
-            if self.cached.follow(CacheCount(*record.numbers), computing):
-                self.emptied()
             return None
         at, further, trust, capacity, *sample = record.numbers
         if self._others:
@@ -223,6 +224,18 @@ class Prefiller:
             return None
         self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
         return Sample(*sample)
+
+    def _follow(self, count: CacheCount) -> None:
+        """Often, and nearly always nothing follows of which those who wait need to know."""
+        before = self.cached.capacity
+        computing = self.computing + sum(computed for _, _, computed in self._others)
+        if self.cached.follow(count, computing):
+            self.version += 1
+            self.cached.clear()
+            for sent in self._sent.values():  # what is under way comes after that
+                self.cached.use(sent.keys, sent.ends, 0.0)
+        elif abs(self.cached.capacity - before) > _NOTICED * before:
+            self.version += 1
 
 
 def write_count(journal: Seat, slot: int, count: CacheCount) -> None:

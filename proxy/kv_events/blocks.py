@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from proxy.wire.kv_events import BlockHash, Event
 
-# At some 120 bytes each. With blocks of 16 tokens 4 million tokens.
+# At some 120 bytes each. Of one rank, with blocks of 16 tokens, 4 million tokens; of all ranks together a quarter GB.
 MAX_BLOCKS: Final = 262_144
+MAX_BLOCKS_OF_ALL: Final = 2_097_152
 # The evictions that are looked at, and how many there must have been.
 _EVICTIONS: Final = 512
 _ENOUGH_EVICTIONS: Final = 8
@@ -32,7 +33,8 @@ class Blocks:
     """What its events say, in their order. `missed`: some of them were lost."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
+        """No more are remembered from now on."""
         self.stored = 0
         """Tokens."""
         self.cleared = 0
@@ -101,7 +103,7 @@ class Blocks:
         depth = self._depth_behind(event.parent)
         if depth is None:
             return  # how far it is from its root is not known
-        if len(self._blocks) + len(event.hashes) > self._max_blocks and not self._make_room(len(event.hashes), size):
+        if len(self._blocks) + len(event.hashes) > self.max_blocks and not self._make_room(len(event.hashes), size):
             return
         for place, block_hash in enumerate(event.hashes, depth + 1):
             self._blocks[hash(block_hash)] = (self.stored - place * size) << _DEPTH_BITS | place
@@ -130,10 +132,10 @@ class Blocks:
             self._blocks = {key: packed for key, packed in self._blocks.items() if packed >> _DEPTH_BITS >= oldest}
         elif self._refused_at is None:
             self._refused_at = self.stored
-        elif self.stored - self._refused_at > _LOST * self._max_blocks * size:
+        elif self.stored - self._refused_at > _LOST * self.max_blocks * size:
             self._blocks = {}
             self._refused_at = None
-        return len(self._blocks) + wanted <= self._max_blocks
+        return len(self._blocks) + wanted <= self.max_blocks
 
     def _forget(self) -> None:
         self._blocks = {}

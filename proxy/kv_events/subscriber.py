@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import zmq
 
-from proxy.kv_events.blocks import together
+from proxy.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, together
 from proxy.kv_events.messages import Source, Told, Wanted, Word
 from proxy.kv_events.subscription import Subscription
 
@@ -52,6 +52,8 @@ class Subscriber:
             if source not in self._subscriptions:
                 subscription = self._subscriptions[source] = Subscription(self._context, source)
                 self.poller.register(subscription.socket, zmq.POLLIN)
+        for subscription in self._subscriptions.values():
+            subscription.blocks.max_blocks = min(MAX_BLOCKS, MAX_BLOCKS_OF_ALL // len(sources))
 
     def receive(self) -> bool:
         """Take what has come. Whether there may be more."""

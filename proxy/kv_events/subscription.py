@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.kv_events.messages import Source, Word
 
 _AT_ONCE: Final = 200
-_MOST_BYTES: Final = 64 * 1024 * 1024
+_MOST_BYTES: Final = 16 * 1024 * 1024
 _MOST_WAITING: Final = 1000
 """Messages in ZeroMQ's queue. Further ones are lost."""
 _RECONNECT_MS: Final = (100, 10_000)

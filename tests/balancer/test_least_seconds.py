@@ -287,6 +287,24 @@ def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
     assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
 
 
+def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way() -> None:
+    journal = Journal(workers=1, tellers=1)
+    prefillers = Prefillers(Balancer(), journal=journal)
+    served = prefillers.serve(prompt(1, 2, 3))
+    known = prefillers.policy._prefillers.of(served)
+    known._alone = 100
+    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
+    lease = prefillers.begin(prompt(1, 2, 3, 4))
+    assert lease.backend == served
+    hear([prefillers])
+    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
+    prefillers.serve(prompt(7, 8, 9))
+    hear([prefillers])
+    assert known.works_on_one
+    assert known.cached.hit([1, 2, 3, 4]) == 4
+    lease.__exit__(None, None, None)
+
+
 def hear(workers: list[Prefillers]) -> None:
     for worker in workers:
         worker.pool.backends()

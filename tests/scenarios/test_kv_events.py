@@ -18,18 +18,23 @@ def listeners(program: Program) -> list[int]:
     """The processes that subscribe, of all workers."""
     found = []
     for worker in program.children():
-        for task in Path(f"/proc/{worker}/task").glob("*/children"):
-            found += [int(pid) for pid in task.read_text().split()]
-    return [pid for pid in found if b"kv_events" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        for task in Path(f"/proc/{worker}/task").glob("*"):
+            found += [int(pid) for pid in told(task / "children").split()]
+    return [pid for pid in found if b"kv_events" in told(Path(f"/proc/{pid}/cmdline"))]
 
 
 def is_alive(pid: int) -> bool:
-    """Who has ended and whose parent has, too, is nobody's zombie for long."""
+    """Nor is it a zombie, whose parent has not noticed yet."""
+    stat = told(Path(f"/proc/{pid}/stat"))
+    return bool(stat) and b") Z " not in stat
+
+
+def told(path: Path) -> bytes:
+    """Empty: it is gone."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def parent(pid: int) -> int:
