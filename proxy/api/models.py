@@ -100,9 +100,9 @@ class ModelsApi:
             models.setdefault(model["id"], model)
         if self._lanes is not None and self._lanes.models.is_mixed:
             # What one role alone serves cannot be asked for, and what an instance is said to serve it may not tell.
-            known = self._lanes.models
-            whole = [name for name in known.names if known.is_complete(name)]
-            models = {name: models.get(name) or {"id": name, "object": "model"} for name in whole}
+            unseen = {"object": "model", "created": 0, "owned_by": "pdproxy"}
+            whole = sorted(self._lanes.models.complete)
+            models = {name: models.get(name) or {"id": name, **unseen} for name in whole}
         self._kept = models
         self._kept_for, self._kept_until = credential, time.monotonic() + _FRESH_SECONDS
         return self._kept

@@ -42,6 +42,7 @@ class Models:
         self._seen = (-1, -1)
         self._served: dict[Backend, frozenset[str]] = {}  # of all instances; empty: not known
         self._own: dict[Backend, frozenset[str]] = {}  # of these without adapters
+        self._complete = _NOTHING
 
     def look(self) -> None:
         """Take notice of what instances there are, and what they say. Nearly free as long as nothing has changed."""
@@ -57,7 +58,8 @@ class Models:
                 served[backend], own[backend] = self._told(backend)
         if served != self._served or own != self._own:
             self._served, self._own = served, own
-            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and any(map(self.is_complete, self.names))
+            self._complete = frozenset(self._complete_ones())
+            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self._complete)
             self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
             if self.on_change is not None:
                 self.on_change()
@@ -91,9 +93,10 @@ class Models:
         """Whether they have no model in common, and nothing is to go between them."""
         return self.is_mixed and bool(self.of(one)) and bool(self.of(other)) and not self.of(one) & self.of(other)
 
-    def is_complete(self, name: str) -> bool:
-        """Whether each role that a model needs has an instance for it, be it well or not."""
-        return all(self.among(name, self._of_role(role)) for role in self._roles)
+    @property
+    def complete(self) -> frozenset[str]:
+        """Those of the names for which each role that a model needs has an instance, be it well or not."""
+        return self._complete
 
     def groups(self) -> Sequence[frozenset[str]]:
         """The names that are served: together those that the same instances serve. Without those that all serve that
@@ -110,8 +113,13 @@ class Models:
                 together[tuple(keys)].append(name)
         return sorted(map(frozenset[str], together.values()), key=sorted)
 
-    def _of_role(self, role: Role) -> list[Backend]:
-        return [backend for backend in self._served if backend.role is role]
+    def _complete_ones(self) -> set[str]:
+        by_role = [[its for backend, its in self._served.items() if backend.role is role] for role in self._roles]
+        found = set[str]().union(*self._served.values())
+        for told in by_role:
+            if all(told):  # otherwise one that does not tell may serve any
+                found &= frozenset[str]().union(*told)
+        return found if all(by_role) else set()
 
 
 def odd_ones(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:

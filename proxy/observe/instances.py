@@ -134,15 +134,16 @@ def collect_models(models: Models, pools: Sequence[Pool]) -> Iterator[Metric]:
     """How many instances of these pools each model has at the moment of a scrape."""
     found = GaugeMetricFamily(
         "pdproxy_model_instances",
-        "Instances that may get requests for a model or an adapter, by role; those that tell nothing are left out.",
+        "Instances that may get requests for a model or an adapter, by role; those that tell nothing are left out, and "
+        "names that no instance of a role serves.",
         labels=("model", "role"),
     )
     eligible = {pool.role: pool.eligible() for pool in pools}
     models.look()
-    counts = {(name, role): 0 for name in models.names for role in eligible}
+    counts = {(name, role): 0 for name in sorted(models.complete) for role in eligible}
     for role, backends in eligible.items():
         for backend in backends:
-            for name in models.of(backend):
+            for name in models.of(backend) & models.complete:
                 counts[name, role] += 1
     for (name, role), count in counts.items():
         found.add_metric((name, role.value), count)

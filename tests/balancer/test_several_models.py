@@ -70,7 +70,9 @@ def test_engines_that_did_not_tell_yet_are_no_mixture(fleet: Fleet) -> None:
 
 
 def test_names_that_no_two_roles_share_are_no_mixture_since_none_could_be_served(fleet: Fleet) -> None:
-    assert not fleet.tell("/models/a", "/models/a", "/data/a", "/data/a").is_mixed
+    models = fleet.tell("/models/a", "/models/a", "/data/a", "/data/a")
+    assert not models.is_mixed
+    assert models.complete == set()
 
 
 def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
@@ -87,15 +89,14 @@ def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> 
     assert models.is_mixed
     assert not models.is_closed
     assert models.groups() == [frozenset("x"), frozenset("y")]  # what all serve needs no group
-    assert models.is_complete("x")
-    assert not models.is_complete("y")
+    assert models.complete == {"a", "x"}
 
 
 def test_one_that_does_not_tell_serves_what_its_role_has_nobody_else_for(fleet: Fleet) -> None:
     models = fleet.tell("a", "", "a", "b")
     assert models.among("a", fleet.prefillers) == fleet.prefillers[:1]
     assert models.among("b", fleet.prefillers) == fleet.prefillers[1:]
-    assert models.is_complete("b")
+    assert models.complete == {"a", "b"}
 
 
 def test_what_an_engine_served_before_it_went_down_is_believed_until_it_tells_otherwise(fleet: Fleet) -> None:

@@ -100,13 +100,12 @@ def test_the_runbook_has_no_section_for_an_alert_that_is_gone() -> None:
 # promtool runs them, in scripts/test-observability.
 def test_every_alert_has_a_unit_test_in_which_it_is_silent_then_fires_and_is_over() -> None:
     tests = yaml.safe_load((RULES / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
-    outcomes = {
-        test["name"]: [(e["expr"], e["exp_samples"][0]["value"]) for e in test["promql_expr_test"]] for test in tests
-    }
-    assert outcomes == {
-        name: [(f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)', value) for value in (0, 1, 0)]
-        for name in ALERTS
-    }
+    for test in tests:
+        name = test["name"].partition(" ")[0]  # one that may fire for several reasons has a test for each
+        outcomes = [(e["expr"], e["exp_samples"][0]["value"]) for e in test["promql_expr_test"]]
+        expr = f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
+        assert outcomes == [(expr, value) for value in (0, 1, 0)]
+    assert {test["name"].partition(" ")[0] for test in tests} == set(ALERTS)
 
 
 def test_values_of_labels_in_rules_are_known() -> None:
