@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from urllib.request import urlopen
 
 from lab.common.proc import tree
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_CLAIMS: Final[list[socket.socket]] = []
+"""Held as long as this process is there."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,15 +32,31 @@ def free_ports(count: int) -> list[int]:
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Free ports that no outgoing connection is given, so that they are still free when their owner comes back."""
+    """Free ports that no outgoing connection is given, nor any other run that asks here, so that they are still free
+    when their owner comes back.
+    """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports: list[int] = []
     for port in random.sample(range(10_000, first_given), 200):
         with suppress(OSError), socket.create_server((HOST, port)):
+            _claim(port)
             ports.append(port)
         if len(ports) == count:
             return ports
     sys.exit("there are not enough free ports")
+
+
+def _claim(port: int) -> None:
+    """Keep other runs on this machine from taking a port that is not listened on yet, by an abstract name that goes
+    with this process. Raises OSError if one has it.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0pdproxy-lab-port-{port}")
+    except OSError:
+        claim.close()
+        raise
+    _CLAIMS.append(claim)
 
 
 def clean_environment() -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.common.processes import clean_environment
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 _END_SECONDS = 5.0
+_LAST_LINES = 20
 
 
 class Program:
@@ -32,6 +34,17 @@ class Program:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """It was started, and has ended since."""
+        return self._process is not None and self._process.returncode is not None
+
+    def last_words(self) -> str:
+        """The end of the file that its output goes to, which others may have written."""
+        if isinstance(self._output, int):
+            return ""
+        return "\n".join(Path(self._output.name).read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(

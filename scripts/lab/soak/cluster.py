@@ -32,6 +32,7 @@ _ENGINE_FLAGS = (
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
 )
 _PATIENCE_SECONDS = 60.0
+_ANSWER_SECONDS = 30.0
 _START_SECONDS = 60.0
 """All programs start at once, on machines that may be busy with something else."""
 
@@ -76,13 +77,13 @@ class Cluster:
     async def start(self, engine: Engine) -> None:
         """Start an engine, and wait until it answers."""
         await engine.program.start()
-        await self._wait_for(engine.url + "/health", engine.name)
+        await self._wait_for(engine.url + "/health", engine.name, engine.program)
 
     async def start_gateways(self) -> None:
         """All at once, and wait until they are ready and know of each other."""
         await asyncio.gather(*(gateway.program.start() for gateway in self.gateways))
         for gateway in self.gateways:
-            await self._wait_for(f"{gateway.url}/readyz", f"the gateway at port {gateway.port}")
+            await self._wait_for(f"{gateway.url}/readyz", f"the gateway at port {gateway.port}", gateway.program)
         await until(self._know_each_other)
 
     async def sample(self) -> Sample:
@@ -191,9 +192,12 @@ class Cluster:
         del state["requests"]
         return state
 
-    async def _wait_for(self, url: str, name: str) -> None:
+    async def _wait_for(self, url: str, name: str, program: Program) -> None:
         async def answers() -> bool:
-            with suppress(aiohttp.ClientError):
+            if program.has_ended:
+                sys.exit(f"{name} did not start; its output ends with:\n{program.last_words()}")
+            # One that listens and has not come to answering is no failure yet.
+            with suppress(aiohttp.ClientError, TimeoutError):
                 async with self._session.get(url) as response:
                     return response.status == 200
             return False
@@ -201,7 +205,7 @@ class Cluster:
         try:
             await until(answers, _START_SECONDS)
         except TimeoutError:
-            sys.exit(f"{name} did not start; see its log in the directory of the run")
+            sys.exit(f"{name} did not start in {_START_SECONDS:g} s; its output ends with:\n{program.last_words()}")
 
 
 async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: float = _PATIENCE_SECONDS) -> None:
@@ -236,7 +240,7 @@ async def started(
     async with AsyncExitStack() as stack:
         # Not kept: a connection that is left open would count among the gateways'.
         connector = aiohttp.TCPConnector(force_close=True)
-        client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10.0))
+        client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS))
         session = await stack.enter_async_context(client)
         engine_log = stack.enter_context((directory / "engines.log").open("wb"))
         engines = [
