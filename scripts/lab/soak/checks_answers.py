@@ -21,10 +21,18 @@ def one_end(evidence: Evidence) -> list[str]:
     wrong = [f"{name}: {times} access lines" for name, times in lines.items() if times > 1]
     wrong += [f"{name}: an access line, and no client asked" for name in lines if name not in asked]
     # Who left at once may not have been heard, and a dead worker cannot write.
-    return wrong + [
-        f"{answer.id}: no access line, and the client got {answer.outcome} {answer.problem}".rstrip()
+    missing = [
+        answer
         for answer in evidence.answers
         if answer.id not in lines and answer.outcome is not Outcome.LEFT and not evidence.died_with_worker(answer)
+    ]
+    # Of refusals that come in a flood most lines are left out, and counted.
+    refused = [answer for answer in missing if answer.status is not None and answer.status >= 400]
+    if len(refused) <= evidence.suppressed_lines:
+        missing = [answer for answer in missing if answer not in refused]
+    return wrong + [
+        f"{answer.id}: no access line, and the client got {answer.outcome} {answer.problem}".rstrip()
+        for answer in missing
     ]
 
 
@@ -57,7 +65,7 @@ def same_codes(evidence: Evidence) -> list[str]:
         if answer.status is not None and answer.id in codes and codes[answer.id] != answer.status
     ]
     # A worker may die between counting and writing.
-    slack = sum(fault.kind == KILL_WORKER for fault in evidence.faults)
+    slack = sum(fault.kind == KILL_WORKER for fault in evidence.faults) + evidence.suppressed_lines
     # Labels are named like the members of a line.
     for metric, *labels in (("pdproxy_requests_total", "api", "code"), ("pdproxy_request_end_total", "term")):
         counted = evidence.rest.by(metric, *labels)

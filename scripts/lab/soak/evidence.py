@@ -186,6 +186,11 @@ class Evidence:
         return [line for line in self.lines if line.get("logger") == "proxy.access" and "id" in line]
 
     @property
+    def suppressed_lines(self) -> int:
+        """Lines that the gateways have left out of their logs, because too many of a kind came at once."""
+        return round(self.rest.total("pdproxy_log_lines_suppressed_total"))
+
+    @property
     def lag_seconds(self) -> float:
         """By how much what was seen may have been noted late, on both sides together."""
         gateways = max((sample.most("pdproxy_loop_lag_seconds") for sample in self.samples), default=0.0)

@@ -35,7 +35,7 @@ INVARIANTS = (
         "I1",
         "one end of every request",
         "One access line for each id that clients sent, and none for others. Who left may have none (it need not have "
-        "been heard), nor may whose worker was killed.",
+        "been heard), nor may whose worker was killed, nor those refused in a flood, as far as they were counted.",
         checks_answers.one_end,
     ),
     Invariant(
@@ -78,7 +78,7 @@ INVARIANTS = (
         "I7",
         "status, log and metrics agree",
         "The client's status is the log's; requests_total and request_end_total are the numbers of lines with these "
-        "codes and terms, less one for each killed worker.",
+        "codes and terms, less one for each killed worker, and what was left out in floods.",
         checks_answers.same_codes,
     ),
     Invariant(

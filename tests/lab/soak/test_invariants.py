@@ -25,6 +25,7 @@ def on(instance: str, role: str) -> dict[str, str]:
 
 
 LEFT = {"outcome": Outcome.LEFT, "status": None, "is_done": False, "has_usage": False}
+REFUSED = answer(id="soak-9.1", outcome=Outcome.ERROR, status=503, is_done=False, has_usage=False)
 CUT = {"outcome": Outcome.CUT, "is_done": False, "has_usage": False, "ended": 11.1}
 RETRIED = [
     leg("prefill", attempt="a0", sent=9.0, answered=None, ended=9.1, status=None, is_whole=False),
@@ -50,6 +51,7 @@ def test_names_and_explanations_are_complete() -> None:
             ("pdproxy_request_end_total", (("term", "--"),)): 0.0,
             ("pdproxy_request_end_total", (("term", "CD"),)): 1.0,
         }), "legs": []},
+        {"answers": [answer(), REFUSED], "rest": sample(metrics=gauge("log_lines_suppressed_total", 1))},
         {"legs": RETRIED, "lines": [line(attempts=2)]},
         {"legs": [leg("prefill"), leg("decode", edited=("kv_transfer_params", "stream")), leg("release", user="")]},
         {"legs": [leg("prefill", edited=("n", "max_tokens")), leg("decode")], "answers": [answer(units=2)]},
@@ -62,8 +64,8 @@ def test_names_and_explanations_are_complete() -> None:
         {"rest": sample(rss_bytes=65 << 20, fds=44)},
     ],
     ids=[
-        "all well", "client left", "retried", "released", "split", "absent before", "removed in the middle", "busy",
-        "a little more",
+        "all well", "client left", "flood", "retried", "released", "split", "absent before", "removed in the middle",
+        "busy", "a little more",
     ],
 )  # fmt: skip
 def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
         ("I1", "2 access lines", {"lines": [line(), line()]}),
         ("I1", "no client asked", {"lines": [line(), line(id="other")]}),
         ("I1", "no access line, and the client got complete", {"lines": []}),
+        ("I1", "no access line, and the client got error", {"answers": [answer(), REFUSED]}),
         ("I2", "is -1", {"samples": [sample(metrics=gauge("instance_inflight", -1, **on(D, "decode")))]}),
         ("I2", "2 decode legs were answered, and 1 leases",
          {"legs": [leg("decode"), leg("decode", is_finished=False)]}),
