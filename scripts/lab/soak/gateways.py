@@ -47,7 +47,7 @@ def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
         },
         "health": {
             "interval_seconds": LIMITS.health_seconds,
-            "timeout_seconds": 1.0,
+            "timeout_seconds": 3.0,  # silence is noticed by `stall_seconds`, and this machine may be busy
             "changing_interval_seconds": 0.2,
             "fall": 2,
             "rise": 2,
