@@ -58,7 +58,7 @@ class Models:
                 served[backend], own[backend] = self._told(backend)
         if served != self._served or own != self._own:
             self._served, self._own = served, own
-            self._complete = frozenset(self._complete_ones())
+            self._complete = complete_ones(served, self._roles)
             self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self._complete)
             self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
             if self.on_change is not None:
@@ -83,6 +83,10 @@ class Models:
     def of(self, backend: Backend) -> frozenset[str]:
         """What an instance serves; empty: it is not known."""
         return self._served.get(backend, _NOTHING)
+
+    def own(self, backend: Backend) -> frozenset[str]:
+        """The same without adapters."""
+        return self._own.get(backend, _NOTHING)
 
     def among(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
         """Those of a role's backends to which a request for a model may go, in their order."""
@@ -113,25 +117,31 @@ class Models:
                 together[tuple(keys)].append(name)
         return sorted(map(frozenset[str], together.values()), key=sorted)
 
-    def _complete_ones(self) -> set[str]:
-        by_role = [[its for backend, its in self._served.items() if backend.role is role] for role in self._roles]
-        found = set[str]().union(*self._served.values())
-        for told in by_role:
-            if all(told):  # otherwise one that does not tell may serve any
-                found &= frozenset[str]().union(*told)
-        return found if all(by_role) else set()
+
+def complete_ones(served: Mapping[Backend, frozenset[str]], roles: Collection[Role]) -> frozenset[str]:
+    """Of all that is served what some backend of each role serves. One that serves nothing that is known may serve any
+    of it.
+    """
+    found = frozenset[str]().union(*served.values())
+    for role in roles:
+        told = [its for backend, its in served.items() if backend.role is role]
+        if all(told):
+            found &= frozenset[str]().union(*told)
+    return found
 
 
 def odd_ones(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
     """The backends that serve no model that some backend of each role serves, and what that means. If there is no such
     model, those that serve others than most, of equally many those that come first.
 
-    Those of which nothing is known are to be left out.
+    Those of which nothing is known serve nothing here; they are not odd, and may serve any model.
     """
     by_role = defaultdict[Role, set[str]](set)
     for backend, its in models.items():
         by_role[backend.role] |= its
-    if complete := frozenset[str].intersection(*map(frozenset, by_role.values())) if by_role else _NOTHING:
+    complete = complete_ones(models, by_role)
+    models = {backend: its for backend, its in models.items() if its}
+    if complete:
         return {
             backend: f"serves {named(its)}, and {_others(by_role, backend.role)}: it gets no requests"
             for backend, its in models.items()

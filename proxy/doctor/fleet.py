@@ -22,7 +22,7 @@ def check_fleet(fleet: Fleet) -> list[Finding]:
 
 def check_same_models(fleet: Fleet) -> Iterator[Finding]:
     """All serve a model that each role serves."""
-    told = {engine.backend: engine.serves for engine in fleet.told if engine.serves}
+    told = {engine.backend: engine.serves for engine in fleet.engines if engine.backend.role is not Role.ENCODE}
     for backend, words in odd_ones(told).items():
         what, _, hint = words.partition(": ")
         yield Finding(Severity.FAILURE, "model", f"{backend.role} {backend.name}", what, hint)

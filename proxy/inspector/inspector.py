@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.balancer.fitness import Fitness
     from proxy.balancer.health import Health
+    from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
@@ -46,6 +47,7 @@ class Inspector(BackgroundOwner):
         scoreboard: Scoreboard,
         health: Health,
         fitness: Fitness,
+        models: Models,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
         metrics: Metrics,
@@ -64,7 +66,10 @@ class Inspector(BackgroundOwner):
         self._keys = keys
         self._interval_seconds = interval_seconds
         self._connector = connector
+        self._models = models
+        self._compared = [role for role in pools if role is not Role.ENCODE]
         self._told: dict[Backend, Identity] = {}
+        self._serving: dict[Backend, frozenset[str]] = {}
         self._reported_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
         """What engines tell by themselves."""
         traits = CONNECTOR_TRAITS[connector]
@@ -107,22 +112,24 @@ class Inspector(BackgroundOwner):
         """Look at the engines that have told something new of themselves, and then at all of them together."""
         told = {
             backend: facts.identity
-            for role, pool in self._pools.items()
-            if role is not Role.ENCODE
-            for backend in pool.backends()
+            for role in self._compared
+            for backend in self._pools[role].backends()
             if (facts := self._health.of(backend).facts) is not None
         }
-        if told == self._told:
+        self._models.look()
+        serving = {
+            backend: self._models.own(backend) for role in self._compared for backend in self._pools[role].backends()
+        }
+        if told == self._told and serving == self._serving:
             return
         for backend, identity in told.items():
             if identity != self._told.get(backend):
                 self._look_at(backend, identity)
-        serving = {backend: frozenset(backend.models) or identity.models for backend, identity in told.items()}
-        odd = odd_ones({backend: models for backend, models in serving.items() if models})
+        odd = odd_ones(serving)
         for backend, models in serving.items():
             if models:
                 self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
-        self._told = told
+        self._told, self._serving = told, serving
 
     def _look_at(self, backend: Backend, identity: Identity) -> None:
         engine = EngineReport(backend.role, backend.name, identity)

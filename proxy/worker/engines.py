@@ -222,6 +222,7 @@ def _inspector(
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
         fitness=balancing.fitness,
+        models=balancing.models,
         session=lines.session,
         keys=balancing.keys,
         metrics=basis.metrics,

@@ -186,3 +186,8 @@ def test_two_models_are_not_odd_but_what_only_one_role_serves_is(fleet: Fleet) -
     ((odd, hint),) = odd_ones({one: a, two: a, three: a, four: c}).items()
     assert odd == four
     assert hint == "serves 'c', and prefill instances 'a': it gets no requests"
+
+
+def test_what_may_be_served_by_one_that_does_not_tell_is_not_odd(fleet: Fleet) -> None:
+    a, b, nothing = frozenset("a"), frozenset("b"), frozenset[str]()
+    assert odd_ones(dict(zip(fleet.everybody, (a, b, a, nothing), strict=True))) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -474,6 +475,21 @@ async def test_the_model_that_only_one_engine_serves_is_told_of(
     await noticed(gateway, (odd, "model", "decode"))
     (line,) = told(caplog, "WARNING")
     assert line == f"decode instance {odd} serves 'other', and prefill instances 'sim': it gets no requests"
+
+
+async def test_a_model_whose_decoder_is_down_is_not_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    both = [[SimulatedEngine(role=role, model=model) for model in ("sim", "other")] for role in ("prefill", "decode")]
+    gateway = await deploy(*both, health=LOOKS)
+    worker = gateway.worker
+    (first, second), health = worker.pools.decode.backends(), worker.health
+    await until(lambda: worker.pools.decode.eligible() and worker.lanes.models.is_mixed, "the engines' models")
+    for _ in range(10):
+        health.on_probe(second, False, "it is down")
+    facts = health.of(first).facts
+    assert facts is not None
+    health.note_facts(first, replace(facts, identity=replace(facts.identity, models=frozenset({"third"}))))
+    await until(lambda: misfits(gateway), "a model that only one serves")
+    assert misfits(gateway) == {(first.name, "model", "decode"), (address(gateway.prefillers[0]), "model", "prefill")}
 
 
 async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
