@@ -9,7 +9,7 @@ from proxy import logs
 from proxy.connectors import legs as steps
 from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
 from proxy.fast_path.attempt import FastAttempt
-from proxy.fast_path.short_stream import ShortStream
+from proxy.fast_path.short_stream import MOST_PARTS, ShortStream
 from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
@@ -112,6 +112,12 @@ class FastRequest(FastAttempt):
         self._attempt = attempt
         if not self._call.stream:
             attempt.response.collect(self._take_body)
+            return
+        if self._call.output_tokens > MOST_PARTS:  # it will hardly be short
+            answer = self._begin_answer()
+            assert isinstance(answer, StreamedAnswer)
+            clock = TokenClock(self._record, self._parts.metrics)
+            self._relay = answer.go_on(attempt, self, self._woke, b"", clock)
             return
         timeouts = self._parts.settings.timeouts
         self._short = ShortStream(

@@ -1,7 +1,7 @@
-"""The beginning of a streamed answer, which is all there is of many: a few events of well-known kinds. No IO.
+"""A streamed answer that is limited to a few tokens: a few events of well-known kinds. No IO.
 
-What a long or an unusual answer takes is not made for it: a Delivery with its Transcript, and the Relay. As soon as an
-answer turns out to be one of these, they are made, and read what has arrived so far; what the client has of it by then
+What a long or an unusual answer takes is not made for it: a Delivery with its Transcript, and the Relay. As soon as it
+turns out to be one of these, they are made, and read what has arrived so far; what the client has of it by then
 they write once more, and FastStream passes it over. So all that is done here comes to what they would do.
 """
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from proxy.flow.relay import Relay
     from proxy.observe.record import RequestRecord
 
-# With more the same-looking tokens of a long answer are what counts; see upstream/fast_forward.py.
-_MOST_PARTS: Final = 2
+MOST_PARTS: Final = 2
+"""Of an answer that is read here. With more the same-looking tokens of a long answer are what counts; see
+upstream/fast_forward.py."""
 _MOST_BYTES: Final = 16 * 1024
 # What a delta of text says. Calls of tools, and whatever else there may be, are not read here.
 _TEXTS: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
@@ -245,7 +246,7 @@ class ShortStream:
             if held:
                 raw, held = held + raw, b""
             output.append(raw)
-        if parts > _MOST_PARTS and not is_finished:
+        if parts > MOST_PARTS and not is_finished:
             raise _Odd
         if parts and not self._is_open:
             self._is_open = True
