@@ -52,7 +52,7 @@ class LeastSeconds(LeastTokens):
     ahead_seconds = 0.05
     """A backend gets its next prompt when what it has will take no longer: that hides the way there and back."""
     batch_tokens = 16_384
-    """Or when it has less to compute, unless it works on one prompt at a time."""
+    """And more together with it, up to so many tokens, where the time that this spares is worth the wait."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
@@ -134,8 +134,7 @@ class LeastSeconds(LeastTokens):
         _, prefiller, asked, hit, seconds = chosen
         self._chosen = None
         now = self.context.clock()
-        wait = prefiller.left(prefiller.charge * SECONDS_PER_LOAD, now) if prefiller.charge else 0.0
-        prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
+        wait = prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
         cached = prefiller.cached.found(asked.ends, hit, asked.tokens) if hit else 0.0
         expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
@@ -149,6 +148,8 @@ class LeastSeconds(LeastTokens):
     def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
         """An answer teaches how long prompts take and what is cached."""
         prefiller = self._prefillers.by_key[backend.key]
+        if self.context.journal is not None:
+            self._prefillers.listen()  # since when it has computed this one, another worker may know
         sample = prefiller.end(id(request), served, self.context.clock())
         if sample is not None:
             self._prefillers.learn(prefiller, sample)
@@ -201,7 +202,7 @@ class LeastSeconds(LeastTokens):
         waits = self._waits(prefillers, loads, self.context.clock())
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         self._has_room_everywhere = False not in free
-        return True in free
+        return True in free or (bool(self._asked) and any(map(self._gathers, prefillers, waits)))
 
     def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
         """What `has_room` has found, which was asked just before."""
@@ -224,14 +225,16 @@ class LeastSeconds(LeastTokens):
         loads = candidates[0].scoreboard.compute(self._prefillers.slots)
         waits = self._waits(prefillers, loads, self.context.clock())
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        gathers = list(map(self._gathers, prefillers, waits))
+        share = len(self._asked) / len(prefillers)
         for place, request in enumerate(waiting):
             asked = self._asked.get(id(request.subject or request)) or ask(request)
             work = self._prefillers.work(prefillers, asked)
             scores, near = self._scores(waits, work)
             best = [
-                prefiller
-                for prefiller, score, is_free in zip(prefillers, scores, free, strict=True)
-                if is_free and score <= near
+                prefillers[at]
+                for at, score in enumerate(scores)
+                if score <= near and (free[at] or (gathers[at] and self._joins(prefillers[at], work[at], share)))
             ]
             if best:
                 self._decided = request.subject or request, best
@@ -241,17 +244,42 @@ class LeastSeconds(LeastTokens):
         return None
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
-        """Whether what it has is soon done, or so short that an engine which works on several computes more with it."""
+        """Whether what it has is soon done; or it is to be found out whether it computes more at a time, for which it
+        must be known what prompts take alone.
+        """
         limit = candidate.limit
         if limit is not None and load and not candidate.has_room:
             return False
+        if self._prefillers.needs_lessons:
+            return not load
         if wait < self.ahead_seconds:
             return True
-        if limit == 1 or prefiller.works_on_one:
+        if limit == 1:
             return False
-        # What other workers have sent there is not told in tokens.
-        others = max(0, load - prefiller.charge) * SECONDS_PER_LOAD / max(1e-9, self._prefillers.cost.shape[1])
-        return prefiller.computing + others < self.batch_tokens
+        # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
+        concurrency = prefiller.concurrency
+        return prefiller.computing < self.batch_tokens * concurrency.lanes and (
+            not self._prefillers.is_taught
+            or prefiller.under_way < concurrency.wanted
+            or (prefiller.is_busy and not prefiller.computing)
+        )
+
+    def _gathers(self, prefiller: Prefiller, wait: float) -> bool:
+        """Whether it is about to compute several together, and may get more of them."""
+        behind = prefiller.behind
+        return (
+            behind > 0
+            and prefiller.shared_seconds > 0
+            and prefiller.computing < self.batch_tokens
+            and wait - prefiller.behind_seconds + (behind - 1) * prefiller.shared_seconds < self.ahead_seconds
+        )
+
+    def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
+        """Whether a prompt had better be computed together with those: it delays them by its tokens, and spares itself
+        and so many who wait what they have in common.
+        """
+        shared = prefiller.shared_seconds
+        return prefiller.behind * (seconds - shared) < shared * (1 + share)
 
     # How
 

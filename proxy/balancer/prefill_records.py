@@ -47,7 +47,7 @@ class Record(NamedTuple):
 
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
-_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 8), Kind.COUNTED: (4,)}
+_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 11), Kind.COUNTED: (4,)}
 
 _COUNTED: Final = Kind.COUNTED.to_bytes(4, "little")
 

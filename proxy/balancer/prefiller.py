@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.cache_count import CacheCount
+from proxy.balancer.concurrency import Concurrency, soonest_free
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefill_records import Kind, Record, packed, unpacked
+from proxy.balancer.prefill_samples import Sample, Sent, Step
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
@@ -32,35 +34,6 @@ _NOTICED: Final = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """A prompt under way. `keys`, `ends`, `known` and `odometer` are what CachedPrefixes wants to know of it again."""
-
-    at: float
-    seconds: float
-    """Predicted."""
-    charge: int
-    tokens: float
-    cached: float
-    """Of the tokens, those that are expected to be cached."""
-    keys: Sequence[int]
-    ends: Sequence[float]
-    known: Sequence[float | None]
-    odometer: float
-    told: tuple[int, int] | None = None
-    """Tokens of the prompt, and those of them that were cached, as the backend told."""
-
-
-class Sample(NamedTuple):
-    """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
-
-    uncached: float
-    cached: float
-    seconds: float
-    was_behind: float = 0.0
-    """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
-
-
-@dataclass(slots=True, eq=False)
 class Prefiller:
     """`version` moves with what is cached and how fast it is."""
 
@@ -74,7 +47,19 @@ class Prefiller:
     """Of all that was sent and is under way."""
     computing: float = 0.0
     """Tokens of it that are not expected to be cached."""
+    concurrency: Concurrency = field(default_factory=Concurrency)
+    step: Step | None = None
+    """What it has answered last, as long as more may belong to it."""
+    shared_seconds: float = 0.0
+    """Of what each prompt takes by prediction, what those that are computed together take only once."""
+    behind: int = 0
+    """Prompts of this worker that will be computed after those that are being computed now."""
+    behind_seconds: float = 0.0
+    """Predicted of these, each by itself."""
     _sent: dict[int, Sent] = field(default_factory=dict)  # by request, the oldest first
+    _began: float = 0.0  # of what is being computed: since when, how long it takes, and what that is in charges
+    _step_seconds: float = 0.0
+    _step_charged: float = 0.0
     _answered_at: float = 0.0
     _answered_before: float = 0.0  # the answer before that one
     _alone: int = 0  # see `saw`
@@ -97,8 +82,23 @@ class Prefiller:
                 self._alone += _BELIEVED
 
     @property
+    def under_way(self) -> int:
+        """Prompts that any worker has sent."""
+        return len(self._sent) + len(self._others)
+
+    def wait(self, now: float) -> float:
+        """Seconds until it begins with what is sent to it now, by what is known to be under way."""
+        if not self._sent and not self._others:
+            return 0.0
+        load = self.charge * SECONDS_PER_LOAD
+        if self._others:
+            load += sum([seconds for _, seconds, _ in self._others])
+        wait = self.left(load, now)
+        return max(0.0, wait - self.shared_seconds) if self.behind else wait
+
+    @property
     def is_busy(self) -> bool:
-        """Something that this worker has sent is under way."""
+        """This worker has sent something that is under way."""
         return bool(self._sent)
 
     def send(
@@ -110,10 +110,11 @@ class Prefiller:
         hit: int,
         seconds: float,
         now: float,
-    ) -> None:
+    ) -> float:
         """A prompt of so many tokens goes there, of whose pieces, which end at `ends`, so many are probably cached. It
-        takes so long by prediction. What is under way counts as cached, or a burst with one prompt would scatter.
+        takes so long by prediction; and what it waits. What is under way counts as cached, or a burst would scatter.
         """
+        wait = self.wait(now)
         prefixes = self.cached
         cached = prefixes.found(ends, hit, tokens) if hit else 0.0
         odometer = prefixes.odometer
@@ -125,10 +126,17 @@ class Prefiller:
         if self.journal is not None:
             self._write(Kind.SENT, keys, ends, now, seconds, tokens - cached)
         charge = round(seconds / SECONDS_PER_LOAD)
+        ahead = len(self._sent) + len(self._others)
         self.version += 1
         self.charge += charge
         self.computing += tokens - cached
-        self._sent[request] = Sent(now, seconds, charge, tokens, cached, keys, ends, known, odometer)
+        self._sent[request] = Sent(now, seconds, charge, tokens, cached, keys, ends, known, odometer, ahead, wait)
+        if len(self._sent) == 1:
+            self._began, self._step_seconds, self._step_charged = now, seconds, seconds
+        else:
+            self.behind += 1
+            self.behind_seconds += seconds
+        return wait
 
     def tell(self, request: int, prompt_tokens: int, cached_tokens: int) -> None:
         """How long its prompt was, and what of it was cached."""
@@ -143,8 +151,9 @@ class Prefiller:
         self.version += 1
         self.charge -= sent.charge
         self.computing = self.computing - (sent.tokens - sent.cached) if self._sent else 0.0
-        prefixes = self.cached
-        dropped: list[int] = []
+        if self._sent:
+            self._begin(now if served else self._began)
+        prefixes, dropped = self.cached, list[int]()
         further, sample = 0.0, None
         if served:
             tokens, cached = sent.tokens, sent.cached
@@ -159,7 +168,10 @@ class Prefiller:
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
-            sample = Sample(tokens - cached, cached, now - max(sent.at, self._answered_at), float(was_behind))
+            seconds = now - max(sent.at, self._answered_at)
+            if tokens > cached:  # else nothing is known of it
+                times = seconds, now - sent.at, sent.ahead, sent.wait, float(was_behind)
+                sample = Sample(tokens - cached, cached, *times)
             self._answered_before, self._answered_at = self._answered_at, now
             if self._alone > _ENOUGH_ALONE:
                 self._alone -= 1
@@ -175,27 +187,53 @@ class Prefiller:
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
         self._alone = 0
+        self.concurrency = Concurrency()
         if len(self.cached):
             self.cached.clear()
             self.version += 1
 
     def left(self, load: float, now: float) -> float:
-        """Seconds that are left of its load, which is that of all workers and in seconds, too: less what the oldest
-        prompt under way has probably behind it.
-        """
-        at, seconds = now, 0.0
+        """Seconds until it begins with what is sent to it now. `load`: of all workers, in seconds, too."""
+        others = self._others
+        if others and load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
+            others.clear()  # some ends were missed
+        if self.concurrency.lanes > 1:
+            return self._lane_left(now)
+        at, seconds, charged = now, 0.0, 0.0
         if self._sent:
-            oldest = next(iter(self._sent.values()))
-            at, seconds = oldest.at, oldest.seconds
+            at, seconds, charged = self._began, self._step_seconds, self._step_charged
+        if others and (not self._sent or others[0][0] < next(iter(self._sent.values())).at):
+            at, charged, _ = others[0]
+            seconds = charged
+        left = _left(seconds, now - max(at, self._answered_at))
+        if self.behind > 1:
+            charged += (self.behind - 1) * self.shared_seconds
+        return max(0.0, load - charged + left)
+
+    def _lane_left(self, now: float) -> float:
+        """The same, where several are computed side by side."""
+        under_way = [(sent.at, sent.seconds) for sent in self._sent.values()]
         if self._others:
-            if load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
-                self._others.clear()  # some ends were missed
-            elif self._others[0][0] < at:
-                at, seconds, _ = self._others[0]
-        spent = now - max(at, self._answered_at)
-        # One that is overdue is expected to take as long again as it is late: it may never answer.
-        left = max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
-        return max(0.0, load - seconds + left)
+            under_way = sorted([*under_way, *[(at, seconds) for at, seconds, _ in self._others]])
+        lanes = self.concurrency.lanes
+        if len(under_way) < lanes:
+            return 0.0
+        lefts = [_left(seconds, now - at) for at, seconds in under_way[:lanes]]
+        return soonest_free(lefts, [seconds for _, seconds in under_way[lanes:]])
+
+    def _begin(self, now: float) -> None:
+        """It has answered: what it computes now is the oldest, together with all that were there by then, unless it
+        works on one at a time.
+        """
+        count, step, total = 0, 0.0, 0.0
+        for sent in self._sent.values():
+            total += sent.seconds
+            if not count or (self.shared_seconds and sent.at <= now):
+                count += 1
+                step = total
+        self._began = now
+        self._step_charged, self._step_seconds = step, step - (count - 1) * self.shared_seconds
+        self.behind, self.behind_seconds = len(self._sent) - count, total - step
 
     def _write(self, kind: Kind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
         assert self.journal is not None
@@ -241,6 +279,13 @@ class Prefiller:
 def write_count(journal: Seat, slot: int, count: CacheCount) -> None:
     """Let all workers hear what the engine in this slot tells of its cache."""
     journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
+
+
+def _left(seconds: float, spent: float) -> float:
+    """Of what takes so long and has so much behind it. What is overdue is expected to take as long again as it is late:
+    it may never end.
+    """
+    return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
 
 
 def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample]]:

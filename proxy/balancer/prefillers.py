@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.concurrency import LEAST_WAIT_SECONDS
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
+from proxy.balancer.prefill_samples import Step
 from proxy.balancer.prefiller import Prefiller, hear
 
 if TYPE_CHECKING:
@@ -13,14 +15,20 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-    from proxy.balancer.prefiller import Sample
+    from proxy.balancer.prefill_samples import Sample
 
 # Shorter prompts are not looked up: to compute them anew takes hardly longer.
 LEAST_TOKENS: Final = 256
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
+# What has spent so much of its time behind no other has taken so long, whatever was there besides.
+_ALONE: Final = 0.95
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
+# So many lessons are enough to tell by what a prompt takes what several take.
+_TAUGHT: Final = 16
+_UNTAUGHT: Final = 8
+_LONG_SECONDS: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +70,14 @@ class Prefillers:
         self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
         self._known: list[Prefiller] = []
         self._next_lesson = 0.0
+        self.is_taught = False
+        """What a prompt takes alone is known, and not only guessed."""
+        self._long_answers = 0
+
+    @property
+    def needs_lessons(self) -> bool:
+        """It is not known though some have been computed that took long, as they had others beside them."""
+        return self._long_answers > _UNTAUGHT and not self.is_taught
 
     @property
     def remembered(self) -> int:
@@ -74,11 +90,15 @@ class Prefillers:
             self._candidates = candidates
             self._known = [self.of(candidate.backend) for candidate in candidates]
             self.slots = [candidate.backend.slot for candidate in candidates]
-        journal = self._journal
-        if journal is not None and journal.has_news:
-            for prefiller, sample in hear(journal, self._by_slot):
-                self.learn(prefiller, sample)
+        if self._journal is not None:
+            self.listen()
         return self._known
+
+    def listen(self) -> None:
+        """Take in what other workers have told, if there are any."""
+        if self._journal is not None and self._journal.has_news:
+            for prefiller, sample in hear(self._journal, self._by_slot):
+                self.learn(prefiller, sample)
 
     def of(self, backend: Backend) -> Prefiller:
         """Of one of them."""
@@ -91,14 +111,51 @@ class Prefillers:
 
     def learn(self, prefiller: Prefiller, sample: Sample) -> None:
         """How long a prompt has taken it."""
+        if (
+            self._clock() < self._next_lesson
+            and prefiller.step is None
+            and sample.wait <= LEAST_WAIT_SECONDS
+            and not sample.was_behind
+        ):
+            return  # it would teach nothing
+        self._long_answers += sample.whole > _LONG_SECONDS
+        predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
+        is_together = sample.seconds < _TOGETHER * predicted
         if sample.was_behind:
-            predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
-            prefiller.saw(sample.seconds < _TOGETHER * predicted)
+            prefiller.saw(is_together)
+        concurrency = prefiller.concurrency
+        if self.is_taught:
+            concurrency.saw(int(sample.ahead), sample.wait, predicted, sample.whole)
+        if concurrency.lanes > 1:
+            if sample.ahead < concurrency.lanes:
+                self._teach(prefiller, sample.uncached, sample.cached, sample.whole)
+            return
+        step = prefiller.step
+        if step is not None and is_together and not prefiller.works_on_one:
+            prefiller.step = step.and_another(sample)
+        else:
+            if step is not None:
+                self._close(prefiller)
+            if concurrency.is_serial or sample.whole < _LONG_SECONDS or sample.seconds >= _ALONE * sample.whole:
+                prefiller.step = Step(sample.uncached, sample.attention, sample.seconds)
+        if not prefiller.under_way:
+            self._close(prefiller)
+
+    def _close(self, prefiller: Prefiller) -> None:
+        """What was computed together is complete, and teaches as one."""
+        step, prefiller.step = prefiller.step, None
+        if step is not None and step.uncached > 0:
+            self._teach(prefiller, step.uncached, step.cached, step.seconds)
+
+    def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float) -> None:
         now = self._clock()
-        if now >= self._next_lesson:
-            self._next_lesson = now + _LESSON_SECONDS
-            self.cost.learn(prefiller.backend.key, sample.uncached, sample.cached, sample.seconds)
+        if now >= self._next_lesson or not self.is_taught:
+            self.cost.learn(prefiller.backend.key, uncached, cached, seconds)
+            self.is_taught = self.cost.samples >= _TAUGHT
+            if self.is_taught:
+                self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
+        prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
 
     def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:
         """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""

@@ -84,6 +84,14 @@ class Prefillers:
             self.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
 
 
+def one_at_a_time(prefillers: Prefillers) -> None:
+    """They have shown that they compute one prompt after the other."""
+    for prefiller in prefillers.policy._prefillers.by_key.values():
+        for _ in range(12):
+            prefiller.concurrency.saw(2, 2.0, 1.0, 3.0)
+        assert prefiller.concurrency.is_serial
+
+
 @pytest.fixture
 def prefillers(balancer: Balancer) -> Prefillers:
     return Prefillers(balancer)
@@ -175,10 +183,9 @@ def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_w
     assert prefillers.policy.work_seconds(candidates, prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
 
 
-def test_there_is_room_where_work_is_almost_done(balancer: Balancer) -> None:
-    prefillers = Prefillers(balancer, max_running=None)
-    prefillers.policy.batch_tokens = 0
+def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None:
     prefillers.teach()
+    one_at_a_time(prefillers)
     assert prefillers.pool.has_room()
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 8)))
@@ -187,19 +194,21 @@ def test_there_is_room_where_work_is_almost_done(balancer: Balancer) -> None:
     assert not prefillers.pool.has_room()
 
 
-def test_short_prompts_are_sent_together_unless_an_engine_works_on_one_at_a_time(balancer: Balancer) -> None:
-    for max_running, has_room in ((None, True), (1, False)):
-        prefillers = Prefillers(balancer, max_running)
-        prefillers.teach()
-        leases = [prefillers.begin(prompt(*range(100 * number, 100 * number + 2))) for number in (1, 2)]
-        assert prefillers.pool.has_room() is has_room
-        for lease in leases:
-            lease.__exit__(None, None, None)
+@pytest.mark.parametrize(("max_running", "more"), [(None, 4), (1, 0)])
+def test_prefillers_get_more_than_one_until_it_is_known_what_comes_of_it(
+    balancer: Balancer, max_running: int | None, more: int
+) -> None:
+    prefillers = Prefillers(balancer, max_running)
+    prefillers.teach()
+    leases: list[Lease] = []
+    while prefillers.pool.has_room():
+        leases.append(prefillers.begin(prompt(start := 10**9 + 100 * len(leases), start + 1)))
+    assert len(leases) == 2 + more
 
 
 def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefillers: Prefillers) -> None:
-    prefillers.policy.batch_tokens = 0
     prefillers.teach()
+    one_at_a_time(prefillers)
     hot = [prompt(*range(1, 30), 100 + number) for number in range(3)]
     cold = prompt(*range(500, 504))
     busy = prefillers.serve(prompt(*range(1, 30)))
@@ -211,8 +220,8 @@ def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefil
 
 
 def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(prefillers: Prefillers) -> None:
-    prefillers.policy.batch_tokens = 0
     prefillers.teach()
+    one_at_a_time(prefillers)
     prefillers.serve(prompt(*range(1, 5)))
     prefillers.begin(prompt(*range(1, 5), 99))
     waiting = [prompt(*range(1, 5), *range(1000 * number, 1000 * number + 6)) for number in range(10)]
@@ -317,7 +326,6 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
     leases = [one.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(2)]
     assert len({lease.backend for lease in leases}) == 2
     one.clock.now += 3.5
-    other.policy.batch_tokens = 0
     other.pool.backends()
     candidates = other.pool._chooser.candidates
     other.policy._prefillers.known(candidates)
@@ -381,16 +389,89 @@ def burst(prefillers: Prefillers, *, together: bool) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_who_is_seen_to_work_on_one_prompt_at_a_time_gets_one_at_a_time(prefillers: Prefillers, together: bool) -> None:
+def test_who_is_seen_to_work_on_one_prompt_at_a_time_is_known(prefillers: Prefillers, together: bool) -> None:
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=together)
-    leases: list[Lease] = []
-    while prefillers.pool.has_room():  # up to 16,384 tokens each, or one
-        leases.append(prefillers.begin(prompt(start := 10**9 + 100 * len(leases), start + 1)))
-    assert len(leases) > 20 if together else len(leases) == 2
-    for lease in leases:
+    known = prefillers.policy._prefillers.by_key.values()
+    assert [prefiller.works_on_one for prefiller in known] == [not together] * 2
+
+
+def test_where_all_have_others_beside_them_it_is_first_learned_what_one_takes_alone(prefillers: Prefillers) -> None:
+    under_way = [prefillers.begin(prompt(100 * number)) for number in range(6)]
+    for number in range(6, 20):
+        prefillers.clock.now += 0.5
+        lease = under_way.pop(0)
+        lease.tell(PIECE, 0)
+        lease.free_compute()
         lease.__exit__(None, None, None)
+        under_way.append(prefillers.begin(prompt(100 * number)))
+    assert not prefillers.pool.has_room()
+    for lease in under_way:
+        lease.__exit__(None, None, None)
+    assert prefillers.pool.has_room()
+
+
+def step(pieces: int) -> float:
+    """Seconds of prompts that are computed together."""
+    return 0.2 + pieces * PIECE / 10_000
+
+
+def teach_steps(prefillers: Prefillers) -> None:
+    for number in range(40):
+        pieces = range(start := 10**9 + 1000 * number, start + 2 + number % 9)
+        prefillers.serve(prompt(*pieces), seconds=step(len(pieces)))
+
+
+def test_prompts_that_are_computed_together_share_what_each_takes_besides_its_tokens(prefillers: Prefillers) -> None:
+    teach_steps(prefillers)
+    first = prefillers.begin(prompt(1, 2, 3, 4))
+    behind = [prefillers.begin(prompt(10 * number, 10 * number + 1)) for number in range(1, 6)]
+    there = [lease for lease in [first, *behind] if lease.backend == first.backend]
+    assert len(there) == 3
+    predicted = [lease.prediction.seconds for lease in there if lease.prediction is not None]
+    assert predicted == pytest.approx([step(4), step(4) + step(2), step(4) + step(4)], rel=0.05)
+
+
+def test_prompts_that_are_answered_at_once_teach_what_they_take_together(prefillers: Prefillers) -> None:
+    teach_steps(prefillers)
+    candidates = prefillers.pool._chooser.candidates
+    asked = prompt(*range(50, 54))
+    for number in range(60):
+        leases = [prefillers.begin(prompt(*range(start := 1000 * number + 100 * each, start + 4))) for each in range(6)]
+        by_backend: dict[Backend, list[Lease]] = {}
+        for lease in leases:
+            by_backend.setdefault(lease.backend, []).append(lease)
+        prefillers.clock.now += step(4)
+        for first, *_ in by_backend.values():
+            first.tell(4 * PIECE, 0)
+            first.__exit__(None, None, None)
+        prefillers.clock.now += step(8)
+        for _, *others in by_backend.values():
+            for each in others:
+                each.tell(4 * PIECE, 0)
+                each.__exit__(None, None, None)
+    assert prefillers.policy.work_seconds(candidates, asked) == pytest.approx(step(4), rel=0.05)
+
+
+@pytest.mark.parametrize(("pieces", "goes"), [(1, True), (12, False)])
+def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than_it_delays(
+    prefillers: Prefillers, pieces: int, goes: bool
+) -> None:
+    teach_steps(prefillers)
+    one_at_a_time(prefillers)
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    prefillers.clock.now += step(4) - 0.01
+    for number in (3, 4):
+        assert prefillers.pool.has_room()
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    assert not prefillers.pool.has_room(), "nobody waits whom that could spare anything"
+    waiting = prompt(*range(500, 500 + pieces))
+    prefillers.pool.work_seconds(waiting)
+    assert prefillers.pool.has_room()
+    assert (prefillers.pool.first_to_go([waiting]) == 0) is goes
+    prefillers.pool.waits_no_more(waiting)
 
 
 def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:

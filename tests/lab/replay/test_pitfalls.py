@@ -14,7 +14,9 @@ from lab.replay.figures import Figures, Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.trace import Request
+from proxy.sim.hardware.machines import MACHINES
 from tests.lab.replay.conftest import MACHINE
+from tests.lab.replay.ranks import RANKS, FleetOfRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +174,19 @@ def test_a_prefiller_that_has_lost_its_cache_without_a_word() -> None:
 @pytest.mark.parametrize("load", [conversations, unique])
 def test_a_prefiller_that_is_half_as_fast(load: Callable[..., list[Request]]) -> None:
     never_worse(load(6, 400, 0.9), replace(FLEET, slow=0.5))
+
+
+@pytest.mark.parametrize("load", [conversations, unique])
+def test_prefillers_that_are_several_engines_behind_one_address(load: Callable[..., list[Request]]) -> None:
+    never_worse(load(14, 800, 0.6 * RANKS * 2 / 4), FleetOfRanks(2, 4, MACHINE, MACHINE))
+
+
+@pytest.mark.parametrize("slow", [None, 0.5])
+def test_what_prompts_take_that_are_computed_in_one_batch_is_predicted(slow: float | None) -> None:
+    machine = MACHINES["kimi-k2.5-h200"]
+    figures, _ = run(conversations(15, 1000, 17.0), "least_load", Fleet(4, 4, machine, machine, slow))
+    assert figures.off_p50 <= 0.08
+    assert figures.off_p95 <= 0.25
 
 
 @pytest.mark.parametrize("load", [conversations, unique])

@@ -1,0 +1,56 @@
+"""Prefillers that are several engines behind one address, as those with data-parallel ranks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lab.replay.engines import Engine
+from lab.replay.fleet import Fleet
+from proxy.backend import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from proxy.sim.hardware.work import Work
+
+RANKS = 4
+
+
+class Ranks:
+    """One prefiller. A prompt goes to the rank that has fewest."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._places: dict[Work, Engine] = {}
+
+    @property
+    def batch(self) -> Any:
+        """What figures ask for."""
+        return SimpleNamespace(busy_seconds=sum(engine.batch.busy_seconds for engine in self._engines))
+
+    async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
+        """As Engine.prefill."""
+        engine = min(self._engines, key=lambda each: each.batch.running + each.batch.waiting)
+        work = await engine.prefill(prompt_tokens, names)
+        self._places[work] = engine
+        return work
+
+    def give_back(self, work: Work) -> None:
+        """As Engine.give_back."""
+        self._places.pop(work).give_back(work)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOfRanks(Fleet):
+    """All prefillers have so many."""
+
+    def engines(self, role: Role) -> Iterator[Any]:
+        """See Fleet."""
+        if role is Role.DECODE:
+            yield from Fleet.engines(self, role)
+            return
+        machine = self.prefill_machine
+        for _ in range(self.prefillers):
+            yield Ranks([Engine(machine.cost, machine.prefill, 0.0) for _ in range(RANKS)])
