@@ -75,7 +75,9 @@ class Prober(BackgroundOwner):
         engine_headers: Callable[[Backend], Mapping[str, str]],
         on_transition: Callable[[Transition], None] = log_transition,
         on_removed: Callable[[Backend], None] = lambda backend: None,
+        pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
+        """`pool_of`: in which pool a backend is compared with others; None: in that of its role."""
         self._pools = pools
         self._roster = roster
         self._health = health
@@ -84,6 +86,7 @@ class Prober(BackgroundOwner):
         self._engine_headers = engine_headers
         self._on_transition = on_transition
         self._on_removed = on_removed
+        self._pool_of = pool_of
         self._background = Background(logger, "a health check")
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._unheard: set[Backend] = set()  # those that did not answer when they were asked what they are
@@ -141,7 +144,8 @@ class Prober(BackgroundOwner):
         pool = self._pools.get(backend.role)
         if pool is None or backend not in pool.backends():
             return
-        pool.outcomes.report_verdict(backend)
+        compared_in = pool if self._pool_of is None else self._pool_of(backend)
+        compared_in.outcomes.report_verdict(backend)
         if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
             self._due[backend] = math.inf
             self._background.start(self._probe(backend))

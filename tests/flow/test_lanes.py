@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
@@ -268,7 +269,14 @@ async def test_metrics_tell_instances_and_requests_by_model(deploy: Deploy) -> N
 async def test_a_stalled_engine_is_compared_with_those_of_its_model(deploy: Deploy) -> None:
     gateway = await deploy(engines("prefill", "a", "b"), engines("decode", "a", "b", "a"))
     await until(lambda: is_mixed(gateway), "the engines' models")
+    first, last, _ = gateway.worker.pools.decode.backends()
     assert not stalls(gateway, gateway.decoders[1])  # the last one of its model
+    gateway.worker.prober.doubt(last)
+    assert gateway.worker.health.of(last).is_eligible
+    gateway.worker.prober.doubt(first)
+    assert not gateway.worker.health.of(first).is_eligible
+    await until(lambda: gateway.worker.health.of(first).state is HealthState.PROBATION, "the answer to a health check")
+    assert (await gateway.ask(chat("a"))).status == 200
     assert stalls(gateway, gateway.decoders[0])
 
 
