@@ -34,6 +34,8 @@ class Models:
         """They serve different models, so that no instance serves a name that is not known. Where they differ in
         adapters alone, engines may know names that they do not list.
         """
+        self.names: frozenset[str] = _NOTHING
+        """All that is known to be served by some instance."""
         self.on_change: Callable[[], None] | None = None
         """Called when who serves what is another."""
         self._roster = roster
@@ -58,6 +60,7 @@ class Models:
                 served[backend], own[backend] = self._told(backend)
         if served != self._served or own != self._own:
             self._served, self._own = served, own
+            self.names = frozenset[str]().union(*served.values())
             self._complete = complete_ones(served, self._roles)
             self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self._complete)
             self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
@@ -74,11 +77,6 @@ class Models:
             return self._served.get(backend, _NOTHING), self._own.get(backend, _NOTHING)
         models = facts.identity.models
         return models | facts.identity.adapters, models
-
-    @property
-    def names(self) -> Sequence[str]:
-        """All that is known to be served by some instance, in alphabetical order."""
-        return sorted(frozenset().union(*self._served.values()))
 
     def of(self, backend: Backend) -> frozenset[str]:
         """What an instance serves; empty: it is not known."""

@@ -81,7 +81,7 @@ def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
     assert models.is_closed
     assert models.groups() == [frozenset({"a", "big"}), frozenset("b")]
     assert models.among("b", fleet.decoders) == fleet.decoders[1:]
-    assert list(models.names) == ["a", "b", "big"]
+    assert models.names == {"a", "b", "big"}
 
 
 def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> None:
