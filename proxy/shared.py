@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from proxy.api_keys import KeyUsage
 from proxy.balancer.bulletin import Bulletin
+from proxy.balancer.fronts import NOBODY, Fronts
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.misfits import Misfits
@@ -115,6 +116,7 @@ class Shared:
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     health_board: HealthBoard = field(default_factory=HealthBoard)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
+    fronts: Fronts = field(default_factory=Fronts)
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
     replica: str = field(default_factory=lambda: uuid4().hex)
@@ -127,8 +129,10 @@ class Shared:
         self.scoreboard.erase(worker)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
+        self.fronts.put(worker, NOBODY)
         if worker == EXCHANGER:  # nobody keeps the rows of the guests now
             self.health_board.forget_verdicts()
+            self.fronts.put_guests(NOBODY)
             for board in (self.scoreboard, self.key_usage):
                 for guest in range(board.workers, board.rows):
                     board.erase(guest)
@@ -179,6 +183,7 @@ def share(
         key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
+        fronts=Fronts(settings.workers, settings.replicas.guests),
         journal=Journal(settings.workers + settings.replicas.guests, tellers=settings.kv_events.tellers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,

@@ -19,6 +19,7 @@ import pytest
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Load
+from proxy.balancer.fronts import Fronts
 from proxy.balancer.journal import Journal
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
@@ -326,6 +327,7 @@ def _shared(settings: Settings) -> Shared:
         scoreboard=scoreboard,
         roster=roster,
         key_usage=KeyUsage(guests=settings.replicas.guests),
+        fronts=Fronts(guests=settings.replicas.guests),
         journal=Journal(1 + settings.replicas.guests, tellers=settings.kv_events.tellers),
         receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )

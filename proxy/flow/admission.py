@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Role
+    from proxy.balancer.fronts import Seat
     from proxy.balancer.pick import PickRequest
     from proxy.errors import GatewayError
     from proxy.flow.buffers import Hold
@@ -57,11 +58,13 @@ class Admission:
         line_up: LineUp | None = None,
         answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0,
         lower_priority_first: bool = True,
+        front: Seat | None = None,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
         in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
         `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
-        `lower_priority_first`: so do engines read the body's `priority`.
+        `lower_priority_first`: so do engines read the body's `priority`. `front`: by which several queues are served as
+        if they were one; None: there is no other.
         """
         self._has_room = has_room
         self._absent = absent
@@ -70,6 +73,7 @@ class Admission:
         self._line_up = line_up or InTurn()
         self._answer_seconds = answer_seconds
         self._lower_priority_first = lower_priority_first
+        self._front = front
         self._metrics = metrics
         self._clock = clock
         self._running: dict[str, int] = {}  # units that were let in and have not left, by key
@@ -277,6 +281,8 @@ class Admission:
             self._deadlines.remove(waiter)
             self._metrics.queued_requests.dec()
         if not self._lines:
+            if self._front is not None:
+                self._front.tell_empty()
             self._drain_rate.stop()
             self._on_wait(False)
             if self._timer is not None:
@@ -296,11 +302,15 @@ class Admission:
         now = self._clock()
         while (late := self._deadlines.missed(now)) is not None:
             self._refuse(late, too_late(late.wanted_seconds or 0.0))
+        if self._front is not None and self._lines:
+            self._front.tell(*self._order.front(1)[0].rank)
         if not self._lines or not self._has_room():
             return
         waiter = self._next()
         # One whose turn has come runs next: it is awake, or cancelled, and then it passes its turn on.
-        if waiter is not None and not waiter.turn.done():
+        if waiter is None or waiter.turn.done():
+            return
+        if self._front is None or not self._front.leaves_room(*waiter.rank, now):
             waiter.turn.set_result(None)
 
     def _next(self) -> Waiter | None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Role
+    from proxy.balancer.fronts import Seat
     from proxy.balancer.pools import Pools
     from proxy.call import Call
     from proxy.connectors.base import Connector
@@ -50,7 +51,9 @@ class Gateway:
         suspects: Suspects,
         settings: Settings,
         metrics: Metrics,
+        front: Seat | None = None,
     ) -> None:
+        """`front`: see Admission."""
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
         self.admission = Admission(
             settings.admission,
@@ -62,6 +65,7 @@ class Gateway:
             line_up=pools.prefill,
             answer_seconds=pools.decode.work_seconds,
             lower_priority_first=settings.connector_traits.lower_priority_first,
+            front=front,
         )
         self._connector = connector
         self._pools = pools

@@ -15,6 +15,8 @@ from heapq import merge
 from itertools import count, islice
 from typing import TYPE_CHECKING, Final, Protocol
 
+from proxy.balancer.fronts import AGEING
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.errors import GatewayError
 
-# Seconds of work that a second of waiting makes up for. With 0 the long would starve behind the short, and far above 1
-# all would wait in turn; with 1/2 a unit goes before all that come later by twice its work.
-_AGEING: Final = 0.5
 # Keys whose services differ by no more are equal.
 _EQUAL_SECONDS: Final = 2.0
 _ARRIVALS: Final = count()  # in turn among equals
@@ -41,7 +40,7 @@ class LineUp(Protocol):
         """Whether one that nobody is in front of need not wait, where there is room."""
 
     def work_seconds(self, request: PickRequest) -> float:
-        """What a request takes: of one key's units those with less work go first, see _AGEING."""
+        """What a request takes: of one key's units those with less work go first, see AGEING."""
 
     def waits_no_more(self, request: PickRequest) -> None:
         """One whose `work_seconds` were asked for has left the queue: to be served, or for good."""
@@ -98,7 +97,12 @@ class Waiter:
     """Among those of its key."""
 
     def __post_init__(self) -> None:
-        self.place = self.priority, self.work_seconds + _AGEING * self.arrived, next(_ARRIVALS), self
+        self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS), self
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Where it stands among those of all queues: its priority, and then its work and how long it waits."""
+        return self.place[:2]
 
     @property
     def amount(self) -> float:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.api_keys import KeyUsage
+    from proxy.balancer.fronts import Fronts
     from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.roster import Roster
@@ -49,6 +50,7 @@ class Exchange(BackgroundOwner):
         scoreboard: Scoreboard,
         roster: Roster,
         board: HealthBoard,
+        fronts: Fronts,
         journal: Seat,
         key_usage: KeyUsage,
         key_slots: Callable[[], Mapping[str, int]],
@@ -60,12 +62,12 @@ class Exchange(BackgroundOwner):
     ) -> None:
         """`me`: what the others call this gateway. `journal`: the guests' seat. `key_slots`: by name, those of the
         client keys whose use is told and heard now. `clock`: that of the journal's records and of the ApiKeys. The
-        first guests' rows of `scoreboard`, `key_usage` and `board` are written here and nowhere else. `on_verdict` is
-        called when there is a new one.
+        first guests' rows of `scoreboard`, `key_usage`, `board` and `fronts` are written here and nowhere else.
+        `on_verdict` is called when there is a new one.
         """
         self._store = store
-        self._own = Own(me, scoreboard, roster, board, journal, key_usage, key_slots)
-        self._guests = Guests(scoreboard, key_usage, board, journal)
+        self._own = Own(me, scoreboard, roster, board, fronts, journal, key_usage, key_slots)
+        self._guests = Guests(scoreboard, key_usage, board, fronts, journal)
         self._on_verdict = on_verdict
         self._key_slots = key_slots
         self._options = settings.replicas
@@ -141,6 +143,8 @@ class Exchange(BackgroundOwner):
         slots = self._slots()
         self._guests.charge({slots[key]: charge for key, charge in charges.items() if key in slots})
         self._note_verdicts(slots, now)
+        if self._options.news_seconds is not None:  # otherwise it is too old: room would be left to who is gone
+            self._guests.put_front(self._peers.front(now))
         self._guests.use({slot: used[name] for name, slot in self._key_slots().items() if name in used}, now)
 
     # What is new, at once
@@ -153,8 +157,11 @@ class Exchange(BackgroundOwner):
             if news is None or not self._peers.telling(now):
                 continue
             message = encode_news(news)
-            with suppress(StoreFailed):  # the next exchange tells as much
+            try:
                 await self._store.tell(message)
+            except StoreFailed:  # the next exchange tells as much
+                await self._pause()
+            else:
                 self._count("told", message)
 
     async def _keep_hearing(self) -> None:
@@ -168,7 +175,10 @@ class Exchange(BackgroundOwner):
                 was_refused = True
             except StoreFailed:
                 was_refused = False
-            await asyncio.sleep(self._rng.uniform(0.9, 1.1) * _RETRY_SECONDS)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._rng.uniform(0.9, 1.1) * _RETRY_SECONDS)
 
     def _hear_news(self, message: bytes) -> None:
         self._count("heard", message)
@@ -178,6 +188,7 @@ class Exchange(BackgroundOwner):
         slots = self._slots()
         charges = self._peers.charges_on(news.instances.keys() & slots.keys(), now)
         self._guests.charge_some({slots[key]: charge for key, charge in charges.items()})
+        self._guests.put_front(self._peers.front(now))
         if news.verdicts:
             self._note_verdicts(slots, now)
         prompts = {slots[key]: records for key, records in news.prompts.items() if key in slots}

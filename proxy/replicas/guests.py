@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.api_keys import minute_of
+from proxy.balancer.fronts import NOBODY
 from proxy.balancer.prefill_records import InvalidRecord, packed, translated, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
     from proxy.api_keys import KeyUsage
+    from proxy.balancer.fronts import Fronts
     from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.scoreboard import Scoreboard
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
 class Guests:
     """The only writer of the first guests' rows."""
 
-    def __init__(self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, journal: Seat) -> None:
+    def __init__(
+        self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, fronts: Fronts, journal: Seat
+    ) -> None:
         """`journal`: the guests' seat."""
         self._scoreboard = scoreboard
         self._row = scoreboard.row(scoreboard.workers)
         self._key_usage = key_usage
         self._key_row = key_usage.row(key_usage.workers)
         self._board = board
+        self._fronts = fronts
         self._journal = journal
         self._verdicts: Set[tuple[int, str, int]] = frozenset()
         self._charged: set[int] = set()
@@ -37,6 +42,7 @@ class Guests:
         self._scoreboard.erase(self._scoreboard.workers)
         self._key_usage.erase(self._key_usage.workers)
         self._board.forget_verdicts()
+        self._fronts.put_guests(NOBODY)
         self._verdicts = frozenset()
 
     def charge(self, charges: Mapping[int, Charge]) -> None:
@@ -51,6 +57,10 @@ class Guests:
         for slot, charge in charges.items():
             self._row.charge(slot, *charge)
         self._charged |= charges.keys()
+
+    def put_front(self, front: int) -> None:
+        """Where the next one in their queues stands."""
+        self._fronts.put_guests(front)
 
     def use(self, used: Mapping[int, Used], now: float) -> None:
         """All that they have let in, by slot of the client key. `now`: seconds of the clock of the ApiKeys."""

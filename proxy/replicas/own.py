@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
+from proxy.balancer.fronts import NOBODY
 from proxy.balancer.prefill_records import Kind, packed, unpacked, without_keys
 from proxy.replicas.told import Charge, News, Told
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from proxy.api_keys import KeyUsage
     from proxy.backend import Backend
+    from proxy.balancer.fronts import Fronts
     from proxy.balancer.health_board import HealthBoard
     from proxy.balancer.journal import Seat
     from proxy.balancer.roster import Roster
@@ -32,6 +34,7 @@ class Own:
         scoreboard: Scoreboard,
         roster: Roster,
         board: HealthBoard,
+        fronts: Fronts,
         journal: Seat,
         key_usage: KeyUsage,
         key_slots: Callable[[], Mapping[str, int]],
@@ -43,6 +46,8 @@ class Own:
         self._scoreboard = scoreboard
         self._roster = roster
         self._board = board
+        self._fronts = fronts
+        self._front = NOBODY  # when the last news were told
         self._journal = journal
         self._key_usage = key_usage
         self._key_slots = key_slots
@@ -62,7 +67,7 @@ class Own:
         usage = self._key_usage
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
         used = {name: counts for name, counts in used.items() if any(counts)}
-        return Told(_turn(now), instances, used, self._judged(now))
+        return Told(_turn(now), instances, used, self._fronts.own(), self._judged(now))
 
     def news(self, now: float) -> News | None:
         """What has changed since this was called last; None: nothing."""
@@ -76,9 +81,11 @@ class Own:
         passed, self._told_verdicts = self._told_verdicts, verdicts
         verdicts = dict.fromkeys(passed, 0) | verdicts if passed != verdicts else {}
         prompts = self._prompts(now) if self._journal.has_news else {}
-        if not instances and not verdicts and not prompts:
+        stood, self._front = self._front, self._fronts.own()
+        front = None if stood == self._front else self._front
+        if not instances and front is None and not verdicts and not prompts:
             return None
-        return News(self._me, _turn(now), now, instances, verdicts, prompts)
+        return News(self._me, _turn(now), now, instances, front, verdicts, prompts)
 
     def _charge(self, backend: Backend) -> Charge:
         board = self._scoreboard

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.fronts import NOBODY, least, moved
 from proxy.replicas.told import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class _Peer:
     instances: dict[str, Charge] = field(default_factory=dict)
     keys: dict[str, Used] = field(default_factory=dict)
     verdicts: dict[str, int] = field(default_factory=dict)
+    front: int = NOBODY
 
 
 class Peers:
@@ -54,6 +56,7 @@ class Peers:
             elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
                 peer.turn, peer.keys = told.turn, told.keys
                 peer.instances, peer.verdicts = dict(told.instances), dict(told.verdicts)
+                peer.front = _translated(told.front, now - told.turn / 1e9)
 
     def hear_news(self, news: News, now: float) -> bool:
         """Whether they count: they come from another gateway, whose message is known, and after all that it has told
@@ -65,6 +68,8 @@ class Peers:
         peer.turn, peer.heard_at = news.turn, now
         peer.instances.update(news.instances)
         peer.verdicts.update(news.verdicts)
+        if news.front is not None:
+            peer.front = _translated(news.front, now - news.now)
         return True
 
     def telling(self, now: float) -> int:
@@ -94,6 +99,10 @@ class Peers:
             if number
         }
 
+    def front(self, now: float) -> int:
+        """Where the next one in their queues stands, by this gateway's clock; NOBODY: none waits."""
+        return least(peer.front for peer in self._counting(now))
+
     def lost(self, now: float) -> list[str]:
         """The names of those that were silent for so long that what they left in the store can be deleted."""
         after = _FORGET_AFTER_TTLS * self._ttl_seconds
@@ -104,3 +113,7 @@ class Peers:
 
     def _counts(self, peer: _Peer, now: float) -> bool:
         return peer.turn is not None and now - peer.heard_at < self._ttl_seconds
+
+
+def _translated(front: int, seconds: float) -> int:
+    return NOBODY if front == NOBODY else moved(front, seconds)

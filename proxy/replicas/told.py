@@ -32,6 +32,8 @@ class Told(msgspec.Struct, frozen=True):
     """By Backend.key; those that have nothing are left out."""
     keys: dict[str, Used] = {}
     """By the name of the client key, likewise. Empty where limits hold for each gateway."""
+    front: int = 0
+    """Where the next one in its queues stands, see balancer/fronts.py; its clock says `turn`, in nanoseconds."""
     verdicts: dict[str, _Count] = {}
     """The instances, by Backend.key, that this gateway has found of no use by itself, with another number each time."""
 
@@ -46,6 +48,8 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     """The time at the clock that records tell."""
     instances: dict[str, Charge] = {}
     """By Backend.key, those that have changed; they may have nothing any more."""
+    front: int | None = None
+    """As in Told; None: where it was."""
     verdicts: dict[str, _Count] = {}
     """As in Told, those that have changed; 0: not any more."""
     prompts: dict[str, list[bytes]] = {}

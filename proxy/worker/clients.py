@@ -38,6 +38,7 @@ from proxy.worker.applications import application, http_listener
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from proxy.balancer.fronts import Seat
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
     from proxy.errors import GatewayError
@@ -65,7 +66,9 @@ class Clients:
 def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
     """Their listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
-    gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects)
+    # Lanes of single models have queues that are each worker's own.
+    queue_front = basis.shared.fronts.seat(basis.index)
+    gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
     basis.live.add(gateway.configure)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, gateway, engines.connector, suspects))
     dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
@@ -153,7 +156,14 @@ def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:
     return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
 
 
-def _gateway(basis: Basis, engines: Engines, pools: Pools, connector: Connector, suspects: Suspects) -> Gateway:
+def _gateway(
+    basis: Basis,
+    engines: Engines,
+    pools: Pools,
+    connector: Connector,
+    suspects: Suspects,
+    front: Seat | None = None,
+) -> Gateway:
     return Gateway(
         connector=connector,
         pools=pools,
@@ -161,6 +171,7 @@ def _gateway(basis: Basis, engines: Engines, pools: Pools, connector: Connector,
         suspects=suspects,
         settings=basis.settings,
         metrics=basis.metrics,
+        front=front,
     )
 
 

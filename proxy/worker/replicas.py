@@ -33,6 +33,7 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
             scoreboard=shared.scoreboard,
             roster=shared.roster,
             board=shared.health_board,
+            fronts=shared.fronts,
             journal=shared.journal.seat(settings.workers),
             key_usage=shared.key_usage,
             key_slots=partial(_key_slots, basis),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.backend import Role
+from proxy.balancer.fronts import NOBODY, Fronts
 from proxy.errors import NoBackendAvailable, Overloaded
 from proxy.flow.admission import Admission
 from proxy.observe.metrics import Metrics
@@ -20,6 +21,8 @@ from tests.clock import Clock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+
+    from proxy.balancer.fronts import Seat
 
 
 class Unit:
@@ -65,14 +68,14 @@ class Unit:
 class Gate:
     """An admission in front of so many places."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, front: Seat | None = None) -> None:
         self.clock = clock
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
         self.absent: Role | None = None
         self.listens = False
         self.admission = Admission(
-            Limits(), self.has_room, self.metrics, clock, lambda: self.absent, on_wait=self._on_wait
+            Limits(), self.has_room, self.metrics, clock, lambda: self.absent, on_wait=self._on_wait, front=front
         )
         self.units: list[Unit] = []
         self.admitted: list[Unit] = []
@@ -742,3 +745,47 @@ def test_however_events_fall_between_a_wake_up_and_its_run_no_turn_is_lost(event
 
     with asyncio.Runner() as runner, no_callback_fails(runner.get_loop()):
         runner.run(play())
+
+
+# Several queues
+
+
+async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> None:
+    fronts, clock = Fronts(2), Clock()
+    one, other = (Gate(clock, fronts.seat(number)) for number in range(2))
+    (first,) = await one.arrive("-")
+    clock.now += 1
+    (second,) = await other.arrive("-")
+    other.places = 1
+    other.admission.notify()
+    await settled()
+    assert not second.is_in
+    one.places = 1
+    one.admission.notify()
+    await settled()
+    assert first.is_in
+    other.admission.notify()
+    await settled()
+    assert second.is_in
+    for unit in (first, second):
+        await unit.leave()
+
+
+async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after_a_moment() -> None:
+    fronts, clock = Fronts(2), Clock()
+    one, other = (Gate(clock, fronts.seat(number)) for number in range(2))
+    (first,) = await one.arrive("-")
+    clock.now += 1
+    (second,) = await other.arrive("-")
+    other.places = 1
+    for _ in range(2):
+        other.admission.notify()
+        await settled()
+        assert not second.is_in
+    clock.now += 0.1
+    other.admission.notify()
+    await settled()
+    assert second.is_in
+    await second.leave()
+    await first.cancelled()
+    assert fronts.own() == NOBODY

@@ -16,6 +16,7 @@ import pytest
 
 from proxy.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.backend import Load, Role
+from proxy.balancer.fronts import Fronts
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.roster import Roster
@@ -23,6 +24,7 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import LimitExceeded
 from proxy.observe.metrics import Metrics
 from proxy.replicas import Exchange, Store
+from proxy.replicas.port import StoreRefused
 from proxy.replicas.told import Told, Used, decode, encode
 from proxy.settings import ClientKey, Loaded, Settings
 from proxy.shared import Listeners, share
@@ -32,7 +34,7 @@ from tests.deployment import generations
 from tests.replicas.conftest import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from tests.conftest import Deploy
 
@@ -68,19 +70,25 @@ class Gateway:
 
 @asynccontextmanager
 async def _gateway(
-    name: str, replicas: dict[str, object], decode: list[tuple[str, int]], workers: int = 1, **keys: int
+    name: str,
+    replicas: dict[str, object],
+    decode: list[tuple[str, int]],
+    workers: int = 1,
+    kind: type[Store] = Store,
+    **keys: int,
 ) -> AsyncIterator[Gateway]:
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     board = Scoreboard(workers=workers, slots=8, guests=1)
     gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
     async with (
-        Store(settings, name) as store,
+        kind(settings, name) as store,
         Exchange(
             store=store,
             me=name,
             scoreboard=board,
             roster=gateway.roster,
             board=HealthBoard(workers, slots=8),
+            fronts=Fronts(workers, guests=1),
             journal=Journal(workers + 1).seat(workers),
             key_usage=gateway.usage,
             key_slots=lambda: keys,
@@ -139,6 +147,32 @@ async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -
                 assert told >= heard >= 2
 
 
+class WithoutChannel(Store):
+    """Whose user may use the hash alone."""
+
+    async def tell(self, news: bytes) -> None:
+        raise StoreRefused("NOPERM")
+
+    async def listen(self, hear: Callable[[bytes], None]) -> None:
+        raise StoreRefused("NOPERM")
+
+
+async def test_where_the_channel_is_not_allowed_exchanges_go_on_and_one_line_says_so(
+    store_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.replicas.exchange._RETRY_SECONDS", 0.001)
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A], kind=WithoutChannel) as one,
+        _gateway("two", replicas, [_A], kind=WithoutChannel) as two,
+    ):
+        for running in range(1, 5):
+            one.scoreboard.row(0).add(0, running=1)
+            await until(lambda running=running: two.running(_A) == running, "the load of the other")
+    lines = [record.message for record in caplog.records]
+    assert lines == ["replicas: the store lets nobody listen, so changes are known later: NOPERM"] * 2
+
+
 async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
     replicas = {**_sections(store_port), "news_seconds": None}
     async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
@@ -192,7 +226,7 @@ async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way
 
     with ExitStack() as first:
         port = first.enter_context(serving())
-        replicas = _sections(port, ttl_seconds=0.2)
+        replicas = _sections(port, ttl_seconds=1.0)
         async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
             two.scoreboard.row(0).add(0, requests=1, running=1)
             await until(lambda: one.running(_A) == 1, "the load of the other")

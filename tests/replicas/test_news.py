@@ -12,6 +12,7 @@ import pytest
 from proxy.api_keys import KeyUsage
 from proxy.backend import Backend, Role
 from proxy.balancer.cache_count import CacheCount
+from proxy.balancer.fronts import Fronts
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
@@ -42,13 +43,13 @@ class Gateway:
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
 
     def __post_init__(self) -> None:
-        self.board = HealthBoard(2, slots=8)
+        self.board, self.fronts = HealthBoard(2, slots=8), Fronts(2, guests=1)
         journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.seat(0))
         self.policy = LeastSeconds(context)
-        self.own = Own(self.name, self.scoreboard, self.roster, self.board, journal.seat(2), usage, dict)
-        self.guests = Guests(self.scoreboard, usage, self.board, journal.seat(2))
+        self.own = Own(self.name, self.scoreboard, self.roster, self.board, self.fronts, journal.seat(2), usage, dict)
+        self.guests = Guests(self.scoreboard, usage, self.board, self.fronts, journal.seat(2))
         self.events = journal.seat(3)
 
     def backend(self, port: int) -> Backend:
@@ -119,6 +120,16 @@ def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gatewa
     assert news.instances == {one.backend(2).key: (0, 0, 0)}
 
 
+def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gateway]) -> None:
+    one, _ = pair
+    one.fronts.put(1, 70)
+    one.fronts.put(0, 50)
+    assert [news and news.front for news in (one.news(), one.news())] == [50, None]
+    one.fronts.put(0, 0)
+    assert [news and news.front for news in (one.news(), one.news())] == [70, None]
+    assert one.own.told(1.0).front == 70
+
+
 def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[Gateway, Gateway]) -> None:
     one, _ = pair
     prefiller, rng = one.prefiller(1), random.Random(1)
@@ -176,7 +187,7 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 
 def test_what_is_not_understood_are_no_news() -> None:
-    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, {"a": 7}, {"a": [b"x"]})
+    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, -5, {"a": 7}, {"a": [b"x"]})
     assert decode_news(encode_news(whole)) == whole
     for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
         assert decode_news(message) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from proxy.balancer.fronts import AGEING, NOBODY, front_of
 from proxy.replicas.peers import Peers
 from proxy.replicas.told import News, Told, decode, encode
 
@@ -47,6 +48,20 @@ def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_t
     assert peers.charges(102.4) == {"b": (1, 1, 1)}
     assert peers.hear_news(News("one", 9, 0.0, {"b": (0, 0, 0)}), 102.4)
     assert peers.charges_on(["b"], 103.4) == {}
+
+
+def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
+    peers = Peers("me", ttl_seconds=1.0)
+    ours, theirs = 100.0, 7.0
+    told = Told(round(theirs * 1e9), front=front_of(0, AGEING * 5.0))  # for two seconds
+    peers.hear({"one": encode(told), "two": encode(Told(1))}, ours)
+    assert peers.front(ours) == front_of(0, AGEING * (ours - 2.0))
+    assert peers.hear_news(News("one", told.turn + 1, theirs + 0.5, front=NOBODY), ours + 0.5)
+    assert peers.front(ours + 0.5) == NOBODY
+    assert peers.hear_news(News("one", told.turn + 2, theirs + 0.6, front=told.front), ours + 0.6)
+    assert peers.hear_news(News("one", told.turn + 3, theirs + 0.7), ours + 0.7)  # where it was
+    assert peers.front(ours + 0.7) == front_of(0, AGEING * (ours - 2.0))
+    assert peers.front(ours + 9.0) == NOBODY
 
 
 def test_who_has_left_counts_no_more_at_once() -> None:

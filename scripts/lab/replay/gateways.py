@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Role
+from proxy.balancer.fronts import Fronts
 from proxy.balancer.health import Health
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lab.replay.engines import Engine
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.fronts import Seat
     from proxy.balancer.pick import Policy
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -88,9 +90,11 @@ class NamedStore:
 class Worker:
     """One of a gateway's: its pools, and the queue in front of them."""
 
-    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
+    def __init__(self, pools: Pools, clock: Callable[[], float], front: Seat | None) -> None:
         self.pools = pools
-        self.admission = Admission(AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill)
+        self.admission = Admission(
+            AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill, front=front
+        )
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
 
@@ -133,10 +137,12 @@ class Gateway:
         self._health = Health(HealthChecks(), self._clock, rng)
         self._engines = engines
         self._rng = rng
-        self.workers = [
-            Worker(Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE)), self._clock)
-            for number in range(plan.workers)
-        ]
+        self._fronts = Fronts(plan.workers, guests)
+        self.workers = [self._worker(number) for number in range(plan.workers)]
+
+    def _worker(self, number: int) -> Worker:
+        pools = Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE))
+        return Worker(pools, self._clock, self._fronts.seat(number))
 
     def exchange(self, store: SharedStore) -> Exchange:
         """What shares with the others."""
@@ -146,6 +152,7 @@ class Gateway:
             me=self._name,
             scoreboard=self.scoreboard,
             roster=self._roster,
+            fronts=self._fronts,
             board=HealthBoard(self._plan.workers, self.scoreboard.slots),
             journal=self._journal.seat(self._plan.workers),
             key_usage=KeyUsage(self._plan.workers, slots=1, guests=1),

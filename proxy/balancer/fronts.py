@@ -1,0 +1,102 @@
+"""Who is the next in each worker's queue: what makes several queues nearly one.
+
+Each worker, and each other gateway of the group, has a queue of its own, and would send its own next one wherever there
+is room. So each writes the place of its next one here, and leaves room for a moment to another one whose next is before
+its own. Nobody waits for that for long, as the other one may not want this room. Create it before forking.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NOBODY: Final = 0
+"""In place of a front."""
+AGEING: Final = 0.5
+"""Seconds of work that a second of waiting makes up for. With 0 the long would starve behind the short, and far above 1
+all would wait in turn; with 1/2 a unit goes before all that come later by twice its work."""
+_CELL_BYTES: Final = 8
+_PLACE_BITS: Final = 52
+_MOST_PLACE: Final = (1 << _PLACE_BITS) - 1
+_MOST_PRIORITY: Final = 1 << 10
+# How long room is left: until others have looked, of which each does so every 20 ms.
+_LEFT_SECONDS: Final = 0.05
+
+
+def front_of(priority: int, place_seconds: float) -> int:
+    """Where one stands: lower goes first. `place_seconds`: its work, and AGEING times when it came by the system's
+    monotonic clock.
+    """
+    clipped = min(max(priority, -_MOST_PRIORITY), _MOST_PRIORITY)
+    return (clipped << _PLACE_BITS) + min(max(1, round(place_seconds * 1e6)), _MOST_PLACE)
+
+
+def moved(front: int, seconds: float) -> int:
+    """The same by a clock that is so much ahead."""
+    return front_of(front >> _PLACE_BITS, (front & _MOST_PLACE) / 1e6 + AGEING * seconds)
+
+
+class Fronts:
+    """A cell for each worker, and one for all other gateways, each with one writer."""
+
+    def __init__(self, workers: int = 1, guests: int = 0) -> None:
+        self.workers = workers
+        self._cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
+
+    def seat(self, number: int) -> Seat | None:
+        """One worker's; None: there is nobody else."""
+        return Seat(self, number) if len(self._cells) > 1 else None
+
+    def put(self, number: int, front: int) -> None:
+        """Of a worker; NOBODY: none waits there."""
+        self._cells[number] = front
+
+    def put_guests(self, front: int) -> None:
+        """Of the other gateways, if there may be any."""
+        if len(self._cells) > self.workers:
+            self._cells[self.workers] = front
+
+    def own(self) -> int:
+        """The first of this gateway's workers, or NOBODY."""
+        return least(self._cells[: self.workers])
+
+    def elsewhere(self, number: int) -> int:
+        """The first of all others, or NOBODY."""
+        return least([*self._cells[:number], *self._cells[number + 1 :]])
+
+
+def least(fronts: Iterable[int]) -> int:
+    """The first of these, or NOBODY."""
+    return min((front for front in fronts if front != NOBODY), default=NOBODY)
+
+
+class Seat:
+    """One worker's."""
+
+    def __init__(self, fronts: Fronts, number: int) -> None:
+        self._fronts = fronts
+        self._number = number
+        self._left_to = NOBODY
+        self._left_at = 0.0
+
+    def tell(self, priority: int, place_seconds: float) -> None:
+        """Its next one stands there."""
+        self._fronts.put(self._number, front_of(priority, place_seconds))
+
+    def tell_empty(self) -> None:
+        """Nobody waits here."""
+        self._fronts.put(self._number, NOBODY)
+
+    def leaves_room(self, priority: int, place_seconds: float, now: float) -> bool:
+        """Whether one that might go now had better leave the room to another one, for the moment. What was left to
+        somebody in vain is not left to him again.
+        """
+        other = self._fronts.elsewhere(self._number)
+        if other == NOBODY or other >= front_of(priority, place_seconds):
+            return False
+        if other != self._left_to:
+            self._left_to, self._left_at = other, now
+        return now - self._left_at < _LEFT_SECONDS
