@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # A clean request takes as long as most do, and at most so much longer.
 _LONGER_SECONDS = 1.0
+# Lines are written many at a time, so long after the end of a request at most.
+_WRITTEN_SECONDS = 0.1
 
 
 def one_end(evidence: Evidence) -> list[str]:
@@ -20,11 +22,13 @@ def one_end(evidence: Evidence) -> list[str]:
     asked = {answer.id: answer for answer in evidence.answers}
     wrong = [f"{name}: {times} access lines" for name, times in lines.items() if times > 1]
     wrong += [f"{name}: an access line, and no client asked" for name in lines if name not in asked]
-    # Who left at once may not have been heard, and a dead worker cannot write.
+    # Who left at once may not have been heard, and a dead worker cannot write, be it that all was well just before.
+    killed = [fault.began for fault in evidence.faults if fault.kind == KILL_WORKER]
     missing = [
         answer
         for answer in evidence.answers
         if answer.id not in lines and answer.outcome is not Outcome.LEFT and not evidence.died_with_worker(answer)
+        if not any(0 <= at - answer.ended < _WRITTEN_SECONDS for at in killed)
     ]
     # Of refusals that come in a flood most lines are left out, and counted.
     refused = [answer for answer in missing if answer.status is not None and answer.status >= 400]

@@ -134,6 +134,8 @@ def test_what_died_with_its_worker_is_counted_apart() -> None:
     killed = evidence(**cut, faults=[fault("kill worker")], limits=workers(2))
     assert not killed.failures
     assert "I1" not in wrong(**cut, faults=[fault("kill worker")], limits=workers(2))
+    assert "I1" not in wrong(lines=[], faults=[fault("kill worker", began=12.05)], limits=workers(2))
+    assert "I1" in wrong(lines=[], faults=[fault("kill worker", began=12.2)], limits=workers(2))
 
 
 def test_some_cannot_be_judged_with_several_workers() -> None:
