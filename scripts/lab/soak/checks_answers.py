@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # A clean request takes as long as most do, and at most so much longer.
 _LONGER_SECONDS = 1.0
+_SKEW_SECONDS = 0.5
 # Lines are written many at a time, so long after the end of a request at most.
 _WRITTEN_SECONDS = 0.1
 
@@ -42,7 +43,15 @@ def one_end(evidence: Evidence) -> list[str]:
 
 def right_answers(evidence: Evidence) -> list[str]:
     units = {answer.id: answer.units for answer in evidence.answers}
-    finished = Counter(leg.user for leg in evidence.legs if leg.stage == "decode" and leg.is_finished)
+    decodes = [leg for leg in evidence.legs if leg.stage == "decode"]
+    finished = Counter(leg.user for leg in decodes if leg.is_finished)
+    # An answer that was moved may end where it was just then, as the network saw and the gateway did not.
+    skew = _SKEW_SECONDS + evidence.lag_seconds
+    moved = {line["id"] for line in evidence.ends if line["resumes"]}
+    last = {leg.user: leg.sent for leg in sorted(decodes, key=lambda leg: leg.sent) if leg.user in moved}
+    finished -= Counter(
+        leg.user for leg in decodes if leg.is_finished and leg.sent < last.get(leg.user, 0.0) <= leg.ended + skew
+    )
     wrong = [f"{a.id}: {a.problem}" for a in evidence.answers if a.outcome is Outcome.WRONG]
     return wrong + [
         f"{user}: {times} decodes succeeded for {units[user]} sequences"
