@@ -12,7 +12,8 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import count, islice
+from itertools import chain, count, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.balancer.fronts import AGEING
@@ -70,6 +71,9 @@ class InTurn:
         return 0
 
 
+_place = attrgetter("place")
+
+
 @dataclass(slots=True, eq=False)
 class Waiter:
     """One unit that waits."""
@@ -93,11 +97,11 @@ class Waiter:
     late_at: float = math.inf
     """The clock's time from which on that is impossible."""
     refusal: GatewayError | None = None
-    place: tuple[int, float, int, Waiter] = field(init=False, repr=False)
+    place: tuple[int, float, int] = field(init=False, repr=False)
     """Among those of its key."""
 
     def __post_init__(self) -> None:
-        self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS), self
+        self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS)
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -121,36 +125,36 @@ class Line:
         self.requests = 0
         self.served_seconds = served_seconds
         self.last_service = last_service
-        self._ranked: list[tuple[int, float, int, Waiter]] = []
+        self._ranked: list[Waiter] = []
 
     def add(self, waiter: Waiter) -> None:
         """It waits."""
         self.waiters[waiter] = None
         self.requests += not waiter.is_patient
-        insort(self._ranked, waiter.place)
+        insort(self._ranked, waiter, key=_place)
 
     def remove(self, waiter: Waiter) -> None:
         """It does not wait any more."""
         del self.waiters[waiter]
         self.requests -= not waiter.is_patient
-        del self._ranked[bisect_left(self._ranked, waiter.place)]
+        del self._ranked[bisect_left(self._ranked, waiter.place, key=_place)]
 
     @property
     def first(self) -> Waiter:
         """The next one."""
-        return self._ranked[0][-1]
+        return self._ranked[0]
 
     def amount_before(self, waiter: Waiter) -> float:
         """Of those that go before one that is not here yet."""
-        return sum(place[-1].amount for place in self._ranked[: bisect_left(self._ranked, waiter.place)])
+        return sum(before.amount for before in self._ranked[: bisect_left(self._ranked, waiter.place, key=_place)])
 
     def amounts(self, priority: int) -> tuple[float, float]:
         """Of those that are more urgent than this, and of those that are equally so."""
         urgent = sum(waiter.amount for waiter in self.waiters if waiter.priority < priority)
         return urgent, sum(waiter.amount for waiter in self.waiters if waiter.priority == priority)
 
-    def next(self, most: int) -> list[tuple[int, float, int, Waiter]]:
-        """The places of the first, so many at most."""
+    def next(self, most: int) -> list[Waiter]:
+        """The first, so many at most."""
         return self._ranked[:most]
 
 
@@ -198,15 +202,15 @@ class Order:
         """The first of all, at least one if any waits, in order."""
         if len(self.lines) == 1:
             (line,) = self.lines.values()
-            return [place[-1] for place in line.next(most)]
+            return line.next(most)
         lines = sorted(self.lines.values(), key=self._precedence)
-        places: list[Iterable[tuple[int, float, int, Waiter]]] = [line.next(most) for line in lines]
+        fronts: list[Iterable[Waiter]] = [line.next(most) for line in lines]
         head = lines[0].first
         if head.cost_seconds:
             highest = lines[0].served_seconds + _EQUAL_SECONDS
             equal = sum(line.first.priority == head.priority and line.served_seconds <= highest for line in lines)
-            places[:equal] = [merge(*places[:equal])]
-        return [place[-1] for place in islice((place for some in places for place in some), most)]
+            fronts[:equal] = [merge(*fronts[:equal], key=_place)]
+        return list(islice(chain.from_iterable(fronts), most))
 
     def ahead(self, waiter: Waiter) -> float:
         """The amount of those who will probably be served before one that does not wait yet, if nobody else comes:
