@@ -89,16 +89,16 @@ class Intake:
             call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
             if self._models.is_mixed:
                 parts = self._in_lane(call)
+            if (
+                (self._names.has_aliases and self._names.translated(call) is not call)
+                or not dialect.is_single(call)
+                or not parts.connector.goes_leg_by_leg(call)
+                or (not call.stream and parts.gateway.watching(dialect, call).is_close)
+            ):
+                return None
         except (GatewayError, InvalidDocument):
             return None
-        connector, admission = parts.connector, parts.gateway.admission
-        if (
-            (self._names.has_aliases and self._names.translated(call) is not call)
-            or not dialect.is_single(call)
-            or not connector.goes_leg_by_leg(call)
-            or (not call.stream and parts.gateway.watching(dialect, call).is_close)
-        ):
-            return None
+        admission = parts.gateway.admission
         waits = not admission.is_open or not admission.lets_go(call.pick_request)
         if waits and not admission.has_place(key.name):
             return None

@@ -78,6 +78,7 @@ async def test_a_request_in_two_pieces(roads: Roads, at: int) -> None:
         raw(WHOLE).replace(b"Content-Length: ", b"Content-Length: -"),
         raw({**WHOLE, "model": "other"}),
         raw({**WHOLE, "max_tokens": -1}),
+        raw({**WHOLE, "prompt": [None, "x"]}),
         raw(WHOLE, X_Request_Id="not acceptable"),
         raw(WHOLE, Origin="http://page"),
         raw(WHOLE, Authorization="Bearer k"),
