@@ -1,13 +1,15 @@
-"""How many prompts a prefiller computes side by side, learned from those that had to wait less or more than predicted.
+"""How many prompts a prefiller computes side by side: it tells, or prompts that wait otherwise than predicted do.
 
 Most engines compute prompts one after the other, or several in one step that takes the sum of their times. Others are
-several engines behind one address (data-parallel ranks): with only one prompt at a time most of them would idle. So
-every now and then a prefiller gets some more than it is thought to compute, until it has shown what becomes of them.
+several engines behind one address (data-parallel ranks): with only one prompt at a time most of them would idle. So one
+that does not tell how many those are gets some more than it is thought to compute every now and then, until it has
+shown what becomes of them.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heapreplace
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -31,12 +33,16 @@ _MOST_LANES: Final = 64
 class Concurrency:
     """Of one prefiller."""
 
-    __slots__ = ("lanes", "_believed", "_less", "_more", "_seen")
+    __slots__ = ("lanes", "ranks", "_believed", "_less", "_more", "_seen")
 
-    def __init__(self) -> None:
-        self.lanes = 1
+    def __init__(self, ranks: int | None = None) -> None:
+        """`ranks`: see EngineFacts. Several are believed in for good; one, or None, says little: there may be a load
+        balancer in front of it.
+        """
+        self.ranks = ranks
+        self.lanes = min(ranks or 1, _MOST_LANES)
         """Prompts that it computes side by side."""
-        self._believed = 0  # for so many answers more
+        self._believed = inf if self.lanes > 1 else 0.0  # for so many answers more
         self._seen = self._more = self._less = 0
 
     @property

@@ -23,6 +23,8 @@ class EngineFacts:
     """Sequences it works on at a time; more wait inside."""
     kv_tokens: int | None = None
     """Tokens that fit into its KV memory."""
+    ranks: int | None = None
+    """Data-parallel ranks among which its address shares out what is sent there; each is an engine by itself."""
     identity: Identity = field(default_factory=lambda: Identity(), compare=False)
 
 
@@ -191,6 +193,14 @@ def parse_kv_tokens(answer: Any) -> int | None:
     cache = _member(config, "cache_config")
     blocks, size = _count(_member(cache, "num_gpu_blocks")), _count(_member(cache, "block_size"))
     return blocks * size * _vllm_ranks(_member(config, "parallel_config")) if blocks and size else None
+
+
+def parse_ranks(answer: Any) -> int | None:
+    """How many data-parallel ranks are behind its address by the same answer; None: it does not tell."""
+    if states := _list(answer, "internal_states"):
+        return len(states)
+    parallel = _member(_member(answer, "vllm_config"), "parallel_config")
+    return None if _count(_member(parallel, "data_parallel_size")) is None else _vllm_ranks(parallel)
 
 
 def _vllm_ranks(parallel: Any) -> int:

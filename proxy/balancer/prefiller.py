@@ -187,7 +187,7 @@ class Prefiller:
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
         self._alone = 0
-        self.concurrency = Concurrency()
+        self.concurrency = Concurrency(self.concurrency.ranks)
         if len(self.cached):
             self.cached.clear()
             self.version += 1

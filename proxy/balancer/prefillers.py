@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.concurrency import LEAST_WAIT_SECONDS
+from proxy.balancer.concurrency import LEAST_WAIT_SECONDS, Concurrency
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.prefill_samples import Step
 from proxy.balancer.prefiller import Prefiller, hear
@@ -63,6 +63,7 @@ class Prefillers:
         self.slots: list[int] = []
         """Of the candidates that were asked about last."""
         self._clock = context.clock
+        self._facts = context.facts
         self._journal = context.journal
         self.by_key: dict[str, Prefiller] = {}
         """By `Backend.key`."""
@@ -89,6 +90,8 @@ class Prefillers:
         if candidates is not self._candidates:
             self._candidates = candidates
             self._known = [self.of(candidate.backend) for candidate in candidates]
+            for prefiller in self._known:
+                self._take_facts(prefiller)
             self.slots = [candidate.backend.slot for candidate in candidates]
         if self._journal is not None:
             self.listen()
@@ -156,6 +159,11 @@ class Prefillers:
                 self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
         prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
+
+    def _take_facts(self, prefiller: Prefiller) -> None:
+        facts = self._facts(prefiller.backend)
+        if facts is not None and facts.ranks != prefiller.concurrency.ranks:
+            prefiller.concurrency = Concurrency(facts.ranks)
 
     def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:
         """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy import SERVER
+from proxy.backend import Role
 from proxy.balancer.capabilities import TOKEN_IDS
 from proxy.balancer.engine_facts import (
     UNKNOWN_VERSION,
@@ -24,9 +25,11 @@ from proxy.balancer.engine_facts import (
     parse_max_model_len,
     parse_max_num_seqs,
     parse_models,
+    parse_ranks,
     parse_setup,
     parse_sglang_version,
 )
+from proxy.wire import exposition
 
 if TYPE_CHECKING:
     from proxy.upstream.engine_json import Answer
@@ -38,6 +41,8 @@ MODELS_PATH: Final = "/v1/models"
 # for compilers, drivers and packages when it is asked for the first time, which takes seconds.
 SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
+
+METRICS_PATH: Final = "/metrics"
 
 CHAT_IDS_PATH: Final = "/v1/chat/completions"
 CHAT_IDS_QUESTION: Final = orjson.dumps(
@@ -89,8 +94,21 @@ def with_setup(facts: EngineFacts, info: Answer | None) -> EngineFacts:
         version=version,
         max_num_seqs=parse_max_num_seqs(told),
         kv_tokens=parse_kv_tokens(told),
+        ranks=parse_ranks(told),
         identity=identity,
     )
+
+
+def is_to_be_asked_for_ranks(facts: EngineFacts, role: Role) -> bool:
+    """Whether METRICS_PATH is for this engine: vLLM tells its configuration only in its development mode."""
+    return role is Role.PREFILL and facts.ranks is None and facts.identity.kind == "vLLM"
+
+
+def with_ranks(facts: EngineFacts, metrics: Answer | None) -> EngineFacts:
+    """The same, and how many ranks its gauges are of. None: there was no answer."""
+    if metrics is None or metrics.status != 200:
+        return facts
+    return replace(facts, ranks=exposition.parse_ranks(metrics.body))
 
 
 def is_to_be_asked_for_chat_ids(facts: EngineFacts) -> bool:

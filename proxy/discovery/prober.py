@@ -19,14 +19,17 @@ from proxy.balancer.backend_health import HealthState
 from proxy.discovery.facts import (
     CHAT_IDS_PATH,
     CHAT_IDS_QUESTION,
+    METRICS_PATH,
     MODELS_PATH,
     SERVER_INFO_PATH,
     SERVER_INFO_TIMEOUT_SECONDS,
     VERSION_PATH,
     facts_of,
     is_to_be_asked_for_chat_ids,
+    is_to_be_asked_for_ranks,
     with_chat_ids,
     with_models,
+    with_ranks,
     with_setup,
 )
 from proxy.errors import Failure
@@ -239,11 +242,13 @@ class Prober(BackgroundOwner):
         self._background.start(self._ask_setup(backend, facts))
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
-        """Add to what it said how it was started, how many requests it works on at a time and what fits into its KV
-        memory, as far as it tells.
+        """Add to what it said how it was started, how many requests it works on at a time, what fits into its KV
+        memory and how many ranks it has, as far as it tells.
         """
         info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
         told = with_setup(facts, info)
+        if is_to_be_asked_for_ranks(told, backend.role):
+            told = with_ranks(told, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
         if is_to_be_asked_for_chat_ids(told):
             told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
         if self._health.of(backend).facts is facts:  # not if it went down meanwhile

@@ -1,4 +1,4 @@
-"""What an engine's `/metrics` tells of where its prompts' KV cache came from. Read without parsing the rest of it.
+"""Of an engine's `/metrics` where its prompts' KV cache came from, and how many ranks it has. The rest is not parsed.
 
 A real engine writes 100 KB and more there, of which three lines for each of its data-parallel ranks count here.
 """
@@ -41,6 +41,17 @@ def parse_expired_leases(exposition: bytes) -> float | None:
     and SGLang has no leases: both legs of a request fail together.
     """
     return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
+
+
+def parse_ranks(exposition: bytes) -> int | None:
+    """How many data-parallel ranks are behind the address; None: it does not tell.
+
+    vLLM has a gauge for each rank that its API server feeds, from the start (v1/metrics/loggers.py
+    PrometheusStatLogger).
+    """
+    name = re.escape(b"vllm:num_requests_running")
+    samples = re.findall(_SAMPLE % name, exposition, re.MULTILINE)
+    return len({rank for labels, _ in samples for rank in re.findall(rb'\bengine="([^"]*)"', labels)}) or None
 
 
 def _of_vllm(exposition: bytes) -> PromptTokens | None:

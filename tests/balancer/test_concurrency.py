@@ -57,6 +57,19 @@ def test_an_engine_that_computes_fewer_than_before_is_followed() -> None:
     assert concurrency.lanes == 1
 
 
+def test_several_ranks_of_which_it_tells_are_believed_in() -> None:
+    concurrency = Concurrency(4)
+    assert not concurrency.is_serial
+    shown(concurrency, 1)
+    assert concurrency.lanes == concurrency.wanted == 4
+
+
+def test_behind_one_rank_of_which_it_tells_may_be_more() -> None:
+    concurrency = Concurrency(1)
+    shown(concurrency, 4)
+    assert concurrency.lanes >= 3
+
+
 def test_waits_that_are_short_tell_nothing() -> None:
     concurrency = Concurrency()
     for _ in range(100):

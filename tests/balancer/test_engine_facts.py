@@ -12,6 +12,7 @@ from proxy.balancer.engine_facts import (
     parse_kv_tokens,
     parse_max_model_len,
     parse_max_num_seqs,
+    parse_ranks,
     parse_setup,
     parse_sglang_version,
 )
@@ -148,3 +149,24 @@ def test_how_many_requests_it_works_on_is_read_from_what_engines_answer(answer: 
 )
 def test_what_fits_into_kv_memory_is_counted_over_all_ranks(answer: object, tokens: int | None) -> None:
     assert parse_kv_tokens(answer) == tokens
+
+
+@pytest.mark.parametrize(
+    ("answer", "ranks"),
+    [
+        pytest.param(sglang(128, 128), 2, id="SGLang, two ranks"),
+        pytest.param(vllm(256), 1, id="vLLM"),
+        pytest.param(vllm(256, data_parallel_size=4), 4, id="vLLM, four ranks"),
+        pytest.param(
+            vllm(256, data_parallel_size=4, data_parallel_size_local=2, data_parallel_hybrid_lb=True),
+            2,
+            id="vLLM, two ranks on each of two nodes, balanced from outside",
+        ),
+        pytest.param(vllm(256, data_parallel_size=4, data_parallel_external_lb=True), 1, id="vLLM, one of four ranks"),
+        pytest.param({"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, None, id="vLLM, no parallel config"),
+        pytest.param({"detail": "Not Found"}, None, id="not found"),
+        pytest.param(None, None, id="nothing"),
+    ],
+)
+def test_ranks_count_that_the_address_shares_out_to(answer: object, ranks: int | None) -> None:
+    assert parse_ranks(answer) == ranks

@@ -34,8 +34,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """Answers /health, /version, /v1/models and, if it has an answer, /server_info, with `status`, and remembers how it
-    was asked.
+    """Answers /health, /version, /v1/models and, if it has answers, /server_info and /metrics, with `status`, and
+    remembers how it was asked.
     """
 
     def __init__(self, status: int = 200) -> None:
@@ -49,6 +49,7 @@ class Engine:
         app = web.Application()
         app.add_routes([web.get(path, self._answer) for path in ("/health", "/version", "/v1/models")])
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/metrics", self._metrics)
         self.server = TestServer(app, host=HOST)
 
     async def _server_info(self, request: web.Request) -> web.Response:
@@ -56,6 +57,12 @@ class Engine:
         if request.path not in self.answers:
             raise web.HTTPNotFound
         return await self._answer(request)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if request.path not in self.answers:
+            raise web.HTTPNotFound
+        self.seen.append((request.path, request.headers.get("Authorization")))
+        return web.Response(text=str(self.answers[request.path]), status=self.status)
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.seen.append((request.path, request.headers.get("Authorization")))

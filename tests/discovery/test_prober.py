@@ -195,10 +195,25 @@ async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp
     (backend,) = pool.backends()
     async with gateway.prober(session):
         await until(lambda: pool.limit(backend) == 16)
-        assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16)
+        assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16, ranks=2)
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     assert [path for path, _ in engine.seen].count("/server_info") == 1
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("somebody", None)])
+async def test_vllm_that_does_not_tell_its_configuration_has_gauges_for_its_ranks(
+    session: aiohttp.ClientSession, engine: Engine, kind: str, ranks: int | None
+) -> None:
+    engine.answers["/v1/models"] = {"data": [{"id": "kimi", "owned_by": kind}]}
+    engine.answers["/metrics"] = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 0.0\n' for rank in range(2))
+    gateway = Gateway([engine.port])
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), ranks=ranks))
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert [path for path, _ in engine.seen].count("/metrics") == (ranks is not None)
 
 
 async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(session: aiohttp.ClientSession) -> None:

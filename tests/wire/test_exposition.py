@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.wire.exposition import PromptTokens, parse_prompt_tokens
+from proxy.wire.exposition import PromptTokens, parse_prompt_tokens, parse_ranks
 
 VLLM = b"""# HELP vllm:prompt_tokens_by_source_total Number of prompt tokens by source.
 # TYPE vllm:prompt_tokens_by_source_total counter
@@ -59,3 +59,25 @@ def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: Prom
 )
 def test_an_engine_that_does_not_count_them_tells_nothing(exposition: bytes) -> None:
     assert parse_prompt_tokens(exposition) is None
+
+
+ONE_RANK = b'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0\n'
+TWO_RANKS = rb"""vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 3.0
+vllm:num_requests_running{engine="1",model_name="other engine=\"7\""} 3.0
+vllm:num_requests_waiting{engine="2",model_name="tiny"} 3.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("exposition", "ranks"),
+    [
+        (ONE_RANK, 1),
+        (TWO_RANKS, 2),
+        (b'vllm:num_requests_running{model_name="tiny"} 0.0\n', None),
+        (SGLANG, None),
+        (b"", None),
+    ],
+)
+def test_ranks_are_counted_by_their_gauges(exposition: bytes, ranks: int | None) -> None:
+    assert parse_ranks(exposition) == ranks

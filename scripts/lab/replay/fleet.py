@@ -48,6 +48,11 @@ class Fleet:
     speed: float = 1.0
     """All of it is so many times as fast as the machines: real sockets need no hours then."""
 
+    @property
+    def prefiller_facts(self) -> EngineFacts | None:
+        """What each prefiller tells of itself."""
+        return None
+
     def engines(self, role: Role) -> Iterator[Engine]:
         """New ones, on the running loop."""
         machine = self.prefill_machine if role is Role.PREFILL else self.decode_machine
@@ -174,7 +179,7 @@ class Replay:
         decoder = EngineFacts(kv_tokens=fleet.decode_machine.decode.kv_tokens)
 
         def facts(backend: Backend) -> EngineFacts | None:
-            return decoder if backend.role is Role.DECODE else None
+            return decoder if backend.role is Role.DECODE else fleet.prefiller_facts
 
         plan = Plan(
             prefillers=fleet.prefillers,

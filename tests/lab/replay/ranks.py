@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
 from proxy.backend import Role
+from proxy.balancer.engine_facts import EngineFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,6 +46,13 @@ class Ranks:
 @dataclass(frozen=True, slots=True)
 class FleetOfRanks(Fleet):
     """All prefillers have so many."""
+
+    tells_ranks: bool = False
+
+    @property
+    def prefiller_facts(self) -> EngineFacts:
+        """See Fleet."""
+        return EngineFacts(ranks=RANKS if self.tells_ranks else None)
 
     def engines(self, role: Role) -> Iterator[Any]:
         """See Fleet."""

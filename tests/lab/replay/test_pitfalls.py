@@ -181,6 +181,11 @@ def test_prefillers_that_are_several_engines_behind_one_address(load: Callable[.
     never_worse(load(14, 800, 0.6 * RANKS * 2 / 4), FleetOfRanks(2, 4, MACHINE, MACHINE))
 
 
+@pytest.mark.parametrize("load", [conversations, unique])
+def test_near_saturation_they_have_to_tell_how_many(load: Callable[..., list[Request]]) -> None:
+    never_worse(load(14, 800, 2.0), FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True))
+
+
 @pytest.mark.parametrize("slow", [None, 0.5])
 def test_what_prompts_take_that_are_computed_in_one_batch_is_predicted(slow: float | None) -> None:
     machine = MACHINES["kimi-k2.5-h200"]
