@@ -45,9 +45,9 @@ def right_answers(evidence: Evidence) -> list[str]:
     units = {answer.id: answer.units for answer in evidence.answers}
     decodes = [leg for leg in evidence.legs if leg.stage == "decode"]
     finished = Counter(leg.user for leg in decodes if leg.is_finished)
-    # An answer that was moved may end where it was just then, as the network saw and the gateway did not.
+    # An answer that was moved or repeated may end where it was just then, as the network saw and the gateway did not.
     skew = _SKEW_SECONDS + evidence.lag_seconds
-    moved = {line["id"] for line in evidence.ends if line["resumes"]}
+    moved = {line["id"] for line in evidence.ends if line["attempts"] > line["units"]}
     last = {leg.user: leg.sent for leg in sorted(decodes, key=lambda leg: leg.sent) if leg.user in moved}
     finished -= Counter(
         leg.user for leg in decodes if leg.is_finished and leg.sent < last.get(leg.user, 0.0) <= leg.ended + skew

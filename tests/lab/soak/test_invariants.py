@@ -138,12 +138,12 @@ def test_what_died_with_its_worker_is_counted_apart() -> None:
     assert "I1" in wrong(lines=[], faults=[fault("kill worker", began=12.2)], limits=workers(2))
 
 
-def test_an_answer_may_be_moved_as_it_ends() -> None:
-    def twice(sent: float, resumes: int) -> bool:
+def test_an_answer_may_be_moved_or_repeated_as_it_ends() -> None:
+    def twice(sent: float, attempts: int) -> bool:
         legs = [leg("prefill"), leg("decode", ended=11.0), leg("decode", attempt="a2", sent=sent)]
-        return "I5" in wrong(legs=legs, lines=[line(attempts=2, resumes=resumes)])
+        return "I5" in wrong(legs=legs, lines=[line(attempts=attempts)])
 
-    assert [twice(11.1, 1), twice(11.1, 0), twice(11.8, 1)] == [False, True, True]
+    assert [twice(11.1, 2), twice(11.1, 1), twice(11.8, 2)] == [False, True, True]
 
 
 def test_some_cannot_be_judged_with_several_workers() -> None:
