@@ -363,7 +363,7 @@ class HealthChecks(Section):
     transfer_interval_seconds: Delay = 15.0
     """Least time between two readings of a decoder's /metrics, which follow hand-overs and show whether it fetches the
     KV cache or computes prompts once more; four times as long while all is well, and for prefillers, which with
-    vllm_pull are read to see whether leases expire; 0: never read."""
+    vllm_pull are read to see whether leases expire; 0: not read for that."""
 
 
 class Doctor(Section):

@@ -282,7 +282,7 @@ async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tell
     decoder.faults.add("refuse_status", path="/metrics", status=404)
     gateway = await watched(deploy, 1, [decoder], **LEASE)
     (engine,) = gateway.prefillers
-    await until(lambda: _readings(engine), "the first reading")
+    await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
     await send(gateway, 5)
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(address(engine), "kv_not_fetched", "prefill")}
@@ -315,7 +315,7 @@ async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
 ) -> None:
     gateway = await watched(deploy, **LEASE)
     (engine,) = gateway.prefillers
-    await until(lambda: _readings(engine), "the first reading")
+    await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
     await send(gateway, 4)
     gateway.decoders[0].faults.add("slow_load", seconds=60.0)
     for number in range(4):
@@ -344,6 +344,7 @@ async def test_engines_that_have_no_store_in_common_are_told_of(
 
 async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(deploy: Deploy) -> None:
     silent = await deploy(health={"transfer_interval_seconds": 0.0})
+    await until(lambda: _readings(silent.prefillers[0]) == 1, "the question for its ranks")
     await send(silent, 4)
     gateway = await watched(deploy)
     await send(gateway, 4)
@@ -351,14 +352,15 @@ async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(
     readings = _readings(gateway.decoders[0])
     await send(gateway, 20, "hi")
     assert _readings(gateway.decoders[0]) <= readings + 1  # for what came after the last reading
-    assert _readings(silent.decoders[0]) == _readings(silent.prefillers[0]) == 0
+    assert (_readings(silent.prefillers[0]), _readings(silent.decoders[0])) == (1, 0)
 
 
 async def test_prefillers_are_asked_where_they_have_leases_only(deploy: Deploy) -> None:
     gateway = await watched(deploy, connector="mooncake_bootstrap")
+    await until(lambda: _readings(gateway.prefillers[0]) == 1, "the question for its ranks")
     await send(gateway, 4)
     await judged(gateway, "transferred", 1)
-    assert _readings(gateway.prefillers[0]) == 0
+    assert _readings(gateway.prefillers[0]) == 1
 
 
 async def test_a_prefiller_without_a_connector_is_told_of_once(
