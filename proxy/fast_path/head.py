@@ -17,7 +17,7 @@ MAX_HEAD_BYTES: Final = 8 * 1024
 _FIELDS: Final = rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}:[\t\x20-\x7e]{0,4096}\r\n){1,64})"
 _REQUEST: Final = re.compile(rb"POST (/[a-z0-9/_]{1,64}) HTTP/1\.1\r\n%b\r\n" % _FIELDS)
 _ANY_REQUEST: Final = re.compile(
-    rb"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) /[!-~]{0,2048} HTTP/1\.1\r\n%b\r\n" % _FIELDS
+    rb"(?:GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) /[!-~]{0,2048} HTTP/1\.1\r\n%b\r\n" % _FIELDS
 )
 _FIELD: Final = re.compile(r"([^:]+):[ \t]*([^\r]*?)[ \t]*\r\n")
 _length_name: Final = re.compile(rb"\r\ncontent-length:[ \t]*", re.IGNORECASE).search
@@ -90,7 +90,7 @@ def is_one_request(data: bytes) -> bool:
     False does not mean that it is none: this, too, only ever accepts.
     """
     match = _ANY_REQUEST.match(data, 0, MAX_HEAD_BYTES)
-    if match is None or (fields := _plain_fields(match[2])) is None:
+    if match is None or (fields := _plain_fields(match[1])) is None:
         return False
     length = fields.get("content-length", "0")
     return _is_length(length) and len(data) == match.end() + int(length)

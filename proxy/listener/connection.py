@@ -74,9 +74,9 @@ class Connection(web.RequestHandler):
     def go_on(self, first: FirstProtocol, data: bytes) -> None:
         """Take over from another protocol, with what has arrived and is not answered yet."""
         self.take_over(first.door)
-        self._first = first if first.is_one_request(data) else None
-        super().data_received(data)
-        self._look_at_what_came(data)
+        self.data_received(data)
+        if first.is_one_request(data):
+            self._first = first
 
     def _gives_back(self, first: FirstProtocol, data: bytes) -> bool:
         """Let who had the connection before go on, if it takes what has come now. aiohttp is done with it."""
@@ -111,9 +111,6 @@ class Connection(web.RequestHandler):
             if not first.is_one_request(data):
                 self._first = None
         super().data_received(data)
-        self._look_at_what_came(data)
-
-    def _look_at_what_came(self, data: bytes) -> None:
         if self.awaits_request:
             if data and self._front.on_head(self, len(data)) > _MAX_HEAD_BYTES:
                 self.end(malformed("the headers are too long", status=431))
