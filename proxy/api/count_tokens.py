@@ -91,7 +91,7 @@ class CountTokensApi:
         failed: list[Backend] = []
         pool = self._pool
         if self._lanes is not None:
-            pool = self._lanes.of(values.get("model") or self._names.served("")).pools.of(pool.role)
+            pool = self._lanes.of(values.get("model")).pools.of(pool.role)
         while True:
             backend = pool.pick(failed)
             try:

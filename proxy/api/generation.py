@@ -112,10 +112,8 @@ class GenerationApi:
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream, record.model = call.stream, call.model
-            # A request that names no model may have an alias all the same: `*=name`.
-            served = call.served_model or self._names.served("")
-            lane = self._lanes.of(served)
-            record.served_model = self._lanes.known(served)
+            lane = self._lanes.of(call.served_model)
+            record.served_model = self._lanes.known(call.served_model)
             try:
                 if call.stream:
                     return await self._stream(dialect, call, request, record, lane.gateway)

@@ -85,7 +85,7 @@ class FastRequest(FastAttempt):
         record = self._record = parts.observers.begin(dialect.label, request_id, call.headers, since)
         record.key, record.stream, record.model = self._key.name, call.stream, call.model
         if parts.lanes.models.is_mixed:
-            record.served_model = parts.lanes.known(call.model)
+            record.served_model = parts.lanes.known(call.served_model)
         if record.context is not None:
             call = self._call = call.in_context(record.context)
         parts.drain.enter(self)

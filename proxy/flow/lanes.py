@@ -77,18 +77,19 @@ class Lanes:
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings, for all lanes but the one of all, which has been told."""
-        self._aliases = ModelNames(settings.models.aliases).exact
+        self._names = ModelNames(settings.models.aliases)
         for lane in self._parts:
             lane.configure(settings)
 
     def of(self, name: object) -> Lane:
-        """The lane of requests for a model, as instances call it. Raises UnknownModel if none serves it, and BadRequest
-        if the request names none and they serve different ones.
+        """The lane of requests for a model, as instances call it; what else there may be in place of a name is none.
+        Raises UnknownModel if none serves it, and BadRequest if the request names none and they serve different ones.
         """
         models = self.models
         if not models.is_mixed:
             return self.whole
-        if not isinstance(name, str) or not name:
+        name = self._wanted(name)
+        if not name:
             if models.is_closed:
                 raise BadRequest(
                     f"the request names no model, and the instances serve several: {self._known()}",
@@ -105,8 +106,11 @@ class Lanes:
         return self.whole
 
     def known(self, name: object) -> str | None:
-        """A model's name, if instances serve different models and some serves this one."""
-        return name if self.models.is_mixed and isinstance(name, str) and name in self.models.names else None
+        """A model's name, if instances serve different models and some serves this one. `name`: see `of`."""
+        if not self.models.is_mixed:
+            return None
+        name = self._wanted(name)
+        return name if name in self.models.names else None
 
     def of_backend(self, backend: Backend) -> Lane:
         """A lane that a backend belongs to."""
@@ -125,8 +129,12 @@ class Lanes:
         """Whether requests for some model could be expected to be served."""
         return any(lane.absent() is None for lane in self)
 
+    def _wanted(self, name: object) -> str:
+        """What instances call the model that is named so. A request that names none may have an alias: `*=name`."""
+        return name if isinstance(name, str) and name else self._names.served("")
+
     def _known(self) -> str:
-        return named({*self.models.names, *self._aliases}, _MOST_KNOWN)
+        return named({*self.models.names, *self._names.exact}, _MOST_KNOWN)
 
     def _regroup(self) -> None:
         """Have a lane for each group of models. A lane that had some of a group's names keeps what it has learned."""

@@ -57,6 +57,18 @@ async def test_each_goes_where_its_model_is_served(roads: Roads, body: dict[str,
 
 
 @BODIES
+async def test_a_request_without_a_model_may_have_an_alias(roads: Roads, body: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        line = await clients.connect()
+        for number, model in enumerate((None, "", "b")):
+            await line.ask({**body, "model": model}, X_Request_Id=f"r-{number}")
+
+    options: dict[str, Any] = {"resume": {"mode": "off"}, "models": {"aliases": ["*=b"]}}
+    course = await roads.take(talk, engines=two_models, before=known, is_fast=2, **options)
+    assert [len(asked) for asked in course.asked[:4]] == [0, 3, 0, 3]
+
+
+@BODIES
 async def test_nobody_for_one_model_is_told_alike(roads: Roads, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
