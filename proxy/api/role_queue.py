@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -64,7 +63,7 @@ class RoleQueues:
         self._whole = RoleQueue(pool, budget, settings, metrics)
         self._lanes = lanes
         self._metrics = metrics
-        self._of: WeakKeyDictionary[Lane, RoleQueue] = WeakKeyDictionary()
+        self._of: dict[Lane, RoleQueue] = {}
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -88,6 +87,8 @@ class RoleQueues:
         queue = self._of.get(lane)
         if queue is None:
             pool = lane.pools.of(self._whole.pool.role)
+            # Some may be gone.
+            self._of = {known: its for known, its in self._of.items() if known in lanes.all}
             queue = self._of[lane] = RoleQueue(pool, lane.gateway.budget, self._settings, self._metrics, lane)
         return queue
 

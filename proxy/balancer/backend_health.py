@@ -106,8 +106,8 @@ class BackendHealth:
             return True
         breaker = self.breaker
         is_refusing = breaker.refused_connections > 0 or breaker.ends_with_connection
-        is_doubted = breaker.is_doubted and breaker.phase is Phase.EJECTED
-        return self.verdict is HealthState.UP and (is_refusing or is_doubted or self.is_unreachable)
+        is_out = is_refusing or breaker.is_out_for_doubt or self.is_unreachable
+        return self.verdict is HealthState.UP and is_out
 
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
         """How much of its share of the work it is to get: less than all of it after it came back."""
@@ -119,7 +119,7 @@ class BackendHealth:
         """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row."""
         if ok:
             self.connected(now)
-            if self.breaker.is_doubted and self.breaker.phase is Phase.EJECTED:
+            if self.breaker.is_out_for_doubt:
                 self.breaker.release()
         verdict = HealthState.UP if ok else HealthState.DOWN
         if self.verdict is verdict:

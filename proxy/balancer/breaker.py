@@ -59,6 +59,11 @@ class Breaker:
     _healthy_since: float | None = None
 
     @property
+    def is_out_for_doubt(self) -> bool:
+        """Nothing but what another gateway says keeps it out."""
+        return self.is_doubted and self.phase is Phase.EJECTED
+
+    @property
     def refused_connections(self) -> int:
         """How many connections in a row were refused."""
         return self._repeats if self._last is Failure.CONNECT else 0

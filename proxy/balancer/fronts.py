@@ -35,7 +35,9 @@ def front_of(priority: int, place_seconds: float) -> int:
 
 
 def moved(front: int, seconds: float) -> int:
-    """The same by a clock that is so much ahead."""
+    """The same by a clock that is so much ahead; NOBODY stays NOBODY."""
+    if front == NOBODY:
+        return NOBODY
     return front_of(front >> _PLACE_BITS, (front & _MOST_PLACE) / 1e6 + AGEING * seconds)
 
 

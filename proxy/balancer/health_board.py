@@ -64,7 +64,7 @@ class HealthBoard:
 
     def forget_verdicts(self) -> None:
         """Nothing is known of other gateways."""
-        self._verdicts[:] = memoryview(bytes(self._verdicts.nbytes)).cast("q")
+        self.erase(self._workers)
 
     def erase(self, worker: int) -> None:
         """Forget what a worker that is dead has seen."""

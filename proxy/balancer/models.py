@@ -36,6 +36,8 @@ class Models:
         """
         self.names: frozenset[str] = _NOTHING
         """All that is known to be served by some instance."""
+        self.complete = _NOTHING
+        """Those of the names for which each role that a model needs has an instance, be it well or not."""
         self.on_change: Callable[[], None] | None = None
         """Called when who serves what is another."""
         self._roster = roster
@@ -44,7 +46,6 @@ class Models:
         self._seen = (-1, -1)
         self._served: dict[Backend, frozenset[str]] = {}  # of all instances; empty: not known
         self._own: dict[Backend, frozenset[str]] = {}  # of these without adapters
-        self._complete = _NOTHING
 
     def look(self) -> None:
         """Take notice of what instances there are, and what they say. Nearly free as long as nothing has changed."""
@@ -61,8 +62,8 @@ class Models:
         if served != self._served or own != self._own:
             self._served, self._own = served, own
             self.names = frozenset[str]().union(*served.values())
-            self._complete = complete_ones(served, self._roles)
-            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self._complete)
+            self.complete = complete_ones(served, self._roles)
+            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self.complete)
             self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
             if self.on_change is not None:
                 self.on_change()
@@ -94,11 +95,6 @@ class Models:
     def are_apart(self, one: Backend, other: Backend) -> bool:
         """Whether they have no model in common, and nothing is to go between them."""
         return self.is_mixed and bool(self.of(one)) and bool(self.of(other)) and not self.of(one) & self.of(other)
-
-    @property
-    def complete(self) -> frozenset[str]:
-        """Those of the names for which each role that a model needs has an instance, be it well or not."""
-        return self._complete
 
     def groups(self) -> Sequence[frozenset[str]]:
         """The names that are served: together those that the same instances serve. Without those that all serve that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
 from proxy.api.generation import PASSED_ON
 from proxy.api.key_auth import credential_for_engines
@@ -41,7 +40,7 @@ class Intake:
         self.parts = parts
         """Those of the lane of all instances."""
         self._models = parts.lanes.models
-        self._parts_of: WeakKeyDictionary[Lane, FastParts] = WeakKeyDictionary()
+        self._parts_of: dict[Lane, FastParts] = {}
         self._keys = keys
         self._admission = parts.gateway.admission
         self.buffers = self._admission.buffers
@@ -118,11 +117,14 @@ class Intake:
 
     def _in_lane(self, call: Call) -> FastParts:
         """Those of the lane of a call's model. Raises GatewayError, see Lanes.of."""
-        lane = self.parts.lanes.of(call.served_model)
+        lanes = self.parts.lanes
+        lane = lanes.of(call.served_model)
         if lane is self.parts.lane:
             return self.parts
         parts = self._parts_of.get(lane)
         if parts is None:
+            # Some may be gone.
+            self._parts_of = {known: its for known, its in self._parts_of.items() if known in lanes.all}
             parts = self._parts_of[lane] = self.parts.of(lane)
         return parts
 

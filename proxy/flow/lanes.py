@@ -92,7 +92,7 @@ class Lanes:
         if not name:
             if models.is_closed:
                 raise BadRequest(
-                    f"the request names no model, and the instances serve several: {self._known()}",
+                    f"the request names no model, and the instances serve several: {self._some_names()}",
                     code="model_required",
                     param="model",
                 )
@@ -102,7 +102,7 @@ class Lanes:
         if lane is not None:
             return lane
         if models.is_closed and name not in models.names:
-            raise UnknownModel(name, self._known())
+            raise UnknownModel(name, self._some_names())
         return self.whole
 
     def known(self, name: object) -> str | None:
@@ -133,7 +133,7 @@ class Lanes:
         """What instances call the model that is named so. A request that names none may have an alias: `*=name`."""
         return name if isinstance(name, str) and name else self._names.served("")
 
-    def _known(self) -> str:
+    def _some_names(self) -> str:
         return named({*self.models.names, *self._names.exact}, _MOST_KNOWN)
 
     def _regroup(self) -> None:

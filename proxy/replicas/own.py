@@ -110,9 +110,10 @@ class Own:
             record = unpacked(data)
             if record.slot not in keys or record.kind == Kind.COUNTED:
                 continue
-            if len(data) > self._keys_left:
+            if record.keys and len(data) > self._keys_left:
                 data = packed(without_keys(record))
-            self._keys_left -= len(data)
+            elif record.keys:
+                self._keys_left -= len(data)
             prompts.setdefault(keys[record.slot], []).append(data)
         return prompts
 

@@ -56,7 +56,7 @@ class Peers:
             elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
                 peer.turn, peer.keys = told.turn, told.keys
                 peer.instances, peer.verdicts = dict(told.instances), dict(told.verdicts)
-                peer.front = _translated(told.front, now - told.turn / 1e9)
+                peer.front = moved(told.front, now - told.turn / 1e9)
 
     def hear_news(self, news: News, now: float) -> bool:
         """Whether they count: they come from another gateway, whose message is known, and after all that it has told
@@ -69,7 +69,7 @@ class Peers:
         peer.instances.update(news.instances)
         peer.verdicts.update(news.verdicts)
         if news.front is not None:
-            peer.front = _translated(news.front, now - news.now)
+            peer.front = moved(news.front, now - news.now)
         return True
 
     def telling(self, now: float) -> int:
@@ -113,7 +113,3 @@ class Peers:
 
     def _counts(self, peer: _Peer, now: float) -> bool:
         return peer.turn is not None and now - peer.heard_at < self._ttl_seconds
-
-
-def _translated(front: int, seconds: float) -> int:
-    return NOBODY if front == NOBODY else moved(front, seconds)

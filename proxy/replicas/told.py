@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # Of some hundred gateways the sum still fits into a cell of the scoreboard.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# As large as a cell of the health board can be.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Charge = tuple[_Count, _Count, _Count]
 """Of one instance: requests it works on, tokens of compute, tokens of KV cache with those that are pinned."""
@@ -34,7 +36,7 @@ class Told(msgspec.Struct, frozen=True):
     """By the name of the client key, likewise. Empty where limits hold for each gateway."""
     front: int = 0
     """Where the next one in its queues stands, see balancer/fronts.py; its clock says `turn`, in nanoseconds."""
-    verdicts: dict[str, _Count] = {}
+    verdicts: dict[str, _Number] = {}
     """The instances, by Backend.key, that this gateway has found of no use by itself, with another number each time."""
 
 
@@ -50,7 +52,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     """By Backend.key, those that have changed; they may have nothing any more."""
     front: int | None = None
     """As in Told; None: where it was."""
-    verdicts: dict[str, _Count] = {}
+    verdicts: dict[str, _Number] = {}
     """As in Told, those that have changed; 0: not any more."""
     prompts: dict[str, list[bytes]] = {}
     """By the prefiller's Backend.key, what was sent there and what came of it: see balancer/prefill_records.py."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +210,28 @@ async def test_what_is_said_of_instances_holds_before_and_whatever_they_tell(dep
             assert answer.status == status
     assert {seen.path for seen in gateway.decoders[1].requests if seen.body} >= {"/generate"}
     assert not any(seen.path == "/generate" for seen in gateway.decoders[0].requests)
+
+
+async def test_of_a_model_that_nobody_serves_any_more_nothing_is_kept(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, passthrough=["tokenizer", "pooling"])
+
+    async def ask_all(model: str) -> None:
+        for stream in (False, True):
+            await gateway.ask(chat(model, stream=stream))
+        async with gateway.session.post(gateway.url + "/tokenize", json={"model": model, "prompt": "Hi"}) as answer:
+            await answer.read()
+
+    await ask_all("b")
+    gone = weakref.ref(gateway.worker.lanes.of("b"))
+    for engine in gateway.engines:
+        if engine.options.model == "b":
+            tell(gateway, engine, "c")
+    assert is_mixed(gateway)
+    await ask_all("c")
+    await until(lambda: not gateway.leaks(), "quiet")
+    gateway.worker.observers.settle()
+    gc.collect()
+    assert gone() is None
 
 
 async def test_when_all_serve_the_same_again_the_other_name_is_the_engines_business(deploy: Deploy) -> None:

@@ -151,6 +151,10 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
     one.clock.now += 3600
     assert told(10) == (10, 10)
 
+    for number in range(5000):  # that have no names take nothing of it
+        prefiller.send(number, (), (), 100, 0, 1.0, 0)
+    assert told(10) == (5010, 10)
+
 
 @pytest.mark.parametrize(
     "data",

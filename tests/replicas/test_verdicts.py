@@ -13,7 +13,7 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health_board import HealthBoard
 from proxy.replicas import Store
 from proxy.replicas.peers import Peers
-from proxy.replicas.told import News, Told, decode, encode
+from proxy.replicas.told import News, Told, decode, decode_news, encode, encode_news
 from proxy.settings import Settings
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -128,6 +128,16 @@ def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
     assert peers.hear_news(News("two", 2, 0.0, verdicts={"a": 0, "c": 5}), 100.9)
     assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
     assert peers.verdicts(102.0) == set()
+
+
+def test_a_verdict_is_understood_however_long_a_host_is_up() -> None:
+    number = round(10_000_000 * 1e9)  # of the seconds of 115 days
+    told = decode(encode(Told(number, {}, verdicts={"a": number})))
+    assert told is not None
+    assert told.verdicts == {"a": number}
+    news = decode_news(encode_news(News("one", number, 1e7, verdicts={"a": number})))
+    assert news is not None
+    assert news.verdicts == {"a": number}
 
 
 @pytest.mark.parametrize("state", [HealthState.DOWN, HealthState.EJECTED])
