@@ -6,6 +6,7 @@ before 0.5.12 has this very route instead.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -21,6 +22,7 @@ from proxy.listener.body import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
@@ -90,10 +92,13 @@ class CountTokensApi:
         body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
         pool = self._pool
+        explaining: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._lanes is not None:
-            pool = self._lanes.of(values.get("model")).pools.of(pool.role)
+            lane = self._lanes.of(values.get("model"))
+            pool, explaining = lane.pools.of(pool.role), lane.explaining
         while True:
-            backend = pool.pick(failed)
+            with explaining():
+                backend = pool.pick(failed)
             try:
                 return await self._ask_one(backend, values, body, headers)
             except UpstreamError as error:

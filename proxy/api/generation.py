@@ -14,7 +14,7 @@ from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
 from proxy.dialects.translated import Translated
-from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable
+from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
@@ -114,13 +114,10 @@ class GenerationApi:
             record.stream, record.model = call.stream, call.model
             lane = self._lanes.of(call.served_model)
             record.served_model = self._lanes.known(call.served_model)
-            try:
+            with lane.explaining():
                 if call.stream:
                     return await self._stream(dialect, call, request, record, lane.gateway)
                 body = await lane.gateway.complete(dialect, call, record)
-            except NoBackendAvailable as error:
-                lane.explain(error)
-                raise
             return web.Response(body=body, content_type="application/json")
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:

@@ -75,7 +75,10 @@ class ProbeApi:
     @staticmethod
     def _ready_by_model(lanes: Lanes, asked: str | None) -> web.Response:
         """Ready as long as one model can be served, or the one that is asked for."""
-        absent = {name: lanes.of(name).absent() for name in ((asked,) if asked else sorted(lanes.models.names))}
+        if asked:
+            absent = {asked: lanes.asked(asked).absent()}
+        else:
+            absent = {name: lanes.of(name).absent() for name in sorted(lanes.models.names)}
         told = {name: "ok" if role is None else NoBackendAvailable(role).message for name, role in absent.items()}
         nobody = next((role for role in absent.values() if role is not None), None)
         if nobody is not None and "ok" not in told.values():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.dialects.model_names import ModelNames
-from proxy.errors import NoBackendAvailable
 from proxy.flow.admission import Admission
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from aiohttp import web
 
@@ -36,15 +34,9 @@ class RoleQueue:
         self._lane = lane
         self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """In the block, an error that there is nobody says for which models."""
-        try:
-            yield
-        except NoBackendAvailable as error:
-            if self._lane is not None:
-                self._lane.explain(error)
-            raise
+    def explaining(self) -> AbstractContextManager[None]:
+        """See Lane."""
+        return nullcontext() if self._lane is None else self._lane.explaining()
 
     def _has_room(self) -> bool:
         return not self.pool.is_restarting()
@@ -69,7 +61,6 @@ class RoleQueues:
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         self._settings = settings
-        self._names = ModelNames(settings.models.aliases)
         for queue in (self._whole, *self._of.values()):
             queue.admission.configure(settings.admission)
 
@@ -81,7 +72,7 @@ class RoleQueues:
         if lanes is None or not lanes.models.is_mixed:
             return self._whole
         name = _model(body) if body else request.query.get("model")
-        lane = lanes.of(self._names.served(name if isinstance(name, str) else ""))
+        lane = lanes.asked(name)
         if lane is lanes.whole:
             return self._whole
         queue = self._of.get(lane)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefill_cost import PrefillCost
-from proxy.balancer.prefill_records import counted
+from proxy.balancer.prefill_records import Kind, kind_and_slot, unpacked
 from proxy.balancer.prefillers import ask
 from proxy.balancer.prefixes import CachedPrefixes
 
@@ -146,10 +146,10 @@ class LocalPrefill:
         """Take in what decoders have told of their caches."""
         names = {backend.slot: backend.name for backend in self._eligible}
         for data in journal.news():
-            record = counted(data)
-            if record is not None and record.slot in names:
-                prefixes = self._cached[names[record.slot]]
-                if prefixes.follow(CacheCount(*record.numbers), computing=0.0):
+            kind, slot = kind_and_slot(data)
+            if kind == Kind.COUNTED and slot in names:
+                prefixes = self._cached[names[slot]]
+                if prefixes.follow(CacheCount(*unpacked(data).numbers), computing=0.0):
                     prefixes.clear()
 
     def _cached_by(self, decoder: str) -> CachedPrefixes | None:

@@ -47,9 +47,8 @@ class Record(NamedTuple):
 
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
+_KIND_AND_SLOT: Final = Struct("<II")
 _NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 11), Kind.COUNTED: (4,)}
-
-_COUNTED: Final = Kind.COUNTED.to_bytes(4, "little")
 
 
 def packed(record: Record) -> bytes:
@@ -79,9 +78,13 @@ def unpacked(data: bytes) -> Record:
     return Record(kind, slot, keys, ends, numbers)
 
 
-def counted(data: bytes) -> Record | None:
-    """A record COUNTED; None: it is another one, which is not looked at. Raises InvalidRecord."""
-    return unpacked(data) if data[:4] == _COUNTED else None
+def kind_and_slot(data: bytes) -> tuple[int, int]:
+    """Of a record, which is not looked at further: most are for others. Raises InvalidRecord."""
+    try:
+        kind, slot = _KIND_AND_SLOT.unpack_from(data)
+    except error as problem:
+        raise InvalidRecord(str(problem)) from None
+    return kind, slot
 
 
 def translated(record: Record, slot: int, seconds: float) -> Record:

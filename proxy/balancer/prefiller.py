@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.concurrency import Concurrency, soonest_free
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.prefill_records import Kind, Record, packed, unpacked
+from proxy.balancer.prefill_records import Kind, Record, kind_and_slot, packed, unpacked
 from proxy.balancer.prefill_samples import Sample, Sent, Step
 from proxy.balancer.prefixes import CachedPrefixes
 
@@ -293,7 +293,7 @@ def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[P
     kept.
     """
     for data in journal.news():
-        record = unpacked(data)
-        prefiller = prefillers.get(record.slot)
-        if prefiller is not None and (sample := prefiller._hear(record)) is not None:
+        _, slot = kind_and_slot(data)
+        prefiller = prefillers.get(slot)
+        if prefiller is not None and (sample := prefiller._hear(unpacked(data))) is not None:
             yield prefiller, sample

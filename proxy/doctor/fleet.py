@@ -32,8 +32,7 @@ def check_same_length(fleet: Fleet) -> Iterator[Finding]:
     """Sequences may be equally long everywhere."""
     for engines in by_model(fleet.told):
         lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
-        for engine, length in _odd(lengths):
-            common = Counter(lengths.values()).most_common(1)[0][0]
+        for engine, length, common in _odd(lengths):
             words = f"takes {length} tokens (--max-model-len), and others {common}"
             hint = "what fits one engine is refused by the next one"
             yield Finding(Severity.WARNING, "length", engine.subject, words, hint)
@@ -55,8 +54,7 @@ def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
         for engine in fleet.told
         if (setup := engine.facts.identity.setup) is not None and setup.kv_connectors
     }
-    for engine, its in _odd(parts):
-        common = Counter(parts.values()).most_common(1)[0][0]
+    for engine, its, common in _odd(parts):
         words = f"runs {its}, and others run {common}"
         hint = "they cannot hand over to each other: give all engines one --kv-transfer-config"
         yield Finding(Severity.FAILURE, "connector", engine.subject, words, hint)
@@ -115,16 +113,15 @@ def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, objec
     for kind in {engine.facts.identity.kind for engine in engines}:
         of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
         versions = {engine: engine.version for engine in of_kind if engine.version}
-        for engine, version in _odd(versions):
-            yield engine, version, Counter(versions.values()).most_common(1)[0][0]
+        yield from _odd(versions)
 
 
-def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object]]:
-    """Those whose value is not the most common one."""
+def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object, object]]:
+    """Those whose value is not the most common one, and that."""
     if len(set(values.values())) < 2:
         return
     common = Counter(values.values()).most_common(1)[0][0]
-    yield from ((engine, value) for engine, value in values.items() if value != common)
+    yield from ((engine, value, common) for engine, value in values.items() if value != common)
 
 
 FLEET_CHECKS: Final[tuple[Callable[[Fleet], Iterable[Finding]], ...]] = (

@@ -7,11 +7,12 @@ model wait for no other, and whatever is repeated or resumed stays among the ins
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.models import named
 from proxy.dialects.model_names import ModelNames
-from proxy.errors import BadRequest, UnknownModel
+from proxy.errors import BadRequest, NoBackendAvailable, UnknownModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from proxy.balancer.models import Models
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
-    from proxy.errors import NoBackendAvailable
     from proxy.flow.gateway import Gateway
     from proxy.flow.suspects import Suspects
     from proxy.settings import Settings
@@ -59,6 +59,15 @@ class Lane:
         """Have an error say for which models there is nobody."""
         if self.names:
             error.message = f"{error.message} for model {named(self.names)}"
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """In the block, an error that there is nobody says so, too."""
+        try:
+            yield
+        except NoBackendAvailable as error:
+            self.explain(error)
+            raise
 
 
 class Lanes:
@@ -104,6 +113,10 @@ class Lanes:
         if models.is_closed and name not in models.names:
             raise UnknownModel(name, self._some_names())
         return self.whole
+
+    def asked(self, said: object) -> Lane:
+        """The lane of requests for a model, as clients call it. Raises as `of` does."""
+        return self.of(self._names.served(said) if isinstance(said, str) else None)
 
     def known(self, name: object) -> str | None:
         """A model's name, if instances serve different models and some serves this one. `name`: see `of`."""

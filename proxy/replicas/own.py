@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.balancer.fronts import NOBODY
-from proxy.balancer.prefill_records import Kind, packed, unpacked, without_keys
+from proxy.balancer.prefill_records import Kind, kind_and_slot, packed, unpacked, without_keys
 from proxy.replicas.told import Charge, News, Told
 
 if TYPE_CHECKING:
@@ -107,14 +107,15 @@ class Own:
         self._keys_at = now
         prompts: dict[str, list[bytes]] = {}
         for data in self._journal.news():
-            record = unpacked(data)
-            if record.slot not in keys or record.kind == Kind.COUNTED:
+            kind, slot = kind_and_slot(data)
+            if slot not in keys or kind == Kind.COUNTED:
                 continue
+            record = unpacked(data)
             if record.keys and len(data) > self._keys_left:
                 data = packed(without_keys(record))
             elif record.keys:
                 self._keys_left -= len(data)
-            prompts.setdefault(keys[record.slot], []).append(data)
+            prompts.setdefault(keys[slot], []).append(data)
         return prompts
 
 

@@ -66,12 +66,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             walk.run(planned)
         finally:
             signal.signal(signal.SIGINT, before)
+        print(f"all {len(planned)} are restarted; clients have seen {gateways.failures()} requests fail meanwhile")
+        return 0
     except (RollStopped, GatewayTrouble) as error:
         return _tell_end(str(error), progress)
     except KeyboardInterrupt:
         return _tell_end("left at once", progress)
-    print(f"all {len(planned)} are restarted; clients have seen {gateways.failures()} requests fail meanwhile")
-    return 0
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:

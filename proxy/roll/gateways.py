@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError
@@ -14,7 +15,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _TIMEOUT_SECONDS: Final = 10.0
 _PATIENCE_SECONDS: Final = 30.0
@@ -42,10 +43,6 @@ class Instance:
     models: frozenset[str] = frozenset()
     """What it serves; empty: that is not known."""
 
-    def stands_in_for(self, other: Instance) -> bool:
-        """Whether it may serve what another one serves, as far as is known."""
-        return not self.models or not other.models or bool(self.models & other.models)
-
 
 class Gateways:
     """All that share the engines, at least one. What is done is done at each of them."""
@@ -64,7 +61,8 @@ class Gateways:
         """
         views = [self._view(url) for url in self._urls]
         common = [address for address in views[0] if all(address in view for view in views)]
-        return [_together(address, [view[address] for view in views]) for address in common]
+        with _understanding("one of the gateways' /instances"):
+            return [_together(address, [view[address] for view in views]) for address in common]
 
     def disable(self, address: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
         """Give an instance nothing new, and have it evacuated after so many seconds; None: as the gateways are set.
@@ -91,24 +89,22 @@ class Gateways:
     # How
 
     def _view(self, url: str) -> dict[str, Mapping[str, Any]]:
-        answer = self._ask(url, "/instances")
-        try:
+        with _understanding(f"{url}/instances"):
             return {
                 one["address"]: one
-                for one in orjson.loads(answer)["instances"]
+                for one in orjson.loads(self._ask(url, "/instances"))["instances"]
                 if one["role"] == self._role and one["membership"] in ("enabled", "disabled")
             }
-        except (ValueError, LookupError, TypeError):
-            raise GatewayTrouble(f"{url}/instances does not answer as a gateway's does") from None
 
     def _change(self, what: str, address: str, **fields: object) -> list[str]:
         warnings: list[str] = []
         for url in self._urls:
             body = orjson.dumps({"type": self._role, "instances": address, **fields})
-            told = orjson.loads(self._ask(url, f"/instances/{what}", body))
-            if told["not_found"]:
-                raise GatewayTrouble(f"{url} has no {self._role} instance {address} any more")
-            warnings += told["warnings"]
+            with _understanding(f"{url}/instances/{what}"):
+                told = orjson.loads(self._ask(url, f"/instances/{what}", body))
+                if told["not_found"]:
+                    raise GatewayTrouble(f"{url} has no {self._role} instance {address} any more")
+                warnings += told["warnings"]
         return warnings
 
     def _ask(self, url: str, path: str, body: bytes | None = None) -> bytes:
@@ -134,6 +130,15 @@ def _answer(request: Request) -> bytes:
             raise GatewayTrouble(f"{request.full_url} answers {error.code}: {_said(error.read(_MOST_BYTES))}") from None
 
 
+@contextmanager
+def _understanding(where: str) -> Iterator[None]:
+    """What is read in the block is what a gateway says. Raises GatewayTrouble."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise GatewayTrouble(f"{where} does not answer as a gateway's does") from None
+
+
 def _said(body: bytes) -> str:
     try:
         return str(orjson.loads(body)["error"]["message"])
@@ -150,6 +155,12 @@ def _patiently(ask: Callable[[], bytes], problem: str) -> bytes:
             if time.monotonic() >= until:
                 raise GatewayTrouble(f"{problem}: {getattr(error, 'reason', error)}") from None
         time.sleep(_PAUSE_SECONDS)
+
+
+def lost_without(away: Instance, others: Iterable[Instance]) -> frozenset[str]:
+    """What nobody serves while one is away. Another one of which it is not known may serve any of it."""
+    theirs = [other.models for other in others]
+    return away.models.difference(*theirs) if all(theirs) else frozenset()
 
 
 def _together(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.roll.gateways import GatewayTrouble
+from proxy.roll.gateways import GatewayTrouble, lost_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,8 +94,8 @@ class Walk:
         if planned and len(there) <= least:
             raise RollStopped(f"there are no {least} others to serve while one is away; --min-serving says how many")
         for instance in planned if least else ():
-            if not any(other.stands_in_for(instance) for other in there if other is not instance):
-                models = ", ".join(sorted(instance.models))
+            if lost := lost_without(instance, (other for other in there if other is not instance)):
+                models = ", ".join(sorted(lost))
                 raise RollStopped(f"{instance.address} alone serves {models}; --min-serving 0 restarts it all the same")
         return planned
 
@@ -166,7 +166,7 @@ class Walk:
     def _is_idle(self, address: str) -> bool:
         there = self._gateways.instances()
         if not self._are_enough(there, address):
-            raise RollStopped(f"fewer than {self._least} other instances serve")
+            raise RollStopped(f"fewer than {self._least} other instances serve, or none that serves the same")
         return _one(there, address).inflight == 0
 
     def _serves(self, address: str) -> bool:
@@ -175,7 +175,7 @@ class Walk:
     def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
         others = [instance for instance in there if instance.serves and instance.address != address]
         away = _one(there, address)
-        return len(others) >= self._least and (not self._least or any(other.stands_in_for(away) for other in others))
+        return len(others) >= self._least and (not self._least or not lost_without(away, others))
 
 
 def _one(there: Sequence[Instance], address: str) -> Instance:

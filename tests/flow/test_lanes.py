@@ -121,6 +121,12 @@ async def test_where_a_model_has_no_decoder_it_alone_is_refused(deploy: Deploy) 
     assert answer.error["message"] == "no healthy decode instance is available for model 'b'"
     assert (await gateway.ask(chat("a"))).status == 200
     assert asked(gateway)["b"][2:] == [0, 0]
+    for prefiller in gateway.prefillers:
+        if prefiller.options.model == "b":
+            for _ in range(10):
+                gateway.worker.health.on_probe(backend_of(gateway, prefiller), False, "it is down")
+    async with gateway.session.post(gateway.url + "/v1/messages/count_tokens", json=chat("b")) as told:
+        assert "for model 'b'" in (await told.json())["error"]["message"]
 
 
 async def test_readiness_is_told_by_model(deploy: Deploy) -> None:
@@ -133,6 +139,13 @@ async def test_readiness_is_told_by_model(deploy: Deploy) -> None:
         assert (await ready(gateway, f"?model={model}"))[0] == status
     await take_down(gateway, "a")
     assert (await ready(gateway))[0] == 503
+
+
+async def test_readiness_for_an_alias_is_that_of_what_it_stands_for(deploy: Deploy) -> None:
+    gateway = await two_models(deploy, models={"aliases": ["gpt=b"]})
+    assert await ready(gateway, "?model=gpt") == (200, {"gpt": "ok"})
+    await take_down(gateway, "b")
+    assert (await ready(gateway, "?model=gpt"))[0] == 503
 
 
 async def test_requests_for_one_model_do_not_wait_for_the_other(deploy: Deploy) -> None:

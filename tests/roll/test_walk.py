@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
+from proxy.roll.gateways import Instance, lost_without
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -184,6 +185,17 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
     assert roll.restarts == []
     with pytest.raises(RollStopped, match="there are no 2 others"):
         await Roll(gateway, min_serving=2).goes()
+
+
+def test_what_nobody_serves_while_an_instance_is_away() -> None:
+    def serving(*models: str) -> Instance:
+        return Instance("127.0.0.1:1", is_disabled=False, serves=True, inflight=0, models=frozenset(models))
+
+    away = serving("kimi", "qwen")
+    assert lost_without(away, [serving("kimi"), serving("kimi")]) == {"qwen"}
+    assert lost_without(away, [serving("kimi"), serving("qwen", "glm")]) == set()
+    assert lost_without(away, [serving("kimi"), serving()]) == set()  # which may serve any
+    assert lost_without(serving(), [serving("kimi")]) == set()
 
 
 async def test_the_only_instance_of_a_model_counts_as_the_only_one(deploy: Deploy) -> None:

@@ -5,13 +5,13 @@ decoders is killed while it answers. The model plays a part that the prompt has 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.request import Request, urlopen
 
 from lab.client_tools import installed
+from lab.common.gateways import figure
 from lab.common.processes import HOST, clean_environment
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def _kill_one_decoder(port: int) -> None:
 
 
 def _continued(port: int) -> int:
-    with urlopen(f"http://{HOST}:{port}/metrics") as answer:
-        text = answer.read().decode()
-    return sum(int(float(count)) for count in re.findall(r"^pdproxy_resumes_total\{.*\} (\S+)$", text, re.MULTILINE))
+    return int(max(0.0, figure(port, "resumes_total")))
 
 
 def _tool(name: str, **arguments: str) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class SharedStore:
     seconds: float = 0.0005
     fields: dict[str, bytes] = field(default_factory=dict)
     listeners: list[Callable[[bytes], None]] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
 
     def of(self, name: str) -> NamedStore:
         """One gateway's access."""
@@ -68,7 +67,6 @@ class NamedStore:
 
     async def tell(self, news: bytes) -> None:
         """See Store."""
-        self.store.told.append(len(news))
         loop = asyncio.get_running_loop()
         for hear in self.store.listeners:
             loop.call_later(2 * self.store.seconds, hear, news)
@@ -112,7 +110,6 @@ class Plan:
     max_running: Mapping[Role, int | None]
     facts: Callable[[Backend], EngineFacts | None]
     workers: int = 1
-    gateways: int = 1
     replicas: Mapping[str, object] | None = None
     """The options by which they share; None: they know nothing of each other."""
     kv_events: bool = False
