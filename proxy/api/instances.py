@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,11 +111,13 @@ class InstancesApi:
         return self._answer(request, change, told, _compare(before, joining, {"membership": "joining"}))
 
     def _join(self, change: Change, endpoint: Endpoint) -> bool:
-        role, host, port = change.role, endpoint.host, endpoint.port
-        if change.is_dry_run:
-            return self._joiner.is_new(role, host, port)
-        join = partial(self._joiner.join, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)
-        return join(role, host, port, trusted=change.send_key)
+        candidate = replace(
+            _backend(change.role, endpoint),
+            trusted=change.send_key,
+            bootstrap_port=endpoint.bootstrap_port,
+            models=endpoint.models,
+        )
+        return self._joiner.is_new(candidate) if change.is_dry_run else self._joiner.join(candidate)
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""

@@ -92,31 +92,21 @@ class Roster:
         self._read()
         return self._by_role[role]
 
-    def add(
-        self,
-        role: Role,
-        host: str,
-        port: int,
-        *,
-        trusted: bool = False,
-        bootstrap_port: int | None = None,
-        models: tuple[str, ...] = (),
-    ) -> bool:
-        """Let an administrator want a backend; False when it was there and enabled. One that is known stays, with all
-        it had but for a new bootstrap port, or models.
+    def add(self, wanted: Backend) -> bool:
+        """Let an administrator want a backend, whatever its slot; False when it was there and did not drain. One that
+        is known stays, with all it had, trusted or not, but for a new bootstrap port, or models.
 
         Raises ValueError when it has another role or there is no room.
         """
         with self._shared.exclusive():
             members = self._read()
-            known = _find(members, Backend(role, host, port))
+            known = _find(members, wanted)
             if known is None:
-                backend = Backend(role, host, port, self._free_slot(members), trusted, bootstrap_port, models)
+                backend = replace(wanted, slot=self._free_slot(members))
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
-            _check_role(known, role)
-            wanted = Backend(role, host, port, bootstrap_port=bootstrap_port, models=models)
-            enabled = known.wanted_by(ADMIN).told(wanted, is_authority=False)
+            _check_role(known, wanted.role)
+            enabled = known.wanted_by(ADMIN).told(replace(wanted, trusted=False), is_authority=False)
             if enabled.row != known.row:
                 self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining

@@ -57,25 +57,17 @@ class Joiner(BackgroundOwner):
         """Take changed settings for the questions from now on."""
         self._settings = settings
 
-    def join(
-        self,
-        role: Role,
-        host: str,
-        port: int,
-        *,
-        trusted: bool = False,
-        bootstrap_port: int | None = None,
-        models: tuple[str, ...] = (),
-    ) -> bool:
-        """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already.
+    def join(self, candidate: Backend) -> bool:
+        """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already:
+        then it stays as it is known, whatever else the candidate says.
 
-        `trusted`: it may have the engine key, now and later. Raises ValueError when the endpoint has, or is about to
-        have, the other role.
+        One that is trusted is asked with the engine key, and has it later, too, unless it still drains as one that is
+        not trusted. Raises ValueError when the endpoint has, or is about to have, another role.
         """
-        candidate = Backend(role, host, port, trusted=trusted, bootstrap_port=bootstrap_port, models=models)
         self._check_role(candidate)
         if self._is_member(candidate):
-            self._roster.add(role, host, port)  # it may be somebody else's, who will want it no more
+            # It may be somebody else's, who will want it no more.
+            self._roster.add(Backend(candidate.role, candidate.host, candidate.port))
             return False
         ticket = self._roster.waiting.enter(candidate, self._longest_wait_seconds)
         if ticket is None:
@@ -83,9 +75,8 @@ class Joiner(BackgroundOwner):
         self._waits[candidate] = self._background.start(self._join(candidate, ticket))
         return True
 
-    def is_new(self, role: Role, host: str, port: int) -> bool:
+    def is_new(self, candidate: Backend) -> bool:
         """What `join` would return, and raise."""
-        candidate = Backend(role, host, port)
         self._check_role(candidate)
         return not self._is_member(candidate) and candidate not in self._roster.waiting.backends()
 
@@ -128,14 +119,7 @@ class Joiner(BackgroundOwner):
             problem = await self._wait_until_it_answers(candidate, ticket)
             is_wanted = waiting.leave(candidate, ticket)
             if is_wanted and not problem:
-                self._roster.add(
-                    candidate.role,
-                    candidate.host,
-                    candidate.port,
-                    trusted=candidate.trusted,
-                    bootstrap_port=candidate.bootstrap_port,
-                    models=candidate.models,
-                )
+                self._roster.add(candidate)
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)
         finally:

@@ -126,7 +126,7 @@ class Gateway:
         return engine
 
     def add(self, role: Role, host: str, port: int, *, healthy: bool = True, trusted: bool = False) -> None:
-        self.roster.add(role, host, port, trusted=trusted)
+        self.roster.add(Backend(role, host, port, trusted=trusted))
         (backend,) = (b for b in self.pools[role].backends() if (b.host, b.port) == (host, port))
         self.health.on_probe(
             backend, healthy, "passed its health check" if healthy else "cannot connect (connection refused)"

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from proxy import __version__
-from proxy.backend import Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest
 from proxy.configuration import Change
 from proxy.settings import SettingsError
@@ -36,7 +36,7 @@ async def test_alive_says_nothing_about_engines(gateway: Gateway) -> None:
 async def test_ready_means_that_each_role_has_somebody_confirmed(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     await gateway.engine(Role.DECODE)
-    gateway.roster.add(Role.PREFILL, "10.0.0.1", 1)  # nobody has asked it yet
+    gateway.roster.add(Backend(Role.PREFILL, "10.0.0.1", 1))  # nobody has asked it yet
     async with client.get(path) as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "no_healthy_prefill"

@@ -277,7 +277,7 @@ class AnySequence(RuleBasedStateMachine):
         backend = self.backend(role, port)
         before = {member.backend: member for each in Role for member in self.roster.members(each)}
         try:
-            changed = self.roster.add(role, backend.host, backend.port)
+            changed = self.roster.add(Backend(role, backend.host, backend.port))
         except ValueError:
             columns = Counter(lease.backend.slot for lease in self.open)
             assert backend not in before

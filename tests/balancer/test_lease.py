@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load
+from proxy.backend import Backend, Load
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies import LeastTokens
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from tests.balancer.conftest import Balancer
 
@@ -113,7 +112,7 @@ def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer)
 
 
 def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
-    balancer.roster.add(balancer.decoders.role, "d", 3)
+    balancer.roster.add(Backend(balancer.decoders.role, "d", 3))
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         first = lease.backend
         second = lease.move((), refused(first))
@@ -349,7 +348,7 @@ def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decid
         lease.confirm()
         lease.free_compute()
     assert balancer.health.of(one).awaits_trial
-    balancer.roster.add(balancer.decoders.role, "d", 3)
+    balancer.roster.add(Backend(balancer.decoders.role, "d", 3))
     three = balancer.decoders.backends()[-1]
     balancer.health.on_probe(three, True, "200")
     with balancer.decoders.lease(PickRequest.of(COST, avoid=[three], proves_generation=False)) as lease:

@@ -96,13 +96,13 @@ class Side:
         self.roster.remove(Role.DECODE, "d", place)
 
     def come_back(self, place: int, amount: int) -> None:
-        self.roster.add(Role.DECODE, "d", place)
+        self.roster.add(Backend(Role.DECODE, "d", place))
 
     def replace(self, place: int, amount: int) -> None:
         """By another in its slot, unless it has requests."""
         self.roster.remove(Role.DECODE, "d", place)
         self.roster.finalize()
-        self.roster.add(Role.DECODE, "e", place)
+        self.roster.add(Backend(Role.DECODE, "e", place))
 
     def wait(self, place: int, amount: int) -> None:
         self.clock.now += 10.0 * amount

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engine_facts import EngineFacts
 from proxy.balancer.health import Health
@@ -22,7 +22,6 @@ from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
     from tests.balancer.conftest import Balancer
 
 
@@ -88,7 +87,7 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
     assert balancer.roster.finalize() == [one]
     balancer.decoders.backends()
     assert balancer.health.of(one).state is HealthState.UNKNOWN
-    balancer.roster.add(Role.DECODE, "d", 1)
+    balancer.roster.add(Backend(Role.DECODE, "d", 1))
     assert one in balancer.decoders.backends()
     assert balancer.health.of(one).state is HealthState.UNKNOWN
 
@@ -288,7 +287,7 @@ def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peer
     for _ in range(10):
         balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (one,)
-    balancer.roster.add(Role.DECODE, "d", 2)
+    balancer.roster.add(Backend(Role.DECODE, "d", 2))
     balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (two,)
 
@@ -333,7 +332,7 @@ def test_an_ejected_backend_is_back_on_probation_when_the_only_other_one_is_remo
 
 def test_a_backend_that_was_added_later_gets_nothing_until_it_has_answered(balancer: Balancer) -> None:
     balancer.decoders.backends()
-    balancer.roster.add(Role.DECODE, "d", 3)
+    balancer.roster.add(Backend(Role.DECODE, "d", 3))
     three = balancer.decoders.backends()[-1]
     assert three not in balancer.decoders.eligible()
     balancer.health.on_probe(three, True, "200")
@@ -341,7 +340,7 @@ def test_a_backend_that_was_added_later_gets_nothing_until_it_has_answered(balan
 
 
 def test_those_that_are_there_at_the_first_look_need_not_prove_anything(balancer: Balancer) -> None:
-    balancer.roster.add(Role.DECODE, "d", 3)
+    balancer.roster.add(Backend(Role.DECODE, "d", 3))
     assert len(balancer.decoders.eligible()) == 3
 
 
@@ -349,7 +348,7 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
     with balancer.decoders.lease(PickRequest.of(Load(1, 1))) as lease:
         balancer.roster.remove(Role.DECODE, lease.backend.host, lease.backend.port)
         assert lease.backend not in balancer.decoders.eligible()
-        balancer.roster.add(Role.DECODE, lease.backend.host, lease.backend.port)
+        balancer.roster.add(Backend(Role.DECODE, lease.backend.host, lease.backend.port))
         assert lease.backend in balancer.decoders.eligible()
         assert balancer.decoders.in_flight(lease.backend) == 1
 
@@ -667,8 +666,8 @@ def test_where_all_are_new_those_who_have_not_answered_yet_are_better_than_nobod
     for backend in pool.backends():
         balancer.roster.remove(Role.DECODE, backend.host, backend.port)
     balancer.roster.finalize()
-    balancer.roster.add(Role.DECODE, "d", 8)
-    balancer.roster.add(Role.DECODE, "d", 9)
+    balancer.roster.add(Backend(Role.DECODE, "d", 8))
+    balancer.roster.add(Backend(Role.DECODE, "d", 9))
     assert [backend.port for backend in pool.eligible()] == [8, 9]
     balancer.health.on_probe(pool.backends()[0], True, "200")
     assert [backend.port for backend in pool.eligible()] == [8]

@@ -39,16 +39,16 @@ def test_encoders_are_a_role_of_their_own() -> None:
     (encoder,) = (member.backend for member in roster.members(Role.ENCODE))
     assert (encoder.name, encoder.trusted, encoder.slot) == ("e:1", True, 2)
     with pytest.raises(ValueError, match="already"):
-        roster.add(P, "e", 1)
+        roster.add(Backend(P, "e", 1))
 
 
 def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
-    assert roster.add(D, "d", 0) is False
+    assert roster.add(Backend(D, "d", 0)) is False
     before = roster.version
-    assert roster.add(D, "d", 0) is False
+    assert roster.add(Backend(D, "d", 0)) is False
     assert roster.version == before
-    assert roster.add(D, "d", 1) is True
+    assert roster.add(Backend(D, "d", 1)) is True
     assert names(roster) == ["d:0", "d:1"]
 
 
@@ -59,8 +59,8 @@ def test_models_are_the_newest_that_are_given() -> None:
         return [member.backend.models for member in roster.members(P)]
 
     assert models() == [("x",), ()]
-    assert roster.add(P, "p", 1) is False
-    assert roster.add(P, "p", 2, models=("y", "z")) is False
+    assert roster.add(Backend(P, "p", 1)) is False
+    assert roster.add(Backend(P, "p", 2, models=("y", "z"))) is False
     assert models() == [("x",), ("y", "z")]
     roster.sync("dns", [Backend(P, "p", 1), Backend(P, "p", 2, models=("z",))])
     assert models() == [("x",), ("z",)]
@@ -76,13 +76,13 @@ def test_a_bootstrap_port_is_the_newest_one_given() -> None:
         return [member.backend.bootstrap_port for member in roster.members(P)]
 
     assert ports() == [8998, None, None]
-    assert roster.add(P, "p", 1) is False
-    assert roster.add(P, "p", 2, bootstrap_port=5) is False
+    assert roster.add(Backend(P, "p", 1)) is False
+    assert roster.add(Backend(P, "p", 2, bootstrap_port=5)) is False
     roster.remove(P, "p", 3)
-    assert roster.add(P, "p", 3, bootstrap_port=6) is True
+    assert roster.add(Backend(P, "p", 3, bootstrap_port=6)) is True
     assert ports() == [8998, 5, 6]
     roster.remove(P, "p", 3)
-    assert roster.add(P, "p", 3) is True
+    assert roster.add(Backend(P, "p", 3)) is True
     assert ports() == [8998, 5, 6]
     roster.sync("dns", [Backend(P, "p", 1), Backend(P, "p", 2, bootstrap_port=9)])
     assert ports() == [8998, 9, 6]
@@ -98,13 +98,13 @@ def test_members_are_not_rebuilt_while_nothing_changes() -> None:
 def test_an_endpoint_has_one_role() -> None:
     roster = Roster([("a", 1)], [], Scoreboard(slots=3))
     with pytest.raises(ValueError, match=r"^a:1 is already a prefill instance$"):
-        roster.add(D, "a", 1)
+        roster.add(Backend(D, "a", 1))
     assert roster.remove(D, "a", 1) is False
     roster.remove(P, "a", 1)
     with pytest.raises(ValueError, match=r"^a:1 is still draining as a prefill instance$"):
-        roster.add(D, "a", 1)
+        roster.add(Backend(D, "a", 1))
     roster.finalize()
-    assert roster.add(D, "a", 1) is True
+    assert roster.add(Backend(D, "a", 1)) is True
 
 
 def test_an_endpoint_listed_twice_is_a_mistake() -> None:
@@ -115,7 +115,7 @@ def test_an_endpoint_listed_twice_is_a_mistake() -> None:
 def test_a_full_roster_refuses() -> None:
     roster = roster_of(Scoreboard(slots=2), decoders=2)
     with pytest.raises(ValueError, match="all 2 slots are in use"):
-        roster.add(D, "d", 2)
+        roster.add(Backend(D, "d", 2))
     assert names(roster) == ["d:0", "d:1"]
 
 
@@ -127,7 +127,7 @@ def test_the_longest_host_names_fit_in_every_slot() -> None:
 def test_a_value_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     roster = roster_of(Scoreboard(slots=2), decoders=1)
     with pytest.raises(ValueError, match="too long"):
-        roster.add(D, "x" * 5000, 1)
+        roster.add(Backend(D, "x" * 5000, 1))
     assert names(roster) == ["d:0"]
 
 
@@ -157,7 +157,7 @@ def test_adding_a_draining_backend_again_keeps_its_slot_and_its_requests() -> No
     backend = roster.members(D)[1].backend
     scoreboard.row(0).add(backend.slot, requests=3)
     roster.remove(D, "d", 1)
-    assert roster.add(D, "d", 1) is True
+    assert roster.add(Backend(D, "d", 1)) is True
     member = roster.members(D)[1]
     assert member == Member(backend, (ADMIN,))
     assert scoreboard.requests(member.backend.slot) == 3
@@ -171,12 +171,12 @@ def test_a_slot_is_used_again_only_when_its_column_is_zero() -> None:
     assert [backend.slot for backend in roster.finalize()] == [0]
     # A worker that had picked the backend before it was removed charges it a moment too late.
     scoreboard.row(1).add(0, requests=1, compute=5, kv=5)
-    roster.add(D, "late", 1)
+    roster.add(Backend(D, "late", 1))
     assert slots(roster) == [1, 2]
     with pytest.raises(ValueError, match="no room"):
-        roster.add(D, "full", 1)
+        roster.add(Backend(D, "full", 1))
     scoreboard.row(1).add(0, requests=-1, compute=-5, kv=-5)
-    roster.add(D, "next", 1)
+    roster.add(Backend(D, "next", 1))
     assert names(roster) == ["next:1", "d:1", "late:1"]
 
 
@@ -186,7 +186,7 @@ def test_a_change_in_one_process_is_seen_in_the_others() -> None:
     assert names(roster) == ["d:0", "d:1"]
 
     def change() -> None:
-        roster.add(P, "p", 1)
+        roster.add(Backend(P, "p", 1))
         roster.remove(D, "d", 0)
 
     in_child(change)
@@ -211,7 +211,7 @@ def test_processes_that_add_at_the_same_time_lose_nothing() -> None:
             os.close(go)
             os.read(start, 1)  # returns when the parent closes its end
             for port in range(each):
-                roster.add(D, f"worker{worker}", port)
+                roster.add(Backend(D, f"worker{worker}", port))
             os._exit(0)
         children.append(child)
     os.close(start)
@@ -243,8 +243,8 @@ def test_the_configured_backends_are_replaced_in_one_step() -> None:
 
 def test_an_origin_leaves_alone_what_others_want() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=1)
-    roster.add(D, "d", 7)
-    roster.add(P, "d", 8)
+    roster.add(Backend(D, "d", 7))
+    roster.add(Backend(P, "d", 8))
     assert roster.sync(CONFIG, backends(D, 1)) == (backends(D, 1), backends(D, 0))
     assert names(roster) == ["d:0 draining", "d:7", "d:1"]
     assert names(roster, P) == ["d:8"]
@@ -258,7 +258,7 @@ def test_a_reload_brings_back_what_was_removed_and_trusts_what_was_added() -> No
     roster.remove(D, "d", 0)
     roster.remove(D, "d", 1)
     roster.finalize()
-    roster.add(D, "d", 2)
+    roster.add(Backend(D, "d", 2))
     assert roster.sync(CONFIG, backends(D, 0, 1, 2), restores=True) == (backends(D, 0, 1), [])
     assert sorted(names(roster)) == ["d:0", "d:1", "d:2"]
     assert {member.backend.port: member.backend.slot for member in roster.members(D)}[1] == 1
@@ -299,7 +299,7 @@ def test_what_is_removed_may_have_a_time_to_be_evacuated() -> None:
     roster.remove(D, "d", 0, 7.5)  # another time
     roster.remove(D, "d", 1, 2.0)
     assert [(member.backend.port, member.leaves_at) for member in roster.leaving()] == [(0, 7.5), (1, 2.0)]
-    roster.add(D, "d", 0)
+    roster.add(Backend(D, "d", 0))
     roster.remove(D, "d", 1)
     assert roster.leaving() == ()
 
@@ -319,7 +319,7 @@ def test_what_two_origins_want_stays_until_neither_does() -> None:
     assert [member.origins for member in roster.members(D)] == [("config", "dns"), ("dns",)]
     assert roster.sync(CONFIG, []) == ([], [])
     assert names(roster) == ["d:0", "d:1"]
-    assert roster.add(D, "d", 1) is False
+    assert roster.add(Backend(D, "d", 1)) is False
     assert roster.sync("dns", [], 5.0) == ([], backends(D, 0))
     assert [(member.origins, member.leaves_at) for member in roster.members(D)] == [((), 5.0), ((ADMIN,), None)]
 
@@ -342,7 +342,7 @@ def test_what_an_administrator_removed_and_added_is_the_administrators() -> None
     roster = roster_of(Scoreboard(slots=8))
     roster.sync("dns", backends(D, 0))
     roster.remove(D, "d", 0)
-    roster.add(D, "d", 0)
+    roster.add(Backend(D, "d", 0))
     assert roster.sync("dns", []) == ([], [])
     assert [member.origins for member in roster.members(D)] == [(ADMIN,)]
 
@@ -380,13 +380,13 @@ def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     roster.disable(D, "d", 0, 7.0)
     roster.weigh(D, "d", 0, 30)
-    assert roster.add(D, "d", 0) is False
+    assert roster.add(Backend(D, "d", 0)) is False
     roster.sync("file", [Backend(D, "d", 0)])
     roster.sync(CONFIG, [Backend(D, "d", 1)], restores=True)
     assert states(roster)[0] == ("d:0", False, 30, 7.0)
     assert roster.finalize() == []
     roster.remove(D, "d", 0)
-    assert roster.add(D, "d", 0) is True
+    assert roster.add(Backend(D, "d", 0)) is True
     assert states(roster)[0] == ("d:0", True, 100, None)
 
 
@@ -423,7 +423,7 @@ def after(before: Roster, decoders: int = 2) -> Roster:
 
 def test_a_roster_goes_on_with_the_state_of_another() -> None:
     before = roster_of(Scoreboard(slots=8), decoders=2)
-    before.add(D, "added", 1)
+    before.add(Backend(D, "added", 1))
     before.remove(D, "d", 0)
     before.weigh(D, "d", 1, 30)
     before.disable(D, "added", 1, 5.0)

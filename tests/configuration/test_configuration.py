@@ -246,7 +246,7 @@ async def test_whoever_was_faster_is_read_after(files: Files) -> None:
 
 
 async def test_instances_added_at_run_time_stay(files: Files) -> None:
-    files.roster.add(Role.DECODE, "d", 9)
+    files.roster.add(Backend(Role.DECODE, "d", 9))
     files.write("prefill: [p:1]\ndecode: [d:1]")
     assert (await files.configuration.reload()).removed == ("p:2", "d:2")
     assert files.members() == ["p:1", "p:2 draining", "d:1", "d:2 draining", "d:9!"]
@@ -256,7 +256,7 @@ async def test_instances_of_the_configuration_are_there_whatever_was_done_to_the
     files.roster.remove(Role.PREFILL, "p", 1)
     files.roster.finalize()
     files.roster.remove(Role.PREFILL, "p", 2)
-    files.roster.add(Role.DECODE, "d", 3)
+    files.roster.add(Backend(Role.DECODE, "d", 3))
     files.write("prefill: [p:1, p:2]\ndecode: [d:1, d:2, d:3]")
     assert (await files.configuration.reload()).added == ("p:1", "p:2")
     assert sorted(files.members()) == ["d:1", "d:2", "d:3", "p:1", "p:2"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Role
+from proxy.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -124,7 +124,7 @@ async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) 
     absent = SimulatedEngine(role=role)
     await absent.start()
     await absent.kill()
-    gateway.roster.add(Role(role), "127.0.0.1", absent.port)
+    gateway.roster.add(Backend(Role(role), "127.0.0.1", absent.port))
     gateway.roster.remove(Role(role), "127.0.0.1", there.port)
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")

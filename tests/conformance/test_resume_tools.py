@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.backend import Role
+from proxy.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 from tests.conformance.resuming import (
@@ -94,7 +94,7 @@ async def test_one_that_has_not_told_yet_what_it_is_changes_nothing() -> None:
         serving("v0.33", decoders=1, resume={"pressure_seconds": 0.0}) as gateway,
     ):
         silent.faults.add("hang_before_headers", path="/version")
-        gateway.roster.add(Role.PREFILL, silent.host, silent.port)
+        gateway.roster.add(Backend(Role.PREFILL, silent.host, silent.port))
         (_, backend), (decoder,) = gateway.worker.pools.prefill.backends(), gateway.decoders
         joining = asyncio.create_task(gateway.worker.prober.joined(backend, "it answers"))
         await until(lambda: gateway.worker.health.of(backend).is_confirmed, "the silent one")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest
 from proxy.connectors.encoding import media
 from proxy.settings import Cost
@@ -55,7 +55,7 @@ class Encoders:
         engines = self.engines if engines is None else engines
         gateway = await self._deploy(*args, encode=[f"{engine.host}:{engine.port}" for engine in engines], **sections)
         for engine in engines:
-            gateway.worker.joiner.join(Role.ENCODE, engine.host, engine.port)
+            gateway.worker.joiner.join(Backend(Role.ENCODE, engine.host, engine.port))
         pool = gateway.worker.pools.of(Role.ENCODE)
         up = "pdproxy_instance_up"
         await until(lambda: sum(role == "encode" for _, role in gateway.metrics(up)) == len(engines), "encoders")

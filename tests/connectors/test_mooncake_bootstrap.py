@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Load, Role
+from proxy.backend import Backend, Load, Role
 from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
@@ -131,7 +131,7 @@ async def test_requests_go_to_the_ranks_in_turn_and_each_to_its_own_engine(
 async def test_a_prefiller_may_have_a_bootstrap_port_of_its_own(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap, mooncake={"bootstrap_port": 1})
     (backend,) = both.gateway.worker.pools.prefill.backends()
-    both.gateway.roster.add(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port)
+    both.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port))
     assert (await both.gateway.ask(request(Api.CHAT))).is_done
     assert both.decoder.bodies[0]["kv_transfer_params"]["remote_bootstrap_addr"] == bootstrap.address
 
@@ -440,7 +440,7 @@ async def test_a_prefiller_without_a_bootstrap_server_costs_another_attempt(depl
             resume={"mode": "off"},
         )
         _, second = gateway.worker.pools.prefill.backends()
-        gateway.roster.add(Role.PREFILL, second.host, second.port, bootstrap_port=server.port)
+        gateway.roster.add(Backend(Role.PREFILL, second.host, second.port, bootstrap_port=server.port))
         assert (await gateway.ask(request(Api.CHAT))).is_done
         assert [len(prefiller.received) for prefiller in prefillers] == [0, 1]
         assert gateway.metrics("pdproxy_retries_total") == {("bootstrap", "prefill"): 1.0}

@@ -81,7 +81,7 @@ async def test_both_engines_get_the_clients_bytes_and_where_they_meet(deploy: De
 async def test_the_bootstrap_port_is_the_prefillers(deploy: Deploy) -> None:
     pair = await start(deploy)
     (backend,) = pair.gateway.worker.pools.prefill.backends()
-    pair.gateway.roster.add(Role.PREFILL, backend.host, backend.port, bootstrap_port=8998)
+    pair.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=8998))
     await pair.gateway.ask(request(Api.CHAT))
     assert pair.decoder.bodies[0]["bootstrap_port"] == pair.prefiller.bodies[0]["bootstrap_port"] == 8998
 

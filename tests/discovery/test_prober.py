@@ -68,7 +68,7 @@ async def test_a_probe_that_takes_too_long_has_failed(session: aiohttp.ClientSes
 
 async def test_a_host_that_can_be_none_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
     gateway = Gateway([])
-    gateway.roster.add(Role.PREFILL, "a..b", 1)
+    gateway.roster.add(Backend(Role.PREFILL, "a..b", 1))
     async with gateway.prober(session):
         assert (await gateway.transitions.get()).new is HealthState.DOWN
 
@@ -122,7 +122,8 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aio
             prober.drop_drained()
             go_on.set()
             arrived.clear()
-            gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard next comes after the old probe's end
+            # What is heard next comes after the old probe's end.
+            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
             await gateway.transitions.get()
         assert gateway.health.of(backend).state is HealthState.UNKNOWN
 
@@ -133,7 +134,7 @@ async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a
     gateway = Gateway([unused_port()], interval_seconds=3600)
     pool = gateway.pools[Role.PREFILL]
     (known,) = pool.backends()
-    gateway.roster.add(Role.PREFILL, HOST, engine.port)
+    gateway.roster.add(Backend(Role.PREFILL, HOST, engine.port))
     _, added = pool.backends()
     assert pool.eligible() == (known,)
     async with gateway.prober(session):
@@ -309,7 +310,8 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
             prober.drop_drained()
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
-            gateway.roster.add(Role.DECODE, HOST, server.port)  # what is heard of it comes after the old answer
+            # What is heard of it comes after the old answer.
+            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
             await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, server.port or 0)).facts is not None)
         assert gateway.health.of(backend).facts is None
 
@@ -319,7 +321,7 @@ async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, e
     gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
     before = asyncio.all_tasks()
     async with gateway.joining(session) as joiner:
-        joiner.join(Role.DECODE, HOST, unused_port())
+        joiner.join(Backend(Role.DECODE, HOST, unused_port()))
         await gateway.transitions.get()
     ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task) or "Joiner" in repr(task)}
     assert not ours

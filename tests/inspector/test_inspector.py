@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from proxy.backend import Role
+from proxy.backend import Backend, Role
 from proxy.balancer.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -508,7 +508,7 @@ async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
     key = "the-engines-key"
     gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=LOOKS)
     async with SimulatedEngine(role="decode", api_key=key) as added:
-        gateway.roster.add(Role.DECODE, added.host, added.port)
+        gateway.roster.add(Backend(Role.DECODE, added.host, added.port))
         backend = gateway.worker.pools.decode.backends()[-1]
         gateway.worker.health.on_probe(backend, True, "test")
         gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
@@ -587,7 +587,7 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
         assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
         assert gateway.worker.health.of(backend).is_confirmed
 
-        gateway.roster.add(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port)
+        gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port))
         await send(gateway, 1)
         assert misfits(gateway) == set()
         assert len(told(caplog, "INFO", "fits again: its bootstrap server answers")) == 1

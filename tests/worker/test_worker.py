@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from proxy.backend import Role
+from proxy.backend import Backend, Role
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.policies import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
@@ -214,7 +214,7 @@ async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deploym
     transition = worker.health.on_probe(decoder, False, "a test")
     assert transition is not None
     assert transition.new is HealthState.DOWN
-    assert worker.joiner.join(Role.DECODE, "127.0.0.1", 1)
+    assert worker.joiner.join(Backend(Role.DECODE, "127.0.0.1", 1))
     await until(lambda: not worker.joiner.joining(Role.DECODE), "the absent instance to be given up at once")
 
 
