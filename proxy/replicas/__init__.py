@@ -9,7 +9,9 @@ exchange.py  the loops of one worker, which has all of that done
 """
 
 from proxy.replicas.exchange import Exchange
+from proxy.replicas.guests import Guests
+from proxy.replicas.own import Own
 from proxy.replicas.port import StoreFailed
 from proxy.replicas.store import Store
 
-__all__ = ["Exchange", "Store", "StoreFailed"]
+__all__ = ["Exchange", "Guests", "Own", "Store", "StoreFailed"]

@@ -14,8 +14,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from proxy.background import Background, BackgroundOwner
-from proxy.replicas.guests import Guests
-from proxy.replicas.own import Own
 from proxy.replicas.peers import Peers
 from proxy.replicas.port import StoreFailed, StoreRefused
 from proxy.replicas.told import decode_news, encode, encode_news
@@ -24,13 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.api_keys import KeyUsage
-    from proxy.balancer.fronts import Fronts
-    from proxy.balancer.health_board import HealthBoard
-    from proxy.balancer.journal import Seat
-    from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
+    from proxy.replicas.guests import Guests
+    from proxy.replicas.own import Own
     from proxy.replicas.port import StorePort
     from proxy.settings import Settings
 
@@ -47,12 +41,8 @@ class Exchange(BackgroundOwner):
         *,
         store: StorePort,
         me: str,
-        scoreboard: Scoreboard,
-        roster: Roster,
-        board: HealthBoard,
-        fronts: Fronts,
-        journal: Seat,
-        key_usage: KeyUsage,
+        own: Own,
+        guests: Guests,
         key_slots: Callable[[], Mapping[str, int]],
         settings: Settings,
         metrics: Metrics,
@@ -60,14 +50,13 @@ class Exchange(BackgroundOwner):
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`me`: what the others call this gateway. `journal`: the guests' seat. `key_slots`: by name, those of the
-        client keys whose use is told and heard now. `clock`: that of the journal's records and of the ApiKeys. The
-        first guests' rows of `scoreboard`, `key_usage`, `board` and `fronts` are written here and nowhere else.
-        `on_verdict` is called when there is a new one.
+        """`me`: what the others call this gateway. `own` and `guests`: of the same shared memory. `key_slots`: by name,
+        those of the client keys whose use is told and heard now. `clock`: that of the journal's records and of the
+        ApiKeys. `on_verdict` is called when there is a new one.
         """
         self._store = store
-        self._own = Own(me, scoreboard, roster, board, fronts, journal, key_usage, key_slots)
-        self._guests = Guests(scoreboard, key_usage, board, fronts, journal)
+        self._own = own
+        self._guests = guests
         self._on_verdict = on_verdict
         self._key_slots = key_slots
         self._options = settings.replicas

@@ -25,7 +25,7 @@ class Guests:
     def __init__(
         self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, fronts: Fronts, journal: Seat
     ) -> None:
-        """`journal`: the guests' seat."""
+        """`journal`: the guests' seat. The first guests' rows of all others are written here and nowhere else."""
         self._scoreboard = scoreboard
         self._row = scoreboard.row(scoreboard.workers)
         self._key_usage = key_usage

@@ -31,16 +31,16 @@ class Own:
     def __init__(
         self,
         me: str,
-        scoreboard: Scoreboard,
         roster: Roster,
+        key_slots: Callable[[], Mapping[str, int]],
+        scoreboard: Scoreboard,
+        key_usage: KeyUsage,
         board: HealthBoard,
         fronts: Fronts,
         journal: Seat,
-        key_usage: KeyUsage,
-        key_slots: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`journal`: the guests' seat, who hear all workers. `key_slots`: by name, those of the client keys whose use
-        is told.
+        """`key_slots`: by name, those of the client keys whose use is told. What is told of is in the rest, as Guests
+        have it. `journal`: the guests' seat, who hear all workers.
         """
         self._me = me
         self._scoreboard = scoreboard

@@ -23,20 +23,24 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
         yield
         return
     # Late, because only this needs the extra.
-    from proxy.replicas import Exchange, Store
+    from proxy.replicas import Exchange, Guests, Own, Store
 
+    rows = (
+        shared.scoreboard,
+        shared.key_usage,
+        shared.health_board,
+        shared.fronts,
+        shared.journal.seat(settings.workers),
+    )
+    key_slots = partial(_key_slots, basis)
     async with (
         Store(settings, shared.replica) as store,
         Exchange(
             store=store,
             me=shared.replica,
-            scoreboard=shared.scoreboard,
-            roster=shared.roster,
-            board=shared.health_board,
-            fronts=shared.fronts,
-            journal=shared.journal.seat(settings.workers),
-            key_usage=shared.key_usage,
-            key_slots=partial(_key_slots, basis),
+            own=Own(shared.replica, shared.roster, key_slots, *rows),
+            guests=Guests(*rows),
+            key_slots=key_slots,
             settings=settings,
             metrics=basis.metrics,
             on_verdict=hearsay.look,

@@ -23,7 +23,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
 from proxy.errors import LimitExceeded
 from proxy.observe.metrics import Metrics
-from proxy.replicas import Exchange, Store
+from proxy.replicas import Exchange, Guests, Own, Store
 from proxy.replicas.port import StoreRefused
 from proxy.replicas.told import Told, Used, decode, encode
 from proxy.settings import ClientKey, Loaded, Settings
@@ -80,17 +80,15 @@ async def _gateway(
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     board = Scoreboard(workers=workers, slots=8, guests=1)
     gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
+    journal = Journal(workers + 1).seat(workers)
+    rows = board, gateway.usage, HealthBoard(workers, slots=8), Fronts(workers, guests=1), journal
     async with (
         kind(settings, name) as store,
         Exchange(
             store=store,
             me=name,
-            scoreboard=board,
-            roster=gateway.roster,
-            board=HealthBoard(workers, slots=8),
-            fronts=Fronts(workers, guests=1),
-            journal=Journal(workers + 1).seat(workers),
-            key_usage=gateway.usage,
+            own=Own(name, gateway.roster, lambda: keys, *rows),
+            guests=Guests(*rows),
             key_slots=lambda: keys,
             settings=settings,
             metrics=gateway.metrics,

@@ -48,8 +48,9 @@ class Gateway:
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.seat(0))
         self.policy = LeastSeconds(context)
-        self.own = Own(self.name, self.scoreboard, self.roster, self.board, self.fronts, journal.seat(2), usage, dict)
-        self.guests = Guests(self.scoreboard, usage, self.board, self.fronts, journal.seat(2))
+        rows = self.scoreboard, usage, self.board, self.fronts, journal.seat(2)
+        self.own = Own(self.name, self.roster, dict, *rows)
+        self.guests = Guests(*rows)
         self.events = journal.seat(3)
 
     def backend(self, port: int) -> Backend:

@@ -20,6 +20,8 @@ from proxy.balancer.scoreboard import Scoreboard
 from proxy.flow.admission import Admission
 from proxy.observe.metrics import Metrics
 from proxy.replicas.exchange import Exchange
+from proxy.replicas.guests import Guests
+from proxy.replicas.own import Own
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import HealthChecks
@@ -144,15 +146,14 @@ class Gateway:
     def exchange(self, store: SharedStore) -> Exchange:
         """What shares with the others."""
         sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
+        workers = self._plan.workers
+        board, usage = HealthBoard(workers, self.scoreboard.slots), KeyUsage(workers, slots=1, guests=1)
+        rows = self.scoreboard, usage, board, self._fronts, self._journal.seat(workers)
         return Exchange(
             store=store.of(self._name),
             me=self._name,
-            scoreboard=self.scoreboard,
-            roster=self._roster,
-            fronts=self._fronts,
-            board=HealthBoard(self._plan.workers, self.scoreboard.slots),
-            journal=self._journal.seat(self._plan.workers),
-            key_usage=KeyUsage(self._plan.workers, slots=1, guests=1),
+            own=Own(self._name, self._roster, dict, *rows),
+            guests=Guests(*rows),
             key_slots=dict,
             settings=Settings.model_validate(sections),
             metrics=Metrics(),
