@@ -16,16 +16,14 @@ _is_endpoint = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):(\+?)([0-9]{1,5})").ful
 
 
 def _endpoint(text: str | None) -> str | None:
-    if text is None or text == ASK:
-        return text
-    return _tcp(text)
+    return text if text == ASK else _tcp(text, f", or {ASK}")
 
 
-def _tcp(text: str | None) -> str | None:
+def _tcp(text: str | None, others: str = "") -> str | None:
     if text is not None:
         found = _is_endpoint(text)
         if not found or not 0 < int(found[3]) < 65536:
-            raise ValueError(f"must be like tcp://*:5557, tcp://*:+1000 for the instance's port and 1000, or {ASK}")
+            raise ValueError(f"must be like tcp://*:5557, or tcp://*:+1000 for the instance's port and 1000{others}")
     return text
 
 
@@ -38,7 +36,7 @@ def port_at(endpoint: str, port: int) -> int:
 
 class KvEvents(Section):
     """KV events: engines tell at once what is in their prefix caches and what is evicted, so that the gateway need not
-    learn it. Needs the extra events: pip install 'pdproxy[events]'.
+    learn it. Needs the extra events: pip install 'pdproxy[events]'. With endpoint auto the others do not count.
     """
 
     endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
@@ -46,11 +44,12 @@ class KvEvents(Section):
     port and 1000, where several are on one host; auto: each is asked (vLLM from 0.33 on and SGLang tell); null: no
     events are heard."""
     replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_tcp)] = None
-    """The replay_endpoint of their --kv-events-config, where lost events are asked for; null: there is none."""
+    """The replay_endpoint of their --kv-events-config, where lost events are asked for; null: there is none.
+    Not needed with endpoint auto."""
     topic: str = ""
-    """Only events whose topic begins with this are heard; empty: all."""
+    """Only events whose topic begins with this are heard; empty: all. With endpoint auto engines tell it."""
     ranks: Positive = 1
-    """Data-parallel ranks of an instance, which publish at ports one behind the other; not needed with auto."""
+    """Data-parallel ranks of an instance, which publish at ports one behind the other; with auto they tell them."""
 
     @property
     def tellers(self) -> int:

@@ -165,7 +165,9 @@ def parse_sources(answer: object) -> list[Source] | None:
     try:
         told = msgspec.convert(listed, list[_ToldSource])
         return [
-            Source(source.data_parallel_rank, _port(source.endpoint), _replay_port(source), source.topic)
+            Source(
+                source.data_parallel_rank, _port(source.endpoint), _replay_port(source.replay_endpoint), source.topic
+            )
             for source in told
         ]
     except ValueError:
@@ -175,7 +177,7 @@ def parse_sources(answer: object) -> list[Source] | None:
 def configured_sources(info: object) -> list[Source] | None:
     """What follows from how an engine was started, by `/server_info`: of SGLang, and of vLLM with
     VLLM_SERVER_DEV_MODE=1. Both offset ports by the data-parallel rank (ZmqEventPublisher.offset_endpoint_port). None:
-    it does not tell, or publishes nothing.
+    it does not tell, publishes nothing, or says what cannot be.
     """
     try:
         told = msgspec.convert(info, _ServerInfo)
@@ -188,7 +190,9 @@ def configured_sources(info: object) -> list[Source] | None:
             return None
         if config is None or config.publisher != "zmq":
             return None
-        port, replay = _port(config.endpoint), config.replay_endpoint and _port(config.replay_endpoint)
+        port, replay = _port(config.endpoint), _replay_port(config.replay_endpoint)
+        if max(port, replay or 0) + ranks > 65536:
+            raise ValueError(f"{ranks} ranks have no ports from {port} on")
         return [Source(rank, port + rank, replay + rank if replay else None, config.topic) for rank in range(ranks)]
     except ValueError:
         return None
@@ -224,8 +228,8 @@ class _ToldSource(msgspec.Struct):
     topic: str = ""
 
 
-def _replay_port(source: _ToldSource) -> int | None:
-    return None if source.replay_endpoint is None else _port(source.replay_endpoint)
+def _replay_port(endpoint: str | None) -> int | None:
+    return _port(endpoint) if endpoint else None
 
 
 def _port(endpoint: str) -> int:

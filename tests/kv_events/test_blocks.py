@@ -157,6 +157,28 @@ def test_blocks_whose_removal_was_lost_do_not_take_the_room_for_ever(lost: int) 
     assert blocks.count.reach == pytest.approx(20 * SIZE, rel=0.25)
 
 
+def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_cache() -> None:
+    blocks = Blocks(max_blocks=30)
+    engine = Engine(40, blocks)
+    looked_through = set[int]()
+    kept = []  # so that no two of them have one identity
+    for number in range(100):
+        engine.serve(*prompt(number, 4))
+        if id(blocks._blocks) not in looked_through:
+            looked_through.add(id(blocks._blocks))
+            kept.append(blocks._blocks)
+    assert blocks.count.evicts
+    assert 1 < len(kept) <= 1 + 100 * 4 / 30
+
+
+def test_what_was_forgotten_takes_no_room_from_what_is_stored_later() -> None:
+    blocks = Blocks(max_blocks=10)
+    blocks.take([stored(*prompt(1)), stored(*prompt(2))])
+    blocks.missed()
+    blocks.take([stored(*prompt(3, 100), parent=99), stored(*prompt(4)), stored(5)])
+    assert len(blocks) == 10
+
+
 def test_ranks_count_together_and_are_empty_when_all_of_them_are() -> None:
     one, other = Blocks(), Blocks()
     for blocks in (one, other):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from proxy.settings import SettingsError
-from proxy.settings.kv_events import port_at
+from proxy.settings.kv_events import ASK, KvEvents, port_at
 from proxy.settings.load import load
 
 _ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]
@@ -29,6 +30,12 @@ def test_an_endpoint_is_said_as_engines_are_told(endpoint: str, port: int) -> No
 def test_what_cannot_be_an_endpoint_of_all_instances_is_refused(endpoint: str) -> None:
     with pytest.raises(SettingsError, match=r"--kv-events must be like tcp://\*:5557"):
         load([*_ENGINES, "--kv-events", endpoint], {})
+
+
+def test_what_cannot_be_a_replay_endpoint_is_refused_without_offering_auto() -> None:
+    with pytest.raises(ValidationError, match=r"must be like tcp://\*:5557") as refused:
+        KvEvents(replay_endpoint=ASK)
+    assert "or auto" not in str(refused.value)
 
 
 def test_without_the_extra_events_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

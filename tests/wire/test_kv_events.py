@@ -149,6 +149,12 @@ def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
     assert parse_sources(answer) == expected
 
 
+# The last ports that there are.
+SGLANG = '{"publisher":"zmq","endpoint":"tcp://*:65534"}'
+SGLANG_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp://*:65535"}'
+TOP = Source(0, 65534, None, ""), Source(1, 65535, None, "")
+
+
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
@@ -170,6 +176,10 @@ def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
             },
             [Source(0, 7, None, ""), Source(1, 8, None, "")],
         ),
+        ({"kv_events_config": '{"publisher":"zmq","replay_endpoint":""}'}, [Source(0, 5557, None, "")]),
+        ({"kv_events_config": SGLANG, "dp_size": 2, "enable_dp_attention": True}, [*TOP]),
+        ({"kv_events_config": SGLANG, "dp_size": 3, "enable_dp_attention": True}, None),
+        ({"kv_events_config": SGLANG_REPLAY, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"kv_events_config": "{}"}, None),
         ({"kv_events_config": "zmq"}, None),
         ({"kv_events_config": None}, None),
