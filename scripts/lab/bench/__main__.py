@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lab.bench import rivals
 from lab.bench.chart import chart
 from lab.bench.course import Course
-from lab.bench.duel import fight, verdict
+from lab.bench.duel import fight, ratios, verdict
 from lab.bench.figures import FIGURES, Measurements
 from lab.bench.report import NOTES, table
 from lab.bench.scenarios import Scenario, scenarios
@@ -31,7 +31,7 @@ def main() -> None:
     options = _options()
     base = called_from()
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
-    if options.duel is not None:
+    if options.duel:
         _duel(options, base, [scenario for scenario in chosen if not scenario.saturates])
         return
     compared = [peers.ours(), rivals.not_resuming(), *peers.routers()]
@@ -47,15 +47,19 @@ def main() -> None:
 
 
 def _duel(options: argparse.Namespace, base: Path, chosen: Sequence[Scenario]) -> None:
-    """This gateway against one peer, both at once on one core."""
+    """This gateway against each peer, both at once on one core."""
     with tempfile.TemporaryDirectory() as directory:
         ours = rivals.dueller(Path(directory))
-        theirs = rivals.opponent(options.duel, base, Path(directory))
-        tells_ids = not options.without_token_ids
-        measurements = fight((ours, theirs), chosen, options.seconds, options.rounds, tells_ids=tells_ids)
-    print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s, both on one core.\n")
-    print(verdict(chosen, measurements))
-    if measurements.has_errors():
+        opponents = [rivals.opponent(name, base, Path(directory)) for name in options.duel]
+        duels = []
+        for theirs in opponents:
+            tells_ids = not options.without_token_ids
+            duels.append(fight((ours, theirs), chosen, options.seconds, options.rounds, tells_ids=tells_ids))
+            print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s, both on one core.\n")
+            print(verdict(chosen, duels[-1]), flush=True)
+    if len(duels) > 1:
+        print(f"\n{ratios(chosen, duels)}")
+    if any(measurements.has_errors() for measurements in duels):
         sys.exit(1)
 
 
@@ -68,9 +72,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--duel",
+        action="append",
         metavar="PEER",
         help="only this gateway and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or the"
-        " directory of another checkout of this gateway",
+        " directory of another checkout of this gateway (repeatable: one after the other, and a table of all)",
     )
     parser.add_argument(
         "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"

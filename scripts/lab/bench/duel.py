@@ -121,6 +121,24 @@ def verdict(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
     return "\n".join(lines)
 
 
+def ratios(scenarios: Sequence[Scenario], duels: Sequence[Measurements]) -> str:
+    """Several duels of the same program as one table in Markdown: a row for each figure, a column of ratios for each
+    peer.
+    """
+    peers = [duel.programs[1] for duel in duels]
+    lines = [_row("", *(f"{duels[0].programs[0]} / {peer}" for peer in peers)), _row(*["---"] * (1 + len(peers)))]
+    for scenario in scenarios:
+        for name in scenario.figures:
+            if name not in _NOT_TOLD:
+                spreads = [_spread(_ratios(duel, scenario.name, name)) for duel in duels]
+                lines.append(_row(f"{scenario.title}: {FIGURES[name].label}", *spreads))
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _ratios(measurements: Measurements, scenario: str, figure: str) -> list[float]:
     """One for each round."""
     ratios = []

@@ -14,7 +14,7 @@ import pytest
 from lab.bench import answers, rivals
 from lab.bench.chart import chart
 from lab.bench.client import http_request, problem
-from lab.bench.duel import verdict
+from lab.bench.duel import ratios, verdict
 from lab.bench.engines import without_image
 from lab.bench.figures import Measurement, Measurements
 from lab.bench.histogram import Histogram
@@ -229,6 +229,19 @@ def test_a_duel_tells_the_median_of_the_ratios_and_their_spread() -> None:
     said = verdict([STREAM], measurements)
     assert "100.0" in said
     assert "0.75 (0.50 to 0.90)" in said
+
+
+def test_several_duels_are_one_table_with_a_column_for_each_peer() -> None:
+    duels = []
+    for peer, cpu_ms in (("vllm-router", 50.0), ("haproxy", 200.0)):
+        measurements = Measurements(("pdproxy", peer))
+        measurements.add("pdproxy", SHORT_STREAM, measurement(cpu_ms=100.0, completed=1000))
+        measurements.add(peer, SHORT_STREAM, measurement(cpu_ms=cpu_ms, completed=1000))
+        duels.append(measurements)
+    head, line, first, *_ = ratios([STREAM], duels).splitlines()
+    assert head == "|  | pdproxy / vllm-router | pdproxy / haproxy |"
+    assert line == "| --- | --- | --- |"
+    assert first == f"| {STREAM.title}: CPU, µs per request | 2.00 (2.00 to 2.00) | 0.50 (0.50 to 0.50) |"
 
 
 def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
