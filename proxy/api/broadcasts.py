@@ -118,8 +118,13 @@ class BroadcastApi:
             query = [(name, value) for name, value in request.query.items() if name not in _FOR_US]
             message = _Message(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
             done = await asyncio.gather(*(self._tell(backend, message) for backend in backends))
-            failed = [backend.url for backend, ok in zip(backends, done, strict=True) if not ok]
-            return _json({"failed": failed}, status=500) if failed else web.Response()
+            failed = [backend for backend, ok in zip(backends, done, strict=True) if not ok]
+            if not failed:
+                return web.Response()
+            answer = {"failed": [backend.url for backend in failed]}
+            if path in _SLEEP or path in _WAKE:
+                answer["disabled"] = [backend.url for backend in failed if self._is_disabled(backend)]
+            return _json(answer, status=500)
 
         return self._administrators.only(tell_all)
 
@@ -147,23 +152,25 @@ class BroadcastApi:
                 words = "is disabled, and not told %s before its %d requests have ended: ask again then"
                 logger.warning(f"%s instance %s {words}", backend.role, backend.name, message.path, under_way)
                 return False
-        status = await self._send(backend, message)
-        is_done = status is not None and status < 300
+        status, problem = await self._send(backend, message)
         # Who has not answered may sleep by now; who has refused, as without a sleep mode, serves as before.
-        refuses_to_sleep = is_disabled_here and status is not None and not is_done
-        if refuses_to_sleep or (message.path in _WAKE and is_done and not message.is_partial):
+        refuses_to_sleep = is_disabled_here and status is not None and bool(problem)
+        if refuses_to_sleep or (message.path in _WAKE and not problem and not message.is_partial):
             self._roster.enable(*member)
-        return is_done
+        if problem:
+            stays = " and stays disabled" if message.path in (*_SLEEP, *_WAKE) and self._is_disabled(backend) else ""
+            told = (backend.role, backend.name, message.path, stays, problem)
+            logger.error("%s instance %s failed on %s%s: %s", *told)
+        return not problem
 
     def _is_disabled(self, backend: Backend) -> bool:
         return any(each.backend == backend and each.is_disabled for each in self._roster.members(backend.role))
 
-    async def _send(self, backend: Backend, message: _Message) -> int | None:
-        """The status of its answer; None: there was none. One line tells of what is not a success."""
+    async def _send(self, backend: Backend, message: _Message) -> tuple[int | None, str]:
+        """The status of its answer, None if there was none; and what is wrong, empty where the status is below 300."""
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
-        status = None
         try:
             status = await engine_json.post_status(
                 self._session,
@@ -175,9 +182,6 @@ class BroadcastApi:
                 body=message.body,
                 connect_seconds=_CONNECT_SECONDS,
             )
-            problem = "" if status < 300 else f"status {status}"
         except engine_json.NoAnswer as error:
-            problem = str(error)
-        if problem:
-            logger.error("%s instance %s failed on %s: %s", backend.role, backend.name, message.path, problem)
-        return status
+            return None, str(error)
+        return status, "" if status < 300 else f"status {status}"

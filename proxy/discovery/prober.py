@@ -150,8 +150,7 @@ class Prober(BackgroundOwner):
         compared_in = pool if self._pool_of is None else self._pool_of(backend)
         compared_in.outcomes.report_verdict(backend)
         if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
-            self._due[backend] = math.inf
-            self._background.start(self._probe(backend))
+            self._start_probe(backend)
 
     # Probing
 
@@ -171,8 +170,11 @@ class Prober(BackgroundOwner):
         for backend in backends:
             due = self._due.get(backend, now)
             if due <= now or (due < math.inf and self._health.of(backend).is_changing):
-                self._due[backend] = math.inf
-                self._background.start(self._probe(backend))
+                self._start_probe(backend)
+
+    def _start_probe(self, backend: Backend) -> None:
+        self._due[backend] = math.inf
+        self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
         path, problem, is_refused, is_unavailable = self._checks.path, "", False, False
@@ -251,8 +253,11 @@ class Prober(BackgroundOwner):
             told = with_ranks(told, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
         if is_to_be_asked_for_chat_ids(told):
             told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
-        if self._health.of(backend).facts is facts:  # not if it went down meanwhile
+        now = self._health.of(backend).facts
+        if now is facts:
             self._health.note_facts(backend, told)
+        elif now is not None and now.identity.setup is None:  # it has told of other models meanwhile: asked once more
+            self._unheard.add(backend)
 
     async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:
         """Take notice of other models, or adapters, than an engine has told of before."""

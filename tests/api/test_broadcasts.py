@@ -58,11 +58,8 @@ async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(
 
 
 async def test_engines_that_did_not_reset_are_named(gateway: Gateway) -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=404)
-
     await gateway.engine(Role.PREFILL)
-    old = await gateway.engine(Role.DECODE, refuse)
+    old = await gateway.engine(Role.DECODE, _refuse)
     port = unused_port()
     gateway.add(Role.DECODE, HOST, port, healthy=False)
     client = await client_of(gateway)
@@ -88,11 +85,8 @@ async def test_every_engine_is_profiled(gateway: Gateway, path: str) -> None:
 
 
 async def test_engines_without_a_profiler_are_named(gateway: Gateway) -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=404)
-
     await gateway.engine(Role.PREFILL)
-    decoder = await gateway.engine(Role.DECODE, refuse)
+    decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
     async with client.post("/start_profile") as answer:
         assert (answer.status, await answer.json()) == (500, {"failed": [f"http://{decoder.name}"]})
@@ -154,7 +148,8 @@ async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_end
     client = await client_of(gateway)
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
         async with client.post("/sleep?role=decode") as answer:
-            assert (answer.status, await answer.json()) == (500, {"failed": [f"http://{decoder.name}"]})
+            urls = [f"http://{decoder.name}"]
+            assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
     assert decoder.asked == []
     assert not any(member.serves for member in gateway.roster.members(Role.DECODE))
     async with client.post("/sleep?role=decode") as answer:
@@ -162,16 +157,35 @@ async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_end
     assert [asked.path for asked in decoder.asked] == ["/sleep"]
 
 
-async def test_who_refuses_to_sleep_serves_as_before(gateway: Gateway) -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=404)
-
-    decoder = await gateway.engine(Role.DECODE, refuse)
+async def test_who_refuses_to_sleep_serves_as_before(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
     for is_disabled in (False, True):
         if is_disabled:  # by an administrator, before
             gateway.roster.disable(Role.DECODE, HOST, decoder.port, leaves_at=1e9)
         async with client.post("/sleep") as answer:
-            assert answer.status == 500
+            disabled = [f"http://{decoder.name}"] if is_disabled else []
+            assert (answer.status, (await answer.json())["disabled"]) == (500, disabled)
         (member,) = gateway.roster.members(Role.DECODE)
         assert (member.is_disabled, member.leaves_at) == ((True, 1e9) if is_disabled else (False, None))
+    failed = f"decode instance {decoder.name} failed on /sleep"
+    assert [line for line in caplog.messages if "failed" in line] == [
+        f"{failed}: status 404",
+        f"{failed} and stays disabled: status 404",
+    ]
+
+
+async def test_who_was_told_to_sleep_while_it_was_busy_and_then_refuses_is_named_as_disabled(gateway: Gateway) -> None:
+    decoder = await gateway.engine(Role.DECODE, _refuse)
+    client = await client_of(gateway)
+    with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
+        async with client.post("/sleep") as answer:
+            assert answer.status == 500
+    async with client.post("/sleep") as answer:
+        urls = [f"http://{decoder.name}"]
+        assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
+    assert not any(member.serves for member in gateway.roster.members(Role.DECODE))
+
+
+async def _refuse(request: web.Request) -> web.Response:
+    return web.Response(status=404)

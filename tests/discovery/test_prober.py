@@ -246,6 +246,40 @@ async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(ses
         assert pool.limit(backend) == 4
 
 
+async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_while_it_is_asked(
+    session: aiohttp.ClientSession,
+) -> None:
+    asked, go_on, model = asyncio.Event(), asyncio.Event(), "kimi"
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/server_info":
+            asked.set()
+            await go_on.wait()
+        limit = [{"effective_max_running_requests_per_dp": 8}]
+        return web.json_response({"version": "0.18.1", "data": [{"id": model}], "internal_states": limit})
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        gateway.checks = gateway.checks.model_copy(update={"models_interval_seconds": 0.01})
+        pool = gateway.pools[Role.PREFILL]
+        (backend,) = pool.backends()
+
+        def models() -> frozenset[str]:
+            facts = gateway.health.of(backend).facts
+            return frozenset() if facts is None else facts.identity.models
+
+        async with gateway.prober(session):
+            await asked.wait()
+            model = "glm"
+            await until(lambda: models() == {"glm"})
+            go_on.set()
+            await until(lambda: pool.limit(backend) == 8)
+            assert models() == {"glm"}
+
+
 @pytest.mark.parametrize("says", [None, "no", {"detail": "Not Found"}, {"data": 7, "version": 7}])
 async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_again(
     session: aiohttp.ClientSession, engine: Engine, says: object
