@@ -100,24 +100,34 @@ class InstancesApi:
         change = await read_change(request, self._pools.keys())
         for endpoint in change.endpoints:
             await self._check_address(endpoint)
-        before = self._states(change)
+        candidates = {str(endpoint): _candidate(change, endpoint) for endpoint in change.endpoints}
+        before, retold = self._states(change), self._retold(change.role, candidates)
+        warnings = self._unheard(change.role, candidates)
+        add = self._joiner.is_new if change.is_dry_run else self._joiner.join
         try:
-            joining = [endpoint for endpoint in change.endpoints if self._join(change, endpoint)]
+            joining = [endpoint for endpoint in change.endpoints if add(candidates[str(endpoint)])]
         except ValueError as error:
             raise BadRequest(str(error)) from None
         told = f"add {change.role} instances: {_names(change.endpoints)}."
         if joining:
             told = f"Instances {_names(joining)} are waiting to be added."
-        return self._answer(request, change, told, _compare(before, joining, {"membership": "joining"}))
+        if retold:
+            told += f" Instances {[one['instance'] for one in retold]} were there, and take what is said of them now."
+        changes = [*_compare(before, joining, {"membership": "joining"}), *retold]
+        return self._answer(request, change, told, changes, warnings)
 
-    def _join(self, change: Change, endpoint: Endpoint) -> bool:
-        candidate = replace(
-            _backend(change.role, endpoint),
-            trusted=change.send_key,
-            bootstrap_port=endpoint.bootstrap_port,
-            models=endpoint.models,
-        )
-        return self._joiner.is_new(candidate) if change.is_dry_run else self._joiner.join(candidate)
+    def _retold(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
+        """What changes of members when an administrator adds them once more, saying something else of them."""
+        members = {member.backend: member for member in self._roster.members(role) if not member.draining}
+        known = [(name, members[each], each) for name, each in candidates.items() if each in members]
+        both = [(name, _said(m.backend), _said(m.told(each, is_authority=False).backend)) for name, m, each in known]
+        return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
+
+    def _unheard(self, role: Role, candidates: Mapping[str, Backend]) -> list[str]:
+        """One warning if something else is said of instances that are waiting to be added."""
+        waiting = {backend: _said(backend) for backend in self._joiner.joining(role)}
+        unheard = [name for name, each in candidates.items() if waiting.get(each, _said(each)) != _said(each)]
+        return [f"{unheard} wait with what was said of them first: remove them to change that."] if unheard else []
 
     async def _check_address(self, endpoint: Endpoint) -> None:
         """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
@@ -251,6 +261,17 @@ def _leaves_at(change: Change) -> float | None:
     """See Member."""
     seconds = change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds
+
+
+def _candidate(change: Change, endpoint: Endpoint) -> Backend:
+    """What an administrator wants to add."""
+    backend = _backend(change.role, endpoint)
+    return replace(backend, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)
+
+
+def _said(backend: Backend) -> dict[str, object]:
+    """What an administrator may say of an instance."""
+    return {"bootstrap_port": backend.bootstrap_port, "models": list(backend.models), "send_key": backend.trusted}
 
 
 def _backend(role: Role, endpoint: Endpoint) -> Backend:

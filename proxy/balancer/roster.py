@@ -94,7 +94,8 @@ class Roster:
 
     def add(self, wanted: Backend) -> bool:
         """Let an administrator want a backend, whatever its slot; False when it was there and did not drain. One that
-        is known stays, with all it had, trusted or not, but for a new bootstrap port, or models.
+        is known stays with all it had, but for the bootstrap port or the models that are given, and is trusted from
+        now on if `wanted` is.
 
         Raises ValueError when it has another role or there is no room.
         """
@@ -106,7 +107,7 @@ class Roster:
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
             _check_role(known, wanted.role)
-            enabled = known.wanted_by(ADMIN).told(replace(wanted, trusted=False), is_authority=False)
+            enabled = known.wanted_by(ADMIN).told(wanted, is_authority=False)
             if enabled.row != known.row:
                 self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining

@@ -58,16 +58,16 @@ class Joiner(BackgroundOwner):
         self._settings = settings
 
     def join(self, candidate: Backend) -> bool:
-        """Add a backend as soon as it answers, or give it up with a warning. False when it is there or joining already:
-        then it stays as it is known, whatever else the candidate says.
+        """Add a backend as soon as it answers, or give it up with a warning. False when it is there already, and then
+        takes what the candidate says of itself (see `Roster.add`), or when it is joining already, as it was told first.
 
-        One that is trusted is asked with the engine key, and has it later, too, unless it still drains as one that is
-        not trusted. Raises ValueError when the endpoint has, or is about to have, another role.
+        One that is trusted is asked with the engine key, and has it later, too. Raises ValueError when the endpoint
+        has, or is about to have, another role.
         """
         self._check_role(candidate)
         if self._is_member(candidate):
             # It may be somebody else's, who will want it no more.
-            self._roster.add(Backend(candidate.role, candidate.host, candidate.port))
+            self._roster.add(candidate)
             return False
         ticket = self._roster.waiting.enter(candidate, self._longest_wait_seconds)
         if ticket is None:

@@ -351,6 +351,39 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
     assert (status, told["error"]["param"]) == (400, "send_key")
 
 
+async def test_one_that_is_there_takes_what_is_said_of_it_when_it_is_added_again(gateway: Gateway) -> None:
+    engine = await gateway.engine(Role.PREFILL)
+    client = await client_of(gateway)
+    was: dict[str, object] = {"bootstrap_port": None, "models": [], "send_key": False}
+    becomes = {"bootstrap_port": 8998, "models": ["x"], "send_key": True}
+    said = {"type": "prefill", "instances": f"{engine.name} 8998 model=x", "send_key": True}
+    for path in ("add?dry_run=true", "add"):
+        _, told = await change(client, path, **said)
+        assert told["changes"] == [{"instance": engine.name, "was": was, "becomes": becomes}]
+        assert told["message"].endswith(f"['{engine.name}'] were there, and take what is said of them now.")
+    _, told = await change(client, "add", type="prefill", instances=engine.name)  # what is not said stays
+    assert (told["changes"], told["message"]) == ([], f"add prefill instances: ['{engine.name}'].")
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    assert (backend.bootstrap_port, backend.models, backend.trusted) == (8998, ("x",), True)
+
+
+async def test_who_says_something_else_of_one_that_waits_is_told_that_it_does_not_count(gateway: Gateway) -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    engine = await gateway.engine(None, never)
+    client = await client_of(gateway)
+    for send_key, warnings in (
+        (False, []),
+        (False, []),
+        (True, [f"['{engine.name}'] wait with what was said of them first: remove them to change that."]),
+    ):
+        _, told = await change(client, "add", type="decode", instances=engine.name, send_key=send_key)
+        assert told["warnings"] == warnings
+    assert [backend.trusted for backend in gateway.joiner.joining(Role.DECODE)] == [False]
+
+
 @pytest.fixture
 async def names(gateway: Gateway) -> AsyncIterator[Names]:
     """A name server that knows a few."""

@@ -251,6 +251,19 @@ def test_an_origin_leaves_alone_what_others_want() -> None:
     assert [member.backend.trusted for member in roster.members(P)] == [False]
 
 
+def test_an_administrator_may_trust_what_is_there_or_drains() -> None:
+    scoreboard = Scoreboard(slots=8)
+    roster = roster_of(scoreboard)
+    roster.add(Backend(D, "d", 0))
+    roster.add(Backend(D, "d", 1))
+    scoreboard.row(0).add(1, requests=1)
+    roster.remove(D, "d", 1)
+    assert [roster.add(Backend(D, "d", port, trusted=True)) for port in (0, 1)] == [False, True]
+    assert [member.backend.trusted for member in roster.members(D)] == [True, True]
+    roster.add(Backend(D, "d", 0))
+    assert [member.backend.trusted for member in roster.members(D)] == [True, True]
+
+
 def test_a_reload_brings_back_what_was_removed_and_trusts_what_was_added() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard, decoders=2)
