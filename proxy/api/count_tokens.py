@@ -6,7 +6,6 @@ before 0.5.12 has this very route instead.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -22,13 +21,10 @@ from proxy.listener.body import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
-    from proxy.balancer.pool import Pool
     from proxy.errors import GatewayError
-    from proxy.flow.admission import Admission
     from proxy.flow.lanes import Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -44,20 +40,15 @@ class CountTokensApi:
 
     def __init__(
         self,
-        pool: Pool,
+        lanes: Lanes,
         upstream: Upstream,
         client_keys: KeyAuth,
-        admission: Admission,
         settings: Settings,
         metrics: Metrics,
-        lanes: Lanes | None = None,
     ) -> None:
-        """`lanes`: None: all instances serve the same models."""
-        self._pool = pool
         self._lanes = lanes
         self._upstream = upstream
         self._client_keys = client_keys
-        self._admission = admission
         self._metrics = metrics
         self.configure(settings)
 
@@ -76,7 +67,7 @@ class CountTokensApi:
         return {PATH: Messages().error_body}
 
     async def _count(self, request: web.Request) -> web.Response:
-        with self._admission.hold(0) as held:
+        with self._lanes.whole.gateway.admission.hold(0) as held:
             document = read(await read_json(request, self._settings.listen, held.resize))
         values = dict(document.values)
         if isinstance(said := values.get("model"), str):
@@ -91,14 +82,10 @@ class CountTokensApi:
         chat = tokenizer_body(values)
         body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
-        pool = self._pool
-        explaining: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self._lanes is not None:
-            lane = self._lanes.of(values.get("model"))
-            pool, explaining = lane.pools.of(pool.role), lane.explaining
+        lane = self._lanes.of(values.get("model"))
         while True:
-            with explaining():
-                backend = pool.pick(failed)
+            with lane.explaining():
+                backend = lane.first.pick(failed)
             try:
                 return await self._ask_one(backend, values, body, headers)
             except UpstreamError as error:

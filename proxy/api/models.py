@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
-    from proxy.flow.lanes import Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
@@ -48,11 +48,11 @@ class ModelsApi:
         client_keys: KeyAuth,
         metrics: Metrics,
         settings: Settings,
-        lanes: Lanes | None = None,
+        models: Models,
     ) -> None:
-        """`lanes`: None: all instances serve the same models."""
+        """`pools`: those whose backends are asked. `models`: what is known of all instances."""
         self._pools = pools
-        self._lanes = lanes
+        self._known = models
         self._session = session
         self._engine_keys = engine_keys
         self._client_keys = client_keys
@@ -98,10 +98,10 @@ class ModelsApi:
         models: dict[str, dict[str, Any]] = {}
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)
-        if self._lanes is not None and self._lanes.models.is_mixed:
+        if self._known.is_mixed:
             # What one role alone serves cannot be asked for, and what an instance is said to serve it may not tell.
             unseen = {"object": "model", "created": 0, "owned_by": "pdproxy"}
-            whole = sorted(self._lanes.models.complete)
+            whole = sorted(self._known.complete)
             models = {name: models.get(name) or {"id": name, **unseen} for name in whole}
         self._kept = models
         self._kept_for, self._kept_until = credential, time.monotonic() + _FRESH_SECONDS

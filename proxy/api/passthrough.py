@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from proxy.api.role_queue import RoleQueue
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
-    from proxy.balancer.pool import Pool
-    from proxy.flow.admission import Admission
-    from proxy.flow.budget import RetryBudget, RetryPermit
+    from proxy.flow.budget import RetryPermit
     from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain
     from proxy.observe.metrics import Metrics
@@ -94,35 +92,31 @@ class _ClientLost(Exception):
 
 
 class PassthroughApi:
-    """The routes of the configured groups, on the backends of one pool.
+    """The routes of the configured groups, on the backends of one role.
 
     `session` must not decompress answers.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        lanes: Lanes,
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
         client_keys: KeyAuth,
         drain: Drain,
-        admission: Admission,
-        budget: RetryBudget,
         settings: Settings,
         metrics: Metrics,
-        lanes: Lanes | None = None,
     ) -> None:
-        """`lanes`: None: all instances serve the same models."""
         self._session = session
         self._engine_keys = engine_keys
         self._client_keys = client_keys
         self._drain = drain
-        self._admission = admission
+        self._bodies = lanes.whole.gateway.admission
         self._groups: list[str] = [*settings.passthrough]
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
         self._metrics = metrics
-        self._queues = RoleQueues(pool, budget, settings, metrics, lanes)
+        self._queues = RoleQueues(lanes, settings, metrics)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -164,10 +158,10 @@ class PassthroughApi:
     async def _answer(self, path: str, request: web.Request, record: _Record) -> web.StreamResponse:
         key = self._client_keys.identify(request)
         record.key = key.name
-        with self._client_keys.enter(key), self._admission.hold(0) as held:
+        with self._client_keys.enter(key), self._bodies.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
             queue = self._queues.of(request, body)
-            with queue.explaining():
+            with queue.lane.explaining():
                 return await self._try_admitted(queue, path, request, body, record)
 
     async def _try_admitted(
@@ -196,7 +190,7 @@ class PassthroughApi:
         failed: list[Backend] = []
         with (
             Blame() as blame,
-            queue.budget.request() as permit,
+            queue.lane.gateway.budget.request() as permit,
             queue.pool.lease(wanted) as lease,
         ):
             while True:

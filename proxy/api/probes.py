@@ -14,9 +14,8 @@ from proxy.errors import NoBackendAvailable, ShuttingDown
 from proxy.listener.replies import error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from proxy.balancer.pool import Pool
     from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain
 
@@ -24,14 +23,11 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class ProbeApi:
-    """The routes for probes.
-
-    `pools` are those of the roles that the connector uses: each needs a healthy backend before the gateway is ready.
+    """The routes for probes. Each role that the connector uses needs a healthy backend before the gateway is ready, or
+    before a model is that not all instances serve.
     """
 
-    def __init__(self, pools: Mapping[Role, Pool], drain: Drain, lanes: Lanes | None = None) -> None:
-        """`lanes`: None: all instances serve the same models."""
-        self._pools = pools
+    def __init__(self, lanes: Lanes, drain: Drain) -> None:
         self._lanes = lanes
         self._drain = drain
 
@@ -46,11 +42,7 @@ class ProbeApi:
 
     def is_ready(self) -> bool:
         """Whether new requests should come here."""
-        if self._is_leaving:
-            return False
-        if self._lanes is not None and self._lanes.models.is_mixed:
-            return self._lanes.is_ready()
-        return all(pool.is_ready() for pool in self._pools.values())
+        return not self._is_leaving and self._lanes.is_ready()
 
     @property
     def _is_leaving(self) -> bool:
@@ -65,16 +57,14 @@ class ProbeApi:
         # Answered and not raised: a probe is no request that was refused.
         if self._is_leaving:
             return error_response(ShuttingDown())
-        if self._lanes is not None and self._lanes.models.is_mixed:
-            return self._ready_by_model(self._lanes, request.query.get("model"))
-        for role, pool in self._pools.items():
-            if not pool.is_ready():
-                return error_response(NoBackendAvailable(role))
-        return _json({"status": "ok"})
+        if self._lanes.models.is_mixed:
+            return self._ready_by_model(request.query.get("model"))
+        absent = self._lanes.whole.absent()
+        return _json({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
 
-    @staticmethod
-    def _ready_by_model(lanes: Lanes, asked: str | None) -> web.Response:
+    def _ready_by_model(self, asked: str | None) -> web.Response:
         """Ready as long as one model can be served, or the one that is asked for."""
+        lanes = self._lanes
         if asked:
             absent = {asked: lanes.asked(asked).absent()}
         else:
@@ -88,8 +78,9 @@ class ProbeApi:
     async def _healthcheck(self, request: web.Request) -> web.Response:
         """The answer of vLLM-Ascend's example proxy."""
         # Every unit of a generation request has a lease on one decoder.
-        decoders = self._pools[Role.DECODE]
-        prefillers = self._pools.get(Role.PREFILL)
+        whole = self._lanes.whole
+        decoders = whole.pools.decode
+        prefillers = whole.pools.prefill if Role.PREFILL in whole.connector.roles else None
         return _json(
             {
                 "status": "ok",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,13 +9,9 @@ import msgspec
 from proxy.flow.admission import Admission
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from aiohttp import web
 
     from proxy.backend import Role
-    from proxy.balancer.pool import Pool
-    from proxy.flow.budget import RetryBudget
     from proxy.flow.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -25,18 +20,11 @@ if TYPE_CHECKING:
 class RoleQueue:
     """The instances of a role, and a queue of its own in front of them: only while all of them are restarting."""
 
-    def __init__(
-        self, pool: Pool, budget: RetryBudget, settings: Settings, metrics: Metrics, lane: Lane | None = None
-    ) -> None:
-        """`lane`: that of these instances; None: they are all."""
-        self.pool = pool
-        self.budget = budget
-        self._lane = lane
+    def __init__(self, lane: Lane, settings: Settings, metrics: Metrics) -> None:
+        """`lane`: that of these instances."""
+        self.lane = lane
+        self.pool = lane.first
         self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """See Lane."""
-        return nullcontext() if self._lane is None else self._lane.explaining()
 
     def _has_room(self) -> bool:
         return not self.pool.is_restarting()
@@ -48,11 +36,8 @@ class RoleQueue:
 class RoleQueues:
     """Those of all lanes."""
 
-    def __init__(
-        self, pool: Pool, budget: RetryBudget, settings: Settings, metrics: Metrics, lanes: Lanes | None = None
-    ) -> None:
-        """`pool` and `budget`: of all instances. `lanes`: None: they all serve the same models."""
-        self._whole = RoleQueue(pool, budget, settings, metrics)
+    def __init__(self, lanes: Lanes, settings: Settings, metrics: Metrics) -> None:
+        self._whole = RoleQueue(lanes.whole, settings, metrics)
         self._lanes = lanes
         self._metrics = metrics
         self._of: dict[Lane, RoleQueue] = {}
@@ -69,7 +54,7 @@ class RoleQueues:
         see Lanes.of.
         """
         lanes = self._lanes
-        if lanes is None or not lanes.models.is_mixed:
+        if not lanes.models.is_mixed:
             return self._whole
         name = _model(body) if body else request.query.get("model")
         lane = lanes.asked(name)
@@ -77,10 +62,9 @@ class RoleQueues:
             return self._whole
         queue = self._of.get(lane)
         if queue is None:
-            pool = lane.pools.of(self._whole.pool.role)
             # Some may be gone.
             self._of = {known: its for known, its in self._of.items() if known in lanes.all}
-            queue = self._of[lane] = RoleQueue(pool, lane.gateway.budget, self._settings, self._metrics, lane)
+            queue = self._of[lane] = RoleQueue(lane, self._settings, self._metrics)
         return queue
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend, Role
     from proxy.balancer.models import Models
+    from proxy.balancer.pool import Pool
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
     from proxy.flow.gateway import Gateway
@@ -50,6 +51,11 @@ class Lane:
         self.configure = configure
         self.names: frozenset[str] = frozenset()
         """What the models are called; empty: all."""
+
+    @property
+    def first(self) -> Pool:
+        """The pool of the role that sees a prompt first: its instances also answer what one engine answers alone."""
+        return self.pools.of(self.connector.roles[0])
 
     def absent(self) -> Role | None:
         """A role of which no instance could serve a request that came now; None: there is none."""

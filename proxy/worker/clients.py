@@ -77,19 +77,17 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         redact = Redaction(secrets_of(basis.settings))
         observers.add(basis.shared.receipts.seat(basis.index, redact))
     basis.metrics.settle_first(observers.settle)
-    probes = ProbeApi(engines.serving, drain, lanes)
+    probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
     generation = GenerationApi(dialects, lanes, keys, drain, basis.settings, observers)
     basis.live.add(generation.configure)
     counting = CountTokensApi(
-        pool=engines.serving[engines.connector.roles[0]],
+        lanes=lanes,
         upstream=engines.lines.upstream,
         client_keys=keys,
-        admission=gateway.admission,
         settings=basis.settings,
         metrics=basis.metrics,
-        lanes=lanes,
     )
     basis.live.add(counting.configure)
     routes = [
@@ -225,20 +223,17 @@ def _engine_routes(
         client_keys=client_keys,
         metrics=metrics,
         settings=basis.settings,
-        lanes=lanes,
+        models=balancing.models,
     )
     basis.live.add(models.configure)
     passthrough = PassthroughApi(
-        pool=engines.serving[engines.connector.roles[0]],
+        lanes=lanes,
         session=session,
         engine_keys=keys,
         client_keys=client_keys,
         drain=drain,
-        admission=lanes.whole.gateway.admission,
-        budget=lanes.whole.gateway.budget,
         settings=basis.settings,
         metrics=metrics,
-        lanes=lanes,
     )
     basis.live.add(passthrough.configure)
     routes = [*models.routes(), *passthrough.routes(), *probes.routes()]

@@ -17,20 +17,37 @@ from proxy.balancer.engine_keys import EngineKeys
 from proxy.balancer.health import Health
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.misfits import Misfits
+from proxy.balancer.models import Models
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool
+from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.suspect_memory import SuspectMemory
+from proxy.connectors.base import Connector
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
+from proxy.flow.detokenizer import Detokenizer
+from proxy.flow.gateway import Gateway as FlowGateway
+from proxy.flow.lanes import Lane, Lanes
+from proxy.flow.suspects import Suspects
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
-from proxy.settings import HealthChecks, Joining
+from proxy.settings import HealthChecks, Joining, Settings
+from proxy.upstream import Upstream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from proxy.balancer.pick import PickRequest
+    from proxy.call import Call
+    from proxy.connectors.attempt import Attempt
+    from proxy.flow.lanes import Serving
+    from proxy.observe.timeline import Timeline
 
 HOST = "127.0.0.1"
+_NO_INSTANCES = Settings()
 
 
 @dataclass
@@ -60,6 +77,16 @@ class Engine:
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.asked.append(Asked(request.method, request.path, request.query_string, headers, await request.read()))
         return await self.answer(request)
+
+
+class NoConnector(Connector):
+    """Nothing is generated here: it only has roles."""
+
+    def __init__(self, roles: Collection[Role]) -> None:
+        self.roles = tuple(roles)
+
+    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
+        raise AssertionError("nothing is generated")
 
 
 class Gateway:
@@ -131,6 +158,19 @@ class Gateway:
         self.health.on_probe(
             backend, healthy, "passed its health check" if healthy else "cannot connect (connection refused)"
         )
+
+    def lanes(self, settings: Settings = _NO_INSTANCES, roles: Collection[Role] = (Role.PREFILL, Role.DECODE)) -> Lanes:
+        """The one lane of all instances, as long as they serve the same; `roles` are those of its connector."""
+
+        def make(serving: Serving) -> Lane:
+            raise AssertionError("there is one lane")
+
+        pools = Pools(prefill=self.pools[Role.PREFILL], decode=self.pools[Role.DECODE])
+        suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
+        connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
+        flow = FlowGateway(connector, pools, detokenizer, suspects, settings, self.metrics)
+        models = Models(self.roster, self.health, tuple(roles))
+        return Lanes(models, Lane(pools, flow, connector, suspects), make, settings)
 
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
         """Keys for these backends, which from now on stand in the roster as trusted."""

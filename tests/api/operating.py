@@ -80,7 +80,7 @@ async def client_of(
         settings,
     )
     apis = (
-        ProbeApi(pools, drain),
+        ProbeApi(gateway.lanes(settings, roles), drain),
         AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
         BroadcastApi(

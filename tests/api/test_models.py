@@ -47,7 +47,9 @@ def saying(status: int, body: bytes = b"") -> Answer:
 async def client_of(gateway: Gateway, key: str | None = None, *ports: int, callers: ApiKeys | None = None) -> Client:
     keys = gateway.keys(key, [("127.0.0.1", port) for port in ports])
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
-    api = ModelsApi(tuple(gateway.pools.values()), gateway.session, keys, client_keys, gateway.metrics, Settings())
+    models = gateway.lanes().models
+    pools = tuple(gateway.pools.values())
+    api = ModelsApi(pools, gateway.session, keys, client_keys, gateway.metrics, Settings(), models)
     return await gateway.serve(api.routes())
 
 

@@ -19,8 +19,6 @@ from proxy.api.key_auth import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.backend import Load, Role
-from proxy.flow.admission import Admission
-from proxy.flow.budget import RetryBudget
 from proxy.listener.drain import Drain
 from proxy.settings import ClientKey, Settings
 
@@ -50,15 +48,12 @@ async def client_of(
     """A client of the single-hop routes; `sections` are settings."""
     retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
     settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
-    admission = Admission(settings.admission, lambda: True, gateway.metrics)
     api = PassthroughApi(
-        gateway.pools[role],
+        gateway.lanes(settings, [role]),
         gateway.session,
         keys or gateway.keys(),
         KeyAuth(callers or ApiKeys(KeyUsage())),
         Drain(),
-        admission,
-        RetryBudget(settings.retry.budget_share, settings.retry.budget_least),
         settings,
         gateway.metrics,
     )
@@ -518,16 +513,13 @@ async def test_an_engines_reasons_have_a_bound(gateway: Gateway, monkeypatch: py
 async def test_settings_can_change(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL, echo)
     settings = Settings()
-    admission = Admission(settings.admission, lambda: True, gateway.metrics)
     keys = KeyAuth(ApiKeys(KeyUsage()))
     api = PassthroughApi(
-        gateway.pools[Role.PREFILL],
+        gateway.lanes(settings),
         gateway.session,
         gateway.keys(),
         keys,
         Drain(),
-        admission,
-        RetryBudget(),
         settings,
         gateway.metrics,
     )

@@ -42,7 +42,7 @@ SECRETS = {
 
 async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
-    probes = ProbeApi(gateway.pools, Drain())
+    probes = ProbeApi(gateway.lanes(), Drain())
     api = SglangApi(gateway.pools, gateway.session, gateway.keys(), client_keys, probes, gateway.metrics)
     return await gateway.serve(api.routes())
 
