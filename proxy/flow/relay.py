@@ -43,11 +43,11 @@ class TokenClock:
     Who cannot afford a call for each token does by himself what `tick` does for all but the first; see Tokens.
     """
 
-    __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "now", "phase")
+    __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "index", "now")
 
     def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
-        self.phase = -1
-        """Counts the parts of the answer that went to the client, from 0 to 15 and from 0 again."""
+        self.index = -1
+        """Of the last part of the answer that went to the client; -1: none has."""
         self.gap_from = 0.0
         """When the gap began that is timed: one in eight is."""
         self.now = record.clock
@@ -57,18 +57,20 @@ class TokenClock:
 
     def go_on(self, count: int, gap_from: float) -> None:
         """Somebody else has timed so many parts of the answer, and the gap behind the last one began then."""
-        self.phase, self.gap_from, self._has_begun = (count - 1) & 15, gap_from, count > 0
+        self.index, self.gap_from, self._has_begun = count - 1, gap_from, count > 0
 
     def tick(self) -> None:
         """Part of the answer went to the client."""
-        self.phase = phase = (self.phase + 1) & 15
-        if not phase & 7:
-            if not self._has_begun:
-                self._has_begun = True
-                self._record.first_token()
-            self.gap_from = self.now()
-        elif phase & 7 == 1:
+        self.index = index = self.index + 1
+        if index & 6:
+            return
+        if index & 1:
             self.sample()
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._record.first_token()
+        self.gap_from = self.now()
 
     def sample(self) -> None:
         """The gap that is timed has ended."""
@@ -109,6 +111,8 @@ class Relay:
         """Theirs."""
         self._lets_pass = False
         """They do."""
+        self._passed_from = -1
+        """Tokens.index since when."""
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
@@ -253,7 +257,8 @@ class Relay:
             )
             self._shape = shape
         if clock is not None:
-            tokens.phase = clock.phase
+            tokens.index = clock.index
+        self._passed_from = tokens.index
         if client is not None:
             client.protocol.on_full = self.hold
         self._lets_pass = True
@@ -265,9 +270,8 @@ class Relay:
         tokens = self._tokens
         assert tokens is not None
         if self._clock is not None:
-            self._clock.phase = tokens.phase
-        if tokens.has_passed:
-            tokens.has_passed = False
+            self._clock.index = tokens.index
+        if tokens.index > self._passed_from:
             self._delivery.shapes.was_right()
 
     def _give(self, output: bytes) -> None:

@@ -22,25 +22,32 @@ if TYPE_CHECKING:
 
     from proxy.wire.token import Shape
 
-_MAX_CHUNK_BYTES: Final = 4096
+_MAX_KNOWN_BYTES: Final = 4096
 
 
-def _sizes() -> list[bytes | tuple[()]]:
-    """What a chunk of so many bytes begins with, such as `a\\r\\n` at 15; () for sizes that none has."""
-    lines: list[bytes | tuple[()]] = [()] * _MAX_CHUNK_BYTES
-    for size in range(1, _MAX_CHUNK_BYTES - 8):
-        line = b"%x\r\n" % size
-        lines[len(line) + size + 2] = line
-    return lines
+class _SizeLines(dict[int, bytes]):
+    """By the length of a whole chunk what it begins with, such as `a\\r\\n` at 15."""
+
+    def __missing__(self, chunk_bytes: int) -> bytes:
+        for digits in range(1, 8):
+            line = b"%x\r\n" % max(0, chunk_bytes - digits - 4)
+            if len(line) == digits + 2:
+                break
+        else:
+            line = bytes(chunk_bytes)  # no chunk is so long: nor does one begin with this and more
+        if chunk_bytes < _MAX_KNOWN_BYTES:
+            self[chunk_bytes] = line
+        return line
 
 
-_SIZES: Final = _sizes()
-# What cannot be in a JSON string as it is, or stands for something else. A quote ends the text.
-_odd: Final = re.compile(rb"[\\\x00-\x1f]").search
+_SIZE_LINES: Final = _SizeLines()
+# Without what cannot be in a JSON string as it is, or stands for something else. A quote ends the text.
+_TEXT: Final = rb'[^"\\\x00-\x1f]+'
+_MAX_DIGITS: Final = 9
+_NULLS: Final = [b"null".ljust(size) for size in range(len(b"[]") + _MAX_DIGITS + 1)]
+"""By the length of a list of ids, what it is overwritten by."""
 # Of an event without carriage returns. There is no line end in the middle of it.
 _CHUNK_END: Final = b"\n\n\r\n"
-_ZERO: Final = ord("0")
-_MAX_DIGITS: Final = 9
 
 
 class Output(Protocol):
@@ -62,36 +69,26 @@ class Ticks(Protocol):
         """The gap has ended."""
 
 
-class _Frame:
-    """What the tokens of an engine have in common behind their text, whoever asked for them."""
-
-    __slots__ = ("behind", "between", "skips", "tails")
-
-    def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[bytes], *, hides_ids: bool) -> None:
-        self.between = between
-        """See Shape."""
-        self.behind = behind
-        """See Shape; with the end of the chunk."""
-        self.skips = skips
-        """The digits of ids that are not passed on."""
-        shortest = len(b"[]") if hides_ids else 1  # there is no room for `null` in `[7]`
-        self.tails: list[bytes | None] = [
-            None if digits < shortest else b"null".ljust(digits + 2) + behind[1:] if hides_ids else b""
-            for digits in range(_MAX_DIGITS + 1)
-        ]
-        """By the number of an id's digits, what replaces its list and all that follows; empty: it stays; None: such an
-        id is not passed on."""
-
-
 @lru_cache(maxsize=64)
-def _frame(between: bytes | None, behind: bytes, skips: frozenset[bytes], *, hides_ids: bool) -> _Frame:
-    return _Frame(between, behind, skips, hides_ids=hides_ids)
+def _matcher(
+    between: bytes | None, skips: frozenset[bytes], *, hides_ids: bool
+) -> Callable[[bytes, int], re.Match[bytes] | None]:
+    """Matches a token's text and what is behind it, up to the quote or the end of the list with its id, which is group
+    1. See Tokens.
+    """
+    if between is None:
+        return re.compile(_TEXT + b'"').match
+    skipped = rb"(?!(?:%b)\])" % b"|".join(sorted(skips)) if skips else b""
+    least = 1 if hides_ids else 0  # there is no room for `null` in `[7]`
+    return re.compile(
+        rb"%b%b(\[%b[1-9][0-9]{%d,%d}\])" % (_TEXT, re.escape(between[:-1]), skipped, least, _MAX_DIGITS - 1)
+    ).match
 
 
 class Tokens:
     """What the tokens of one decoder's stream look like, and where they go."""
 
-    __slots__ = ("_settle", "frame", "has_passed", "head", "journal", "output", "phase", "ticks")
+    __slots__ = ("_settle", "behind", "head", "hides_ids", "index", "journal", "match", "output", "ticks")
 
     def __init__(
         self,
@@ -109,21 +106,22 @@ class Tokens:
         for more than their text.
         """
         self.head = shape.head
-        self.frame = _frame(shape.between, shape.behind + b"\r\n", skips, hides_ids=hides_ids)
+        self.match = _matcher(shape.between, skips, hides_ids=hides_ids)
+        self.behind = shape.behind[1:] + b"\r\n"
+        """What follows the match, with the end of the chunk."""
+        self.hides_ids = hides_ids and shape.between is not None
         self.journal = journal
         self.output = output
-        self.has_passed = False
-        """A token was passed on since this was last set to False."""
-        self.phase = 0
-        """Counts the tokens that the client gets, from 0 to 15 and from 0 again."""
+        self.index = -1
+        """Of the last part of the answer that was passed on; parts are counted from 0 on."""
         self._settle = settle
         self.ticks = ticks
 
-    def sample(self, phase: int) -> None:
-        """One of eight tokens was passed on, with which a gap ends that is timed."""
+    def sample(self, index: int) -> None:
+        """The part with this index was passed on, with which a gap ends that is timed: one of eight."""
         if self.ticks is not None:
             self.ticks.sample()
-        if phase == 1 and self.journal is not None:
+        if not index & 8 and self.journal is not None:
             self._settle()
 
 
@@ -151,46 +149,25 @@ class FastForward(asyncio.Protocol):
         if tokens is None:
             self._read(data)
             return False
-        size = len(data)
-        line = _SIZES[size] if size < _MAX_CHUNK_BYTES else ()
-        line_bytes, head, frame = len(line), tokens.head, tokens.frame
-        begin = line_bytes + len(head)
-        behind = frame.behind
-        stop = size - len(behind)
-        if data[:line_bytes] != line or data[line_bytes:begin] != head or data[stop:] != behind:
+        before = _SIZE_LINES[len(data)] + tokens.head
+        if (
+            not data.startswith(before)
+            or (token := tokens.match(data, len(before))) is None
+            or data[token.end() :] != tokens.behind
+            or not (data.isascii() or _is_text(token[0]))
+        ):
             return False if is_part else self._part(tokens, data)
-        end = data.find(b'"', begin)
-        if end <= begin or _odd(data, begin, end) is not None or not (data.isascii() or _is_text(data[begin:end])):
-            return False if is_part else self._part(tokens, data)
-        journal = tokens.journal
-        if (between := frame.between) is None:
-            if end != stop:
-                return False if is_part else self._part(tokens, data)
-            if journal is not None:
-                journal.append(data[begin : stop + 1])
-        else:
-            id_at = end + len(between)
-            digits = data[id_at:stop]
-            if (
-                data[end:id_at] != between
-                or not digits.isdigit()
-                or (digits_count := stop - id_at) > _MAX_DIGITS
-                or (tail := frame.tails[digits_count]) is None
-                or digits[0] == _ZERO
-                or digits in frame.skips
-            ):
-                return False if is_part else self._part(tokens, data)
-            if journal is not None:
-                journal.append(data[begin : stop + 1])
-            if tail:
-                data = data[: id_at - 1] + tail
-        self.is_active = tokens.has_passed = True
+        if (journal := tokens.journal) is not None:
+            journal.append(token[0])
+        if tokens.hides_ids:
+            data = data[: token.start(1)] + _NULLS[len(token[1])] + tokens.behind
+        self.is_active = True
         if (output := tokens.output) is not None and not output.is_closing():
             output.write(data)
-        tokens.phase = phase = (tokens.phase + 1) & 15
-        if (place := phase & 7) < 2:
-            if place:
-                tokens.sample(phase)
+        tokens.index = index = tokens.index + 1
+        if not index & 6:
+            if index & 1:
+                tokens.sample(index)
             elif (ticks := tokens.ticks) is not None:
                 ticks.gap_from = ticks.now()
         return True

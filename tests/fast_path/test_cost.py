@@ -42,7 +42,7 @@ STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed"
 BOUNDS: Final = {
     STREAM: (275, 345),
     WHOLE: (262, 285),
-    TOKEN: (3.0, 16),
+    TOKEN: (2.85, 15),
 }
 # Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
 LEFT_BLOCKS: Final = 1.0

@@ -16,6 +16,7 @@ from proxy.flow.delivery import Delivery
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from proxy.wire.sse import Event, EventSplitter
+from proxy.wire.token import Shape
 from tests.asking import api_of, request
 from tests.canned import data
 from tests.flow.forwarding import Client, Engine, framed, tokens_like
@@ -133,6 +134,22 @@ def test_most_tokens_of_an_ordinary_answer_are_told_by_their_bytes(field: str, s
     events = [chunk({field: f" word{number}"}, [number + 100]) for number in range(50)]
     told = delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=stream), forwards=True)[2]
     assert told == 49
+
+
+@pytest.mark.parametrize("words", [*range(12, 32), 1000, 20_000])
+def test_only_a_chunk_that_is_as_long_as_it_says_is_passed_on(words: int) -> None:
+    event = chunk({"content": " wordy"}, [100])
+    shape = Shape.of(event)
+    assert shape is not None
+    engine, client = Engine(), Client()
+    for size in range(6):
+        whole = framed(event.replace(b"y", b"yyyyy " * words + b"y" * size))
+        assert engine.take(tokens_like(shape, client), whole) == b""
+        line, _, rest = whole.partition(b"\r\n")
+        for said in (int(line, 16) - 1, int(line, 16) + 1):
+            wrong = b"%x\r\n%b" % (said, rest)
+            assert engine.take(tokens_like(shape, client), wrong) == wrong
+    assert len(client.written) == 6
 
 
 def test_the_shape_is_learned_anew_where_content_follows_reasoning() -> None:
