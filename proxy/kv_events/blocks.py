@@ -45,7 +45,7 @@ class Blocks:
         # from the root.
         self._blocks: dict[int, int] = {}
         self._refused_at: int | None = None  # `stored`, when there was no room, and nothing was evicted since
-        self._searched_at: int | None = None  # `stored`, when blocks were looked for whose removal was missed
+        self._search_from = 0  # `stored`, from when on it is worthwhile to look for blocks whose removal was missed
         self._ages: deque[int] = deque(maxlen=_EVICTIONS)
         self._group: int | None = None
         self._has_tiers = False
@@ -128,13 +128,14 @@ class Blocks:
 
     def _make_room(self, wanted: int, size: int) -> bool:
         """Forget blocks whose removal must have been missed. False: there is no room, which comes by and by."""
+        if self.stored < self._search_from:
+            return False
         count = self.count
         if count.evicts:
             # All of them are looked through: until the cache has turned over, hardly any more are found.
-            if self._searched_at is None or self.stored - self._searched_at >= count.reach:
-                self._searched_at = self.stored
-                oldest = self.stored - _LOST * count.reach
-                self._blocks = {key: packed for key, packed in self._blocks.items() if packed >> _DEPTH_BITS >= oldest}
+            self._search_from = self.stored + int(count.reach)
+            oldest = self.stored - _LOST * count.reach
+            self._blocks = {key: packed for key, packed in self._blocks.items() if packed >> _DEPTH_BITS >= oldest}
         elif self._refused_at is None:
             self._refused_at = self.stored
         elif self.stored - self._refused_at > _LOST * self.max_blocks * size:
@@ -146,7 +147,7 @@ class Blocks:
         self._blocks = {}
         self._ages.clear()
         self._since, self._full_at = self.stored, None
-        self._refused_at = self._searched_at = None
+        self._refused_at, self._search_from = None, 0
 
 
 def together(ranks: Iterable[Blocks]) -> CacheCount:

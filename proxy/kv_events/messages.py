@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-Word = Literal["lost", "replayed", "started_anew", "unreadable"]
-"""What befell a subscription: one of terms.KV_EVENT_GAPS, or what came cannot be read."""
+Word = Literal["lost", "replayed", "started_anew"]
+"""What befell a subscription: one of terms.KV_EVENT_GAPS."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -39,3 +39,5 @@ class Told(msgspec.Struct):
     """What has befallen since, and how often."""
     why: str = ""
     """What was wrong with the last one that could not be read."""
+    unopened: str = ""
+    """An endpoint that nothing can be heard from, and why; empty: none has come to it."""

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import zmq
 
-from proxy.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, together
+from proxy.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, Blocks, together
 from proxy.kv_events.messages import Source, Told, Wanted, Word
-from proxy.kv_events.subscription import Subscription
+from proxy.kv_events.subscription import CannotOpen, Subscription
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,11 @@ class Subscriber:
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # By default there are 1,023 in a context, and each rank has one or two.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._wanted: list[Source] = []
         self._subscriptions: dict[Source, Subscription] = {}
+        self._unopened: dict[str, str] = {}  # by instance, what is to be told: an endpoint, and why
         self.poller = zmq.Poller()
 
     def close(self) -> None:
@@ -43,14 +47,20 @@ class Subscriber:
         self._context.term()
 
     def want(self, sources: list[Source]) -> None:
-        """Subscribe to these, and to no others any more."""
+        """Subscribe to these, and to no others any more. What cannot be opened is tried again the next time."""
+        self._wanted = sources
         for gone in self._subscriptions.keys() - set(sources):
             subscription = self._subscriptions.pop(gone)
             self.poller.unregister(subscription.socket)
             subscription.close()
         for source in sources:
             if source not in self._subscriptions:
-                subscription = self._subscriptions[source] = Subscription(self._context, source)
+                try:
+                    subscription = Subscription(self._context, source)
+                except CannotOpen as error:
+                    self._unopened[source.instance] = str(error)
+                    continue
+                self._subscriptions[source] = subscription
                 self.poller.register(subscription.socket, zmq.POLLIN)
         for subscription in self._subscriptions.values():
             subscription.blocks.max_blocks = min(MAX_BLOCKS, MAX_BLOCKS_OF_ALL // len(sources))
@@ -61,34 +71,37 @@ class Subscriber:
 
     def told(self) -> Iterator[Told]:
         """What is new of each instance."""
-        ranks: dict[str, list[Subscription]] = {}
-        for source, subscription in self._subscriptions.items():
-            ranks.setdefault(source.instance, []).append(subscription)
+        ranks: dict[str, list[Subscription | None]] = {}
+        for source in self._wanted:
+            ranks.setdefault(source.instance, []).append(self._subscriptions.get(source))
         for instance, subscriptions in ranks.items():
             events, words = Counter[str](), Counter[Word]()
-            why = ""
-            for subscription in subscriptions:
+            why, unopened = "", self._unopened.pop(instance, "")
+            for subscription in filter(None, subscriptions):
                 events.update(subscription.events)
                 words.update(subscription.words)
-                why = subscription.why or why
+                why, unopened = subscription.why or why, subscription.unopened or unopened
                 subscription.events.clear()
                 subscription.words.clear()
-            if events or words:
-                count = together(subscription.blocks for subscription in subscriptions)
+                subscription.unopened = ""
+            if events or words or unopened:
+                # Of a rank that cannot be heard nothing is known.
+                count = together(Blocks() if each is None else each.blocks for each in subscriptions)
                 numbers = int(count.stored), int(count.reach), bool(count.evicts), int(count.cleared)
-                yield Told(instance, numbers, events, words, why)
+                yield Told(instance, numbers, events, words, why, unopened)
 
 
-def main() -> None:
-    """Until the standard input ends: then whoever has started this process is gone, or wants no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the whole group
-    asked, answers = sys.stdin.fileno(), sys.stdout.fileno()
+def run(asked: int, answers: int) -> None:
+    """Do what comes from one file descriptor, and tell the other, until the first one ends: then whoever has started
+    this process is gone, or wants no more.
+    """
     rest = b""
     with closing(Subscriber()) as subscriber:
         subscriber.poller.register(asked, zmq.POLLIN)
         tell_at = 0.0
+        has_more = False
         while True:
-            ready = dict(subscriber.poller.poll(round(1000 * TELL_SECONDS)))
+            ready = dict(subscriber.poller.poll(0 if has_more else round(1000 * TELL_SECONDS)))
             if asked in ready:
                 data = os.read(asked, 65536)
                 if not data:
@@ -113,7 +126,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the whole group
     try:
-        main()
+        run(sys.stdin.fileno(), sys.stdout.fileno())
     except BrokenPipeError:
         sys.exit(1)

@@ -33,8 +33,12 @@ _REPLAY_SECONDS: Final = 2.0
 _KINDS: Final = {BlocksStored: "stored", BlocksRemoved: "removed", AllCleared: "cleared"}
 
 
+class CannotOpen(Exception):
+    """There are too many sockets, or there can be no such endpoint. The text says which, and why."""
+
+
 class Subscription:
-    """To one source. `close` it at the end."""
+    """To one source. `close` it at the end. Raises CannotOpen."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source) -> None:
         self.blocks = Blocks()
@@ -44,6 +48,8 @@ class Subscription:
         """What has befallen, and how often."""
         self.why = ""
         """What was wrong with the last message or event that could not be read."""
+        self.unopened = ""
+        """Why lost messages cannot be asked for; empty: they can, or were not."""
         self.socket = _socket(context, zmq.SUB, source.endpoint)
         self.socket.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
         self.replay: zmq.Socket[bytes] | None = None
@@ -76,15 +82,14 @@ class Subscription:
                 self._held.append((int.from_bytes(frames[1], "big"), frames[2]))
         if self.replay is not None:
             self._receive_replay(self.replay)
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return any(socket is not None and _has_more(socket) for socket in (self.socket, self.replay))
 
     def _take(self, number: int, batch: bytes) -> None:
         if self._next is not None and number != self._next:
             if number < self._next:
                 self.words["started_anew"] += 1
                 self.blocks.started_anew()
-            elif self._replay_endpoint is not None:
-                self._ask_again(self._replay_endpoint)
+            elif self._asks_again():
                 self._held.append((number, batch))
                 return
             else:
@@ -107,7 +112,6 @@ class Subscription:
 
     def _cannot_read(self, why: str) -> None:
         self.events["unreadable"] += 1
-        self.words["unreadable"] += 1
         self.why = why[:200]
 
     def _miss(self) -> None:
@@ -116,11 +120,19 @@ class Subscription:
 
     # What was lost is asked for once more
 
-    def _ask_again(self, endpoint: str) -> None:
+    def _asks_again(self) -> bool:
+        """False: nobody can be asked."""
         assert self._next is not None
-        self.replay = _socket(self._context, zmq.DEALER, endpoint)
+        if self._replay_endpoint is None:
+            return False
+        try:
+            self.replay = _socket(self._context, zmq.DEALER, self._replay_endpoint)
+        except CannotOpen as error:
+            self.unopened = str(error)
+            return False
         self.replay.send_multipart((b"", self._next.to_bytes(8, "big")))
         self._replay_until = time.monotonic() + _REPLAY_SECONDS
+        return True
 
     def _receive_replay(self, replay: zmq.Socket[bytes]) -> None:
         is_over = time.monotonic() >= self._replay_until or len(self._held) >= _MOST_WAITING
@@ -154,22 +166,33 @@ class Subscription:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
+    """Raises CannotOpen."""
     least, most = _RECONNECT_MS
     every, within = _HEARTBEAT_MS
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.RCVHWM, _MOST_WAITING),
-        (zmq.MAXMSGSIZE, _MOST_BYTES),
-        (zmq.RECONNECT_IVL, least),
-        (zmq.RECONNECT_IVL_MAX, most),
-        (zmq.HEARTBEAT_IVL, every),
-        (zmq.HEARTBEAT_TIMEOUT, within),
-        (zmq.IPV6, 1),
-    ):
-        socket.setsockopt(option, value)
-    socket.connect(endpoint)
+    socket = None
+    try:
+        socket = context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, _MOST_WAITING),
+            (zmq.MAXMSGSIZE, _MOST_BYTES),
+            (zmq.RECONNECT_IVL, least),
+            (zmq.RECONNECT_IVL_MAX, most),
+            (zmq.HEARTBEAT_IVL, every),
+            (zmq.HEARTBEAT_TIMEOUT, within),
+            (zmq.IPV6, 1),
+        ):
+            socket.setsockopt(option, value)
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        if socket is not None:
+            socket.close()
+        raise CannotOpen(f"{endpoint}: {zmq.strerror(error.errno or 0)}") from None
     return socket
+
+
+def _has_more(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:

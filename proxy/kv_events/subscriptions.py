@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from proxy import logs
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefiller import write_count
-from proxy.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
-from proxy.kv_events.messages import Source
+from proxy.kv_events import sources
 from proxy.kv_events.process import started
-from proxy.settings.kv_events import ASK, port_at
+from proxy.settings.kv_events import ASK
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS
-from proxy.upstream import engine_json
-from proxy.wire.kv_events import configured_sources, parse_sources
+from proxy.upstream.engine_json import NoAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,25 +32,29 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.balancer.journal import Seat
     from proxy.balancer.pool import Pool
-    from proxy.kv_events.messages import Told
+    from proxy.kv_events.messages import Source, Told
     from proxy.kv_events.process import Process
     from proxy.observe.metrics import Metrics
     from proxy.settings.kv_events import KvEvents
+    from proxy.wire import kv_events as wire
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.25
 _RESTART_SECONDS: Final = (0.5, 60.0)
-_MOST_PORT: Final = 65535
-_SOURCES_PATH: Final = "/kv_event_sources"
+_ASK_AGAIN_SECONDS: Final = 5.0
 # An engine that has worked at so many looks and published nothing does not publish, or not there.
 _SILENT_LOOKS: Final = 120
 
 _NOT_TOLD: Final = (
-    "does not tell where it publishes KV events, as vLLM from 0.33 on does at /kv_event_sources and SGLang at "
+    "does not tell where it publishes KV events, as vLLM from 0.32 on does at /kv_event_sources and SGLang at "
     "/server_info: was it started with --kv-events-config and publisher zmq? Of older vLLM, name the port by "
     "kv_events.endpoint"
 )
+_NO_ANSWER: Final = "does not tell yet where it publishes KV events, and is asked again: %s"
+_NOWHERE: Final = "cannot publish KV events where it should: %s"
+_UNOPENED: Final = "publishes KV events that cannot be heard, at %s"
+_UNREADABLE: Final = "publishes KV events that cannot be read: %s"
 _SILENT: Final = (
     "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
     "prefix caching, is that its endpoint, and does its topic begin with %r?"
@@ -63,13 +65,13 @@ _SILENT: Final = (
 class _Heard:
     """What is known of one instance since it came up."""
 
-    sources: Sequence[Source] | None = None
-    """None: it is not known yet, or does not tell."""
+    sources: Sequence[wire.Source] = ()
+    """None of them: it is not known yet, or there are none."""
     looks: int = 0
     """At which it was seen to work, and nothing had been heard."""
     has_published: bool = False
-    is_told_silent: bool = False
-    is_told_unreadable: bool = False
+    said: set[str] = field(default_factory=set)
+    """What was wrong and is in the log."""
 
 
 class Subscriptions(BackgroundOwner):
@@ -126,10 +128,10 @@ class Subscriptions(BackgroundOwner):
 
     async def _keep_looking(self, process: Process) -> None:
         while True:
-            process.want([source for sources in self._sources() for source in sources])
+            process.want(list(self._sources()))
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _sources(self) -> Iterator[Sequence[Source]]:
+    def _sources(self) -> Iterator[Source]:
         """Of the instances that are up: one that was away publishes something new."""
         up = [
             backend for pool in self._pools for backend in pool.backends() if self._health.of(backend).facts is not None
@@ -143,58 +145,40 @@ class Subscriptions(BackgroundOwner):
                 if self._settings.endpoint == ASK:
                     self._background.start(self._ask(backend, heard))
                 else:
-                    heard.sources = list(self._configured(backend))
+                    self._look_up(backend, heard)
             if heard.sources:
-                self._notice_silence(backend, heard)
-                yield heard.sources
+                found = sources.at_address(backend.host, backend, heard.sources)
+                self._notice_silence(backend, heard, found)
+                yield from found
 
-    def _configured(self, backend: Backend) -> Iterator[Source]:
-        settings = self._settings
-        assert settings.endpoint is not None
-        for rank in range(settings.ranks):
-            replay = None
-            if settings.replay_endpoint is not None:
-                replay = _tcp(backend, port_at(settings.replay_endpoint, backend.port) + rank)
-            endpoint = _tcp(backend, port_at(settings.endpoint, backend.port) + rank)
-            yield Source(backend.key, endpoint, replay, settings.topic)
+    def _look_up(self, backend: Backend, heard: _Heard) -> None:
+        try:
+            heard.sources = sources.configured(self._settings, backend)
+        except ValueError as error:
+            self._warn(backend, heard, _NOWHERE, error)
 
     async def _ask(self, backend: Backend, heard: _Heard) -> None:
-        """Only ports and topics are taken from what it tells: the host is the instance's own."""
-        told = parse_sources(await self._answer(backend, _SOURCES_PATH))
-        if told is None:
-            told = configured_sources(await self._answer(backend, SERVER_INFO_PATH))
-        if self._heard.get(backend) is not heard:
-            return
-        if not told:
-            self._warn(backend, _NOT_TOLD)
-            return
-        heard.sources = [
-            Source(
-                backend.key,
-                _tcp(backend, source.port),
-                None if source.replay_port is None else _tcp(backend, source.replay_port),
-                source.topic,
-            )
-            for source in told
-        ]
+        """Until it has answered, or is gone."""
+        while self._heard.get(backend) is heard:
+            try:
+                heard.sources = await sources.asked(self._session, self._keys, backend)
+                if not heard.sources:
+                    self._warn(backend, heard, _NOT_TOLD)
+                return
+            except ValueError as error:
+                self._warn(backend, heard, _NOWHERE, error)
+                return
+            except NoAnswer as error:
+                self._warn(backend, heard, _NO_ANSWER, error)
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
-    async def _answer(self, backend: Backend, path: str) -> Any:
-        """None: there is none, or it is no JSON."""
-        headers = self._keys.headers(backend)
-        try:
-            answer = await engine_json.get(self._session, backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
-        except engine_json.NoAnswer:
-            return None
-        return answer.json_or_none
-
-    def _notice_silence(self, backend: Backend, heard: _Heard) -> None:
-        if heard.has_published or heard.is_told_silent:
+    def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[Source]) -> None:
+        if heard.has_published or heard.said & {_UNOPENED, _UNREADABLE, _SILENT}:
             return
         heard.looks += any(pool.in_flight(backend) for pool in self._pools)
         if heard.looks >= _SILENT_LOOKS:
-            heard.is_told_silent = True
-            assert heard.sources is not None
-            self._warn(backend, _SILENT, ", ".join(source.endpoint for source in heard.sources), heard.sources[0].topic)
+            endpoints = ", ".join(source.endpoint for source in found)
+            self._warn(backend, heard, _SILENT, endpoints, found[0].topic)
 
     # What they say
 
@@ -210,17 +194,16 @@ class Subscriptions(BackgroundOwner):
             if count := told.words.get(gap):
                 self._metrics.kv_event_gaps_total.labels(backend.role.value, backend.name, gap).inc(count)
         write_count(self._journal, backend.slot, CacheCount(*told.count))
-        if "unreadable" in told.words and not heard.is_told_unreadable:
-            heard.is_told_unreadable = True
-            self._warn(backend, "publishes KV events that cannot be read: %s", told.why)
+        if told.unopened:
+            self._warn(backend, heard, _UNOPENED, told.unopened)
+        if told.events.get("unreadable"):
+            self._warn(backend, heard, _UNREADABLE, told.why)
         if not heard.has_published and sum(told.events.values()) > told.events.get("unreadable", 0):
             heard.has_published = True
             logger.info("%s instance %s: its KV events are heard", backend.role, backend.name, extra=logs.ALWAYS)
 
-    def _warn(self, backend: Backend, words: str, *arguments: object) -> None:
-        logger.warning(f"%s instance %s {words}", backend.role, backend.name, *arguments, extra=logs.ALWAYS)
-
-
-def _tcp(backend: Backend, port: int) -> str:
-    host = f"[{backend.host}]" if ":" in backend.host else backend.host
-    return f"tcp://{host}:{min(port, _MOST_PORT)}"
+    def _warn(self, backend: Backend, heard: _Heard, words: str, *arguments: object) -> None:
+        """Once, and not of one that is gone."""
+        if words not in heard.said and self._heard.get(backend) is heard:
+            heard.said.add(words)
+            logger.warning(f"%s instance %s {words}", backend.role, backend.name, *arguments, extra=logs.ALWAYS)

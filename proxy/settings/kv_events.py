@@ -41,7 +41,7 @@ class KvEvents(Section):
 
     endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
     """Where engines publish: the endpoint of their --kv-events-config, as tcp://*:5557; tcp://*:+1000: the instance's
-    port and 1000, where several are on one host; auto: each is asked (vLLM from 0.33 on and SGLang tell); null: no
+    port and 1000, where several are on one host; auto: each is asked (vLLM from 0.32 on and SGLang tell); null: no
     events are heard."""
     replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_tcp)] = None
     """The replay_endpoint of their --kv-events-config, where lost events are asked for; null: there is none.

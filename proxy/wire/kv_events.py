@@ -8,6 +8,7 @@ ever added behind the others, so what is not known is passed over.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -120,6 +121,10 @@ _decode_batch_map: Final = Decoder(_BatchMap).decode
 # What vLLM calls groups whose blocks are kept as long as there is room for them (v1/kv_cache_interface.py).
 _PARTIAL_KINDS: Final = ("sliding", "chunked", "mamba", "linear")
 
+# Each is a socket. No engine has as many.
+_MOST_RANKS: Final = 1024
+_is_tcp: Final = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII).fullmatch
+
 
 def decode(payload: bytes) -> list[Event]:
     """The events of a batch, in their order. Raises ValueError for what is none."""
@@ -151,51 +156,58 @@ def _is_map(packed: bytes) -> bool:
 
 
 class Source(NamedTuple):
-    """Where one rank of an engine publishes, by `GET /kv_event_sources` (vLLM 0.33, PR #55844)."""
+    """Where one rank of an engine publishes, on the engine's own host."""
 
-    rank: int
     port: int
     replay_port: int | None
+    """None: lost events cannot be asked for."""
     topic: str
 
 
 def parse_sources(answer: object) -> list[Source] | None:
-    """What an engine tells: a list of sources, in some versions under `sources`. None: it is not that."""
-    listed = answer.get("sources") if isinstance(answer, dict) else answer
-    try:
-        told = msgspec.convert(listed, list[_ToldSource])
-        return [
-            Source(
-                source.data_parallel_rank, _port(source.endpoint), _replay_port(source.replay_endpoint), source.topic
-            )
-            for source in told
-        ]
-    except ValueError:
+    """What an engine tells at `GET /kv_event_sources` (vLLM 0.32, PR #55844): the configuration of each rank's
+    publisher by the rank, with its own ports. None: it is not that. Raises ValueError where nobody can publish.
+    """
+    if not isinstance(answer, dict) or not all(isinstance(rank, str) and rank.isdecimal() for rank in answer):
         return None
+    _check_ranks(len(answer))
+    configs = msgspec.convert(answer, dict[str, _EventsConfig]).values()
+    return [Source(_port(config.endpoint), _replay_port(config), config.topic) for config in configs]
 
 
 def configured_sources(info: object) -> list[Source] | None:
     """What follows from how an engine was started, by `/server_info`: of SGLang, and of vLLM with
-    VLLM_SERVER_DEV_MODE=1. Both offset ports by the data-parallel rank (ZmqEventPublisher.offset_endpoint_port). None:
-    it does not tell, publishes nothing, or says what cannot be.
+    VLLM_SERVER_DEV_MODE=1. None: it does not tell, or publishes nothing. Raises ValueError where nobody can publish.
     """
     try:
         told = msgspec.convert(info, _ServerInfo)
-        if told.vllm_config is not None:
-            config, ranks = told.vllm_config.kv_events_config, told.vllm_config.parallel_config.data_parallel_size
-        elif told.kv_events_config is not None:
-            config = msgspec.json.decode(told.kv_events_config, type=_EventsConfig)
-            ranks = told.dp_size if told.enable_dp_attention else 1
-        else:
-            return None
-        if config is None or config.publisher != "zmq":
-            return None
-        port, replay = _port(config.endpoint), _replay_port(config.replay_endpoint)
-        if max(port, replay or 0) + ranks > 65536:
-            raise ValueError(f"{ranks} ranks have no ports from {port} on")
-        return [Source(rank, port + rank, replay + rank if replay else None, config.topic) for rank in range(ranks)]
     except ValueError:
         return None
+    if told.vllm_config is not None:
+        config, ranks = told.vllm_config.kv_events_config, told.vllm_config.parallel_config.data_parallel_size
+    elif told.kv_events_config is not None:
+        config = msgspec.json.decode(told.kv_events_config, type=_EventsConfig)
+        ranks = told.dp_size if told.enable_dp_attention else 1
+    else:
+        return None
+    if config is None or config.publisher != "zmq":
+        return None
+    return of_ranks(ranks, _port(config.endpoint), _replay_port(config), config.topic)
+
+
+def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[Source]:
+    """Each at the next port, as both engines have it (ZmqEventPublisher.offset_endpoint_port). Raises ValueError if
+    there are not so many.
+    """
+    _check_ranks(ranks)
+    if max(port, replay_port or 0) + ranks > 65536:
+        raise ValueError(f"{ranks} ranks have no ports from {max(port, replay_port or 0)} on")
+    return [Source(port + rank, replay_port and replay_port + rank, topic) for rank in range(ranks)]
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"{ranks} ranks are more than {_MOST_RANKS}")
 
 
 class _EventsConfig(msgspec.Struct):
@@ -221,20 +233,13 @@ class _ServerInfo(msgspec.Struct):
     vllm_config: _VllmConfig | None = None
 
 
-class _ToldSource(msgspec.Struct):
-    endpoint: str
-    data_parallel_rank: int = 0
-    replay_endpoint: str | None = None
-    topic: str = ""
-
-
-def _replay_port(endpoint: str | None) -> int | None:
-    return _port(endpoint) if endpoint else None
+def _replay_port(config: _EventsConfig) -> int | None:
+    return _port(config.replay_endpoint) if config.replay_endpoint else None
 
 
 def _port(endpoint: str) -> int:
     """Of tcp://host:port. Raises ValueError."""
-    port = int(endpoint.rpartition(":")[2])
-    if not endpoint.startswith("tcp://") or not 0 < port < 65536:
-        raise ValueError(f"{endpoint} is no TCP endpoint")
-    return port
+    found = _is_tcp(endpoint)
+    if not found or not 0 < int(found[1]) < 65536:
+        raise ValueError(f"{endpoint[:200]} is no TCP endpoint")
+    return int(found[1])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
 
+from proxy.kv_events import blocks as module
 from proxy.kv_events.blocks import Blocks, together
 from proxy.sim.hardware.blocks import KvBlocks
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
 SIZE = 16
 
@@ -157,7 +159,16 @@ def test_blocks_whose_removal_was_lost_do_not_take_the_room_for_ever(lost: int) 
     assert blocks.count.reach == pytest.approx(20 * SIZE, rel=0.25)
 
 
-def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_cache() -> None:
+def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reaches: list[float] = []
+
+    def counted(ages: Iterable[int]) -> float:
+        reaches.append(median(ages))
+        return reaches[-1]
+
+    monkeypatch.setattr(module, "median", counted)
     blocks = Blocks(max_blocks=30)
     engine = Engine(40, blocks)
     looked_through = set[int]()
@@ -167,8 +178,9 @@ def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_ca
         if id(blocks._blocks) not in looked_through:
             looked_through.add(id(blocks._blocks))
             kept.append(blocks._blocks)
-    assert blocks.count.evicts
     assert 1 < len(kept) <= 1 + 100 * 4 / 30
+    assert len(reaches) == len(kept) - 1
+    assert blocks.count.evicts
 
 
 def test_what_was_forgotten_takes_no_room_from_what_is_stored_later() -> None:

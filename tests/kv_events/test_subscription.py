@@ -11,7 +11,6 @@ import zmq
 
 from proxy.kv_events import subscription as module
 from proxy.kv_events.messages import Source
-from proxy.kv_events.subscriber import Subscriber
 from proxy.kv_events.subscription import Subscription
 from proxy.sim.engine.kv_events import KvEventPublisher
 from proxy.sim.options import Options
@@ -116,6 +115,40 @@ async def test_what_is_lost_for_good_costs_what_was_known(
                 assert subscription.blocks.count.reach == SIZE
 
 
+def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, where what is sent has come."""
+    monkeypatch.setattr(module, "_AT_ONCE", 3)
+    with context.socket(zmq.XPUB) as pub, context.socket(zmq.ROUTER) as router:
+        pub.bind("inproc://events")
+        router.bind("inproc://replay")
+        source = Source("prefill 127.0.0.1 1", "inproc://events", "inproc://replay")
+        with closing(Subscription(context, source)) as subscription:
+            pub.recv()
+            for number in (0, 10):
+                pub.send_multipart((b"", number.to_bytes(8, "big"), stored(number)))
+            assert not subscription.receive()
+            client, _, first = router.recv_multipart()
+            for number in range(int.from_bytes(first, "big"), 11):
+                router.send_multipart((client, b"", number.to_bytes(8, "big"), stored(number)))
+            router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
+            assert [subscription.receive() for _ in range(4)] == [True, True, True, False]
+            assert (subscription.blocks.stored, subscription.words) == (11 * SIZE, {"replayed": 1})
+
+
+async def test_where_lost_messages_cannot_be_asked_for_they_are_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with publishing(CONFIG) as publisher:
+        publisher.replay_endpoint = "tcp://no host:1"
+        with closing(Subscription(context, to(publisher))) as subscription:
+            await joined(subscription, publisher)
+            publisher.lost = 1
+            publisher.say(stored(1))
+            publisher.say(stored(2))
+            await heard(subscription, SIZE)
+            assert (subscription.words, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
+
+
 async def test_a_publisher_that_starts_anew_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with publishing(CONFIG) as publisher:
         subscription = Subscription(context, to(publisher))
@@ -161,19 +194,3 @@ async def test_only_what_has_the_topic_is_heard(context: zmq.Context[zmq.Socket[
 def stored(number: int) -> bytes:
     event = ["BlockStored", [number], None, [], SIZE, None]
     return msgspec.msgpack.encode([0.0, [event], 0])
-
-
-async def test_ranks_of_one_instance_are_told_together_and_only_what_is_new() -> None:
-    async with publishing(CONFIG) as one, publishing(CONFIG) as other:
-        with closing(Subscriber()) as subscriber:
-            subscriber.want([to(one), to(other)])
-            ranks = list(subscriber._subscriptions.values())
-            for subscription, publisher in zip(ranks, (one, other), strict=True):
-                await joined(subscription, publisher)
-                publisher.say(stored(1))
-                await heard(subscription, SIZE)
-            (told,) = subscriber.told()
-            assert (told.count, told.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
-            assert not list(subscriber.told())
-            subscriber.want([to(one)])
-            assert list(subscriber._subscriptions.values()) == ranks[:1]

@@ -126,6 +126,10 @@ async def test_what_cannot_be_read_is_said_once(deploy: Deploy, caplog: pytest.L
     assert (await gateway.ask(prompt(1))).status == 200
 
 
+def kinds(gateway: Deployment) -> list[str]:
+    return [kind for (_, kind, _), count in gateway.metrics("pdproxy_kv_events_total").items() if count]
+
+
 def unreadable(gateway: Deployment) -> float:
     return sum(
         count for (_, kind, _), count in gateway.metrics("pdproxy_kv_events_total").items() if kind == "unreadable"
@@ -153,6 +157,45 @@ async def test_engines_that_tell_no_sources_and_those_that_are_silent_are_named_
         (line,) = said()
         assert gateway.prefillers[0].url.removeprefix("http://") in line
         await gateway.end()
+
+
+async def test_one_that_does_not_answer_is_asked_again(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "_ASK_AGAIN_SECONDS", 0.01)
+    prefiller = publishing()
+    prefiller.faults.add("refuse_status", status=503, path="/kv_event_sources", times=2)
+    gateway = await deploy([prefiller], kv_events=AUTO)
+    await publish_until(gateway, has_heard(gateway))
+    (line,) = [line for line in caplog.messages if "is asked again" in line]
+    assert line.endswith("/kv_event_sources answered 503")
+    assert not [line for line in caplog.messages if "does not tell where" in line]
+
+
+async def test_one_whose_events_cannot_be_read_is_not_called_silent(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "_SILENT_LOOKS", 1)
+    gateway = await deploy([publishing(block_size=1024, prefill_ms_per_1k_tokens=1000.0)], kv_events=AUTO)
+    publisher = gateway.prefillers[0].kv_events
+    assert publisher is not None
+    async with asyncio.timeout(10):
+        while "cannot be read" not in caplog.text:
+            publisher.say(b"\xc1")
+            await asyncio.sleep(0.005)
+    assert (await gateway.ask(prompt(1, words=30))).status == 200  # of which no block is full
+    assert set(kinds(gateway)) == {"unreadable"}
+    assert "has worked and published no KV events" not in caplog.text
+
+
+async def test_one_that_cannot_publish_where_the_settings_say_is_named_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(kv_events={"endpoint": "tcp://*:65535", "ranks": 2})
+    await until(lambda: [line for line in caplog.messages if "no ports from 65535 on" in line], "a warning")
+    assert (await gateway.ask(prompt(1))).status == 200
+    await gateway.end()
+    assert len([line for line in caplog.messages if "no ports from 65535 on" in line]) == 1
 
 
 async def test_the_process_that_subscribes_is_started_again(

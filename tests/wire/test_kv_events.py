@@ -129,19 +129,29 @@ def test_any_bytes_are_read_or_refused() -> None:
             continue
 
 
-SOURCE = {"data_parallel_rank": 1, "endpoint": "tcp://10.0.0.1:5558", "replay_endpoint": None, "topic": "kv"}
+# As vLLM 0.32 has answered.
+RANK = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:28557",
+    "replay_endpoint": "tcp://*:28657",
+    "buffer_steps": 10000,
+    "hwm": 100000,
+    "max_queue_size": 100000,
+    "topic": "",
+}
+OTHER_RANK = {"publisher": "zmq", "endpoint": "tcp://10.0.0.1:28558", "replay_endpoint": None, "topic": "kv"}
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ([SOURCE], [Source(1, 5558, None, "kv")]),
-        ({"sources": [SOURCE]}, [Source(1, 5558, None, "kv")]),
-        ([{"endpoint": "tcp://[::]:7", "replay_endpoint": "tcp://*:8"}], [Source(0, 7, 8, "")]),
-        ([], []),
+        ({"0": RANK}, [Source(28557, 28657, "")]),
+        ({"0": RANK, "1": OTHER_RANK}, [Source(28557, 28657, ""), Source(28558, None, "kv")]),
+        ({"0": {"endpoint": "tcp://[::]:7", "replay_endpoint": ""}}, [Source(7, None, "")]),
+        ({}, []),
         ({"detail": "Not Found"}, None),
-        ([{"endpoint": "ipc:///tmp/events"}], None),
-        ([{"endpoint": "tcp://*:0"}], None),
+        ([RANK], None),
         (None, None),
     ],
 )
@@ -149,23 +159,39 @@ def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
     assert parse_sources(answer) == expected
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            {"0": {"endpoint": endpoint}}
+            for endpoint in ("ipc:///tmp/events", "tcp://*:0", "tcp://*:65536", "tcp://*: 7")
+        ),
+        {"0": {"endpoint": 5557}},
+        {"0": "tcp://*:5557"},
+        {str(rank): RANK for rank in range(1025)},
+    ],
+)
+def test_where_nobody_can_publish_is_refused(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_sources(answer)
+
+
+def sglang(config: str, ranks: int = 1) -> dict[str, Any]:
+    return {"kv_events_config": config, "dp_size": ranks, "enable_dp_attention": True}
+
+
 # The last ports that there are.
-SGLANG = '{"publisher":"zmq","endpoint":"tcp://*:65534"}'
-SGLANG_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp://*:65535"}'
-TOP = Source(0, 65534, None, ""), Source(1, 65535, None, "")
+TOP = '{"publisher":"zmq","endpoint":"tcp://*:65534"}'
+TOP_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp://*:65535"}'
 
 
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}', "dp_size": 2}, [Source(0, 5557, None, "kv")]),
+        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}', "dp_size": 2}, [Source(5557, None, "kv")]),
         (
-            {
-                "kv_events_config": '{"publisher":"zmq","endpoint":"tcp://*:7","replay_endpoint":"tcp://*:9"}',
-                "dp_size": 2,
-                "enable_dp_attention": True,
-            },
-            [Source(0, 7, 9, ""), Source(1, 8, 10, "")],
+            sglang('{"publisher":"zmq","endpoint":"tcp://*:7","replay_endpoint":"tcp://*:9"}', 2),
+            [Source(7, 9, ""), Source(8, 10, "")],
         ),
         (
             {
@@ -174,14 +200,11 @@ TOP = Source(0, 65534, None, ""), Source(1, 65535, None, "")
                     "parallel_config": {"data_parallel_size": 2},
                 }
             },
-            [Source(0, 7, None, ""), Source(1, 8, None, "")],
+            [Source(7, None, ""), Source(8, None, "")],
         ),
-        ({"kv_events_config": '{"publisher":"zmq","replay_endpoint":""}'}, [Source(0, 5557, None, "")]),
-        ({"kv_events_config": SGLANG, "dp_size": 2, "enable_dp_attention": True}, [*TOP]),
-        ({"kv_events_config": SGLANG, "dp_size": 3, "enable_dp_attention": True}, None),
-        ({"kv_events_config": SGLANG_REPLAY, "dp_size": 2, "enable_dp_attention": True}, None),
+        ({"kv_events_config": '{"publisher":"zmq","replay_endpoint":""}'}, [Source(5557, None, "")]),
+        (sglang(TOP, 2), [Source(65534, None, ""), Source(65535, None, "")]),
         ({"kv_events_config": "{}"}, None),
-        ({"kv_events_config": "zmq"}, None),
         ({"kv_events_config": None}, None),
         ({"vllm_config": {"kv_events_config": None}}, None),
         ({"vllm_config": "a text"}, None),
@@ -190,3 +213,11 @@ TOP = Source(0, 65534, None, ""), Source(1, 65535, None, "")
 )
 def test_sources_follow_from_how_an_engine_was_started(info: Any, expected: Any) -> None:
     assert configured_sources(info) == expected
+
+
+@pytest.mark.parametrize(
+    "info", [sglang(TOP, 3), sglang(TOP_REPLAY, 2), sglang('{"publisher":"zmq"}', 1025), sglang("zmq")]
+)
+def test_an_engine_cannot_have_been_started_with_more_ranks_than_ports(info: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        configured_sources(info)

@@ -212,7 +212,7 @@ class ControlRoutes:
 
     async def _kv_event_sources(self, request: web.Request) -> web.Response:
         publisher = self._core.kv_events
-        return json_response([] if publisher is None else publisher.sources())
+        return json_response({} if publisher is None else publisher.sources())
 
     async def _add_faults(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)

@@ -59,10 +59,10 @@ class KvEventPublisher(Watcher):
             await asyncio.gather(self._replaying, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    def sources(self) -> list[dict[str, Any]]:
-        """What vLLM tells at /kv_event_sources."""
-        source = {"data_parallel_rank": 0, "endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
-        return [source | {"topic": self.topic}]
+    def sources(self) -> dict[str, dict[str, Any]]:
+        """What vLLM tells at /kv_event_sources, by rank."""
+        endpoints = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        return {"0": {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints, "topic": self.topic}}
 
     @property
     def config(self) -> str:

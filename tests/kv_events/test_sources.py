@@ -1,0 +1,34 @@
+"""Where instances publish by the settings, and at which endpoints that is."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.kv_events.messages import Source
+from proxy.kv_events.sources import at_address, configured
+from proxy.settings.kv_events import KvEvents
+from proxy.wire.kv_events import Source as Told
+
+
+def test_the_ranks_of_an_instance_publish_at_ports_one_behind_the_other() -> None:
+    settings = KvEvents(endpoint="tcp://*:+1000", replay_endpoint="tcp://*:5657", topic="kv", ranks=2)
+    told = configured(settings, Backend(Role.PREFILL, "a", 7100))
+    assert told == [Told(8100, 5657, "kv"), Told(8101, 5658, "kv")]
+
+
+def test_ports_that_there_are_not_are_refused() -> None:
+    settings = KvEvents(endpoint="tcp://*:+1000", ranks=2)
+    configured(settings, Backend(Role.PREFILL, "a", 64534))
+    with pytest.raises(ValueError, match="2 ranks have no ports from 65535 on"):
+        configured(settings, Backend(Role.PREFILL, "a", 64535))
+
+
+def test_endpoints_are_those_of_the_address() -> None:
+    told = [Told(5557, 5657, "kv"), Told(5558, None, "")]
+    backend = Backend(Role.PREFILL, "a", 7100)
+    assert at_address("10.0.0.1", backend, told) == [
+        Source("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
+        Source("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
+    ]
+    assert at_address("::1", backend, told[1:]) == [Source("prefill a 7100", "tcp://[::1]:5558", None, "")]
