@@ -22,7 +22,6 @@ from proxy.errors import Failure
 from proxy.launch.command import read_flags as read_launch_flags
 from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.metrics import TERMS
-from proxy.observe.outcome import Outcome
 from proxy.observe.record import RequestRecord
 from proxy.observe.trace import Trace
 from proxy.roll.command import read_flags as read_roll_flags
@@ -183,7 +182,8 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     timeline.prediction = Prediction(1.0, 0)
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
-    assert set(record.fields(Outcome("--", 200, 1.0))) == names(section("## Log").partition("`term` has")[0])
+    record.close()
+    assert set(record.fields()) == names(section("## Log").partition("`term` has")[0])
 
 
 def test_every_letter_of_a_term_is_explained() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy.balancer.choice import reason
-from proxy.observe.record import RequestRecord
+from proxy.observe.record import RequestRecord, longest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,10 +45,10 @@ def _told(record: RequestRecord) -> Iterator[tuple[str, str]]:
         yield from _chosen("Prefill", first.prefiller, first.prefill_id, first.prefill_pick)
         yield from _chosen("Decode", first.decoder, first.decode_id, first.decode_pick)
     yield "X-PDProxy-Attempts", str(sum(timeline.attempts for timeline in timelines))
-    longest = {stage.label: seconds for stage, seconds in record.longest_seconds().items()}
-    longest["total"] = record.clock() - record.started
+    seconds = longest([timeline.seconds for timeline in timelines])
+    told = {stage.label: spent for stage, spent in seconds.items()} | {"total": record.clock() - record.started}
     # Milliseconds, as https://www.w3.org/TR/server-timing/ has them.
-    yield "Server-Timing", ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in longest.items())
+    yield "Server-Timing", ", ".join(f"{name};dur={1000 * spent:.1f}" for name, spent in told.items())
 
 
 def _chosen(role: str, instance: str, leg_id: str, pick: Pick | None) -> Iterator[tuple[str, str]]:

@@ -98,24 +98,23 @@ def access_line(fields: Mapping[str, object]) -> None:
     """
     for handler in _line_handlers():
         handler.settle_first()
-    access_lines([(time.monotonic(), fields)])
+    access_lines([time.monotonic()], [fields])
 
 
-def access_lines(requests: Iterable[tuple[float, Mapping[str, object]]]) -> None:
+def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
     """Write the lines of several requests at once: when each was over, in seconds of the monotonic clock, and its
     fields; see access_line.
     """
     if not access.isEnabledFor(logging.INFO):
         return
-    zero = monotonic_zero()
-    entries = [(zero + ended, fields) for ended, fields in requests]
+    entries = list(zip(map(monotonic_zero().__add__, ended), fields, strict=True))
     # As `access.handle` does it, but for our own handler: a record, a lock and a write for each cost more than it.
     for handler in _handlers(access):
         if isinstance(handler, LineHandler):
             handler.write_requests(entries)
         elif handler.level <= logging.INFO:
-            for created, fields in entries:
-                handler.handle(AccessRecord(created, fields))
+            for created, each in entries:
+                handler.handle(AccessRecord(created, each))
 
 
 def precede(settle: Callable[[], None]) -> None:

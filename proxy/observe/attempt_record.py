@@ -1,8 +1,8 @@
-"""One attempt at a unit, as it is told of when it is over."""
+"""One attempt at a unit, as others are told of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from proxy.balancer.choice import reason
@@ -32,42 +32,55 @@ class LeftLeg(NamedTuple):
     id: str
 
 
-@dataclass(slots=True, eq=False)
 class AttemptRecord:
-    """One attempt: as a Timeline has it while it is under way."""
+    """One attempt, over or under way."""
 
-    prefiller: str
-    decoder: str
-    prefill_id: str
-    decode_id: str
-    kv: str
-    picks: tuple[Pick | None, Pick | None]
-    """Why prefiller and decoder were chosen; None: there is none."""
-    left: Sequence[LeftLeg]
-    continues: bool
+    prefiller: str = "-"
+    decoder: str = "-"
+    prefill_id: str = "-"
+    decode_id: str = "-"
+    """What each leg was sent as X-Request-Id, or as SGLang's `rid`: the engines' logs have it in their names for the
+    request."""
+    kv: str = "-"
+    """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
+    handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
+    prefill_pick: Pick | None = None
+    decode_pick: Pick | None = None
+    """Why the backends were chosen; None: there is none of that role."""
+    left: Sequence[LeftLeg] = ()
+    continues: bool = False
     """It goes on with the answer that the one before was broken off in."""
-    failure: AttemptFailure | None
-    """None: it succeeded, or its end was no instance's doing."""
+    failure: AttemptFailure | None = None
+    """None: it succeeded, or its end was no instance's doing, or it has not ended."""
     marks: Marks
-    reasons: tuple[str | None, str | None] = field(init=False)
-    """What `picks` come to, in one of choice.REASONS each."""
+    """Whoever knows them all at once may set them."""
+    _reasons: tuple[str | None, str | None] | None = None
 
-    def __post_init__(self) -> None:
-        prefill, decode = self.picks
-        self.reasons = (None if prefill is None else reason(prefill), None if decode is None else reason(decode))
+    def __init__(self) -> None:
+        self.marks = []
 
     @property
-    def seconds(self) -> dict[Stage, float]:
-        """Spent in each stage."""
-        return seconds_of(self.marks, {})
+    def reasons(self) -> tuple[str | None, str | None]:
+        """What the picks of prefiller and decoder come to, in one of choice.REASONS each. To be asked when it is over:
+        it is worked out once.
+        """
+        if self._reasons is None:
+            prefill, decode = self.prefill_pick, self.decode_pick
+            self._reasons = (None if prefill is None else reason(prefill), None if decode is None else reason(decode))
+        return self._reasons
+
+    def move_out(self) -> AttemptRecord:
+        """All of it as a record of its own, which leaves this one as if it had just begun."""
+        moved, own = AttemptRecord(), vars(self)
+        vars(moved).update({name: own.pop(name) for name in AttemptRecord.__annotations__ if name in own})
+        self.marks = []
+        return moved
 
 
 def seconds_of(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
     """Spent in each stage that was left, and before."""
     spent = dict(before)
-    stage, began = None, 0.0
-    for entered, at in marks:
+    for (stage, entered), (_, left) in pairwise(marks):
         if stage is not None:
-            spent[stage] = spent.get(stage, 0.0) + (at - began)
-        stage, began = entered, at
+            spent[stage] = spent.get(stage, 0.0) + (left - entered)
     return spent

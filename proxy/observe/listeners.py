@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 from proxy.logs import access_lines
-from proxy.observe.metrics import CHOOSING_ROLES
+from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
 from proxy.observe.observers import RequestListener
+from proxy.observe.record import RequestRecord
+from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from proxy.observe.metrics import Metrics
-    from proxy.observe.outcome import Outcome
-    from proxy.observe.record import RequestRecord
-    from proxy.terms import Stage
+    from proxy.observe.timeline import Timeline
 
-
-_Item = TypeVar("_Item")
+# Of records. What is asked of each of many in this way takes no step of the interpreter.
+_API: Final = attrgetter("api")
+_KIND: Final = attrgetter("api", "stream", "outcome.status", "outcome.term", "outcome.broken", "served_model")
+_TIMELINES: Final = attrgetter("timelines")
+_STAGE_SECONDS: Final = attrgetter("stage_seconds")
+_TOKENS: Final = attrgetter("tokens")
+_ENDED: Final = attrgetter("ended")
+# Of timelines, and of attempts.
+_HISTORY: Final = attrgetter("history")
+_REASONS: Final = attrgetter("reasons")
 
 
 class RequestMetrics(RequestListener):
@@ -39,100 +49,81 @@ class RequestMetrics(RequestListener):
         self._inflight = cache(metrics.inflight_requests.labels)
         self._ratio = metrics.prefill_prediction_ratio
         self._hits = cache(metrics.prefill_hit_tokens_total.labels)
-        self._broken = metrics.streams_broken_total
+        self._broken = cache(metrics.streams_broken_total.labels)
         self._choices = cache(metrics.choices_total.labels)
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
-        """See RequestListener. Each series is touched once."""
-        in_flight = _tally(record.api for record in began)
-        for record, _ in ended:
-            in_flight[record.api] = in_flight.get(record.api, 0) - 1
-        for api, change in in_flight.items():
-            self._inflight(api).inc(change)
-        for (api, status), count in _tally((record.api, outcome.status) for record, outcome in ended).items():
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+        """See RequestListener. Requests that count in the same series are counted together."""
+        for api, count in Counter(map(_API, began)).items():
+            self._inflight(api).inc(count)
+        kinds: defaultdict[tuple[str, bool, int, str, tuple[str, str] | None, str | None], list[RequestRecord]]
+        kinds = defaultdict(list)
+        for record, kind in zip(ended, map(_KIND, ended), strict=True):
+            kinds[kind].append(record)
+        for (api, stream, status, term, broken, model), records in kinds.items():
+            count = len(records)
+            self._inflight(api).dec(count)
             self._requests(api, status).inc(count)
-        for record, outcome in ended:
-            if record.served_model is not None:
-                self._by_model(record.served_model, outcome.status).inc()
-        for (term, broken), count in _tally((outcome.term, outcome.broken) for _, outcome in ended).items():
             self._ends(term).inc(count)
+            if model is not None:
+                self._by_model(model, status).inc(count)
             if broken is not None:
-                self._broken.labels(*broken).inc(count)
-        self._count_choices(ended)
-        self._observe_times(ended)
-        self._compare_predictions(ended)
-        self._count_tokens(ended)
+                self._broken(*broken).inc(count)
+            self._observe_times(api, records, is_streamed=stream)
+        for tokens, amount in zip(TOKEN_KINDS, map(sum, zip(*map(_TOKENS, ended), strict=True)), strict=False):
+            self._tokens(tokens).inc(amount)
+        units: list[Timeline] = [*chain.from_iterable(map(_TIMELINES, ended))]
+        seconds: list[dict[Stage, float]] = [*chain.from_iterable(map(_STAGE_SECONDS, ended))]
+        self._observe_stages(seconds)
+        self._compare_predictions(units, seconds)
+        self._count_choices(units)
 
-    def _count_choices(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
-        chosen = (
-            choice
-            for record, _ in ended
-            for timeline in record.timelines
-            for attempt in timeline.history
-            for choice in zip(CHOOSING_ROLES, attempt.reasons, strict=True)
-        )
-        for (role, reason), count in _tally(chosen).items():
-            if reason is not None:
-                self._choices(role, reason).inc(count)
+    def _observe_times(self, api: str, records: Collection[RequestRecord], *, is_streamed: bool) -> None:
+        durations = [record.outcome.duration_seconds for record in records]
+        self._durations(api, "true" if is_streamed else "false").observe_all(durations)
+        first_tokens = [record.first_token_seconds for record in records if record.first_token_seconds is not None]
+        if first_tokens:
+            self._first_tokens(api).observe_all(first_tokens)
 
-    def _observe_times(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
-        durations: defaultdict[tuple[str, bool], list[float]] = defaultdict(list)
-        first_tokens: defaultdict[str, list[float]] = defaultdict(list)
-        stages: defaultdict[Stage, list[float]] = defaultdict(list)
-        for record, outcome in ended:
-            durations[record.api, record.stream].append(outcome.duration_seconds)
-            if record.first_token_seconds is not None:
-                first_tokens[record.api].append(record.first_token_seconds)
-            for timeline in record.timelines:
-                for stage, seconds in timeline.seconds.items():
-                    stages[stage].append(seconds)
-        for (api, stream), times in durations.items():
-            self._durations(api, "true" if stream else "false").observe_all(times)
-        for api, times in first_tokens.items():
-            self._first_tokens(api).observe_all(times)
-        for stage, times in stages.items():
-            self._stages(stage.label).observe_all(times)
+    def _observe_stages(self, units: Iterable[dict[Stage, float]]) -> None:
+        """`units`: the seconds in each stage of each."""
+        courses: defaultdict[tuple[Stage, ...], list[Iterable[float]]] = defaultdict(list)
+        for seconds in units:
+            courses[tuple(seconds)].append(seconds.values())
+        for stages, all_seconds in courses.items():  # of which there are few
+            for stage, times in zip(stages, zip(*all_seconds, strict=True), strict=True):
+                self._stages(stage.label).observe_all(times)
 
-    def _compare_predictions(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    def _compare_predictions(self, units: Iterable[Timeline], seconds: Iterable[dict[Stage, float]]) -> None:
+        """Where a prefill was predicted and done at the first attempt: what it has taken, and found cached."""
         ratios: list[float] = []
         predicted = found = 0
-        for record, _ in ended:
-            for timeline in record.timelines:
-                if timeline.prediction is None or (both := timeline.foretold) is None:
-                    continue
-                prediction, seconds = both
-                ratios.append(seconds / max(1e-6, prediction.seconds))
-                if (cached := timeline.usage.cached_tokens) is not None:
-                    predicted += prediction.cached_tokens
-                    found += cached
+        for timeline, spent in zip(units, seconds, strict=True):
+            prediction, usage = timeline.prediction, timeline.usage
+            if prediction is None or timeline.attempts != 1 or usage.prompt_tokens is None:
+                continue
+            if (took := spent.get(Stage.PREFILL)) is None:
+                continue
+            ratios.append(took / max(1e-6, prediction.seconds))
+            if (cached := usage.cached_tokens) is not None:
+                predicted += prediction.cached_tokens
+                found += cached
         if ratios:
             self._ratio.observe_all(ratios)
             self._hits("predicted").inc(predicted)
             self._hits("found").inc(found)
 
-    def _count_tokens(self, ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
-        prompts = cached = completions = 0
-        for record, _ in ended:
-            prompt, cached_tokens, completion = record.tokens()
-            prompts += prompt
-            cached += cached_tokens
-            completions += completion
-        self._tokens("prompt").inc(prompts)
-        self._tokens("cached").inc(cached)
-        self._tokens("completion").inc(completions)
+    def _count_choices(self, units: Iterable[Timeline]) -> None:
+        attempts = chain.from_iterable(map(_HISTORY, units))
+        for reasons, count in Counter(map(_REASONS, attempts)).items():
+            for role, reason in zip(CHOOSING_ROLES, reasons, strict=True):
+                if reason is not None:
+                    self._choices(role, reason).inc(count)
 
 
 class AccessLog(RequestListener):
     """Writes a line for each request."""
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
-        access_lines((record.ended, record.fields(outcome)) for record, outcome in ended)
-
-
-def _tally(items: Iterable[_Item]) -> dict[_Item, int]:
-    """How often each comes. For the few that there are at a time a Counter takes longer to make than to use."""
-    counts: dict[_Item, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return counts
+        access_lines(map(_ENDED, ended), map(RequestRecord.fields, ended))

@@ -13,13 +13,11 @@ from contextvars import Context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.observe.outcome import outcome_of
 from proxy.observe.record import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.observe.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +35,12 @@ class RequestListener:
         it is to others who trace it.
         """
 
-    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A request is over, however it ended, since `record.ended`: at most a moment."""
+    def request_ended(self, record: RequestRecord) -> None:
+        """A request is over, however it ended, since `record.ended`: at most a moment. It is closed."""
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """The requests of a moment at once, each in the order in which that happened: those that have come, and those
-        that are over. A short one is in both.
+        that are over, which are closed. A short one is in both.
         """
 
 
@@ -51,7 +49,8 @@ class Observers:
 
     def __init__(self, listeners: Sequence[RequestListener] = ()) -> None:
         self._at_begin: tuple[RequestListener, ...] = ()
-        self._at_end: tuple[RequestListener, ...] = ()  # in the order in which they were added
+        self._at_end: tuple[RequestListener, ...] = ()
+        self._at_settle: tuple[RequestListener, ...] = ()
         self._began: list[RequestRecord] = []
         self._ended: list[RequestRecord] = []
         self._call_later: Callable[..., object] | None = None
@@ -63,7 +62,9 @@ class Observers:
         """Let it hear of the requests that come from now on."""
         if _overrides(listener, "request_began"):
             self._at_begin += (listener,)
-        if _overrides(listener, "request_ended") or _overrides(listener, "settle"):
+        if _overrides(listener, "settle"):
+            self._at_settle += (listener,)
+        if _overrides(listener, "request_ended"):
             self._at_end += (listener,)
 
     @contextmanager
@@ -107,16 +108,16 @@ class Observers:
         next_began: list[RequestRecord] = []
         next_ended: list[RequestRecord] = []
         began, self._began = self._began, next_began
-        records, self._ended = self._ended, next_ended
-        if not began and not records:
+        ended, self._ended = self._ended, next_ended
+        if not began and not ended:
             return
-        ended = [(record, outcome_of(record)) for record in records]
+        for record in ended:
+            record.close()
+        for listener in self._at_settle:
+            _tell(listener.settle, began, ended)
         for listener in self._at_end:
-            if _overrides(listener, "settle"):
-                _tell(listener.settle, began, ended)
-            if _overrides(listener, "request_ended"):
-                for record, outcome in ended:
-                    _tell(listener.request_ended, record, outcome)
+            for record in ended:
+                _tell(listener.request_ended, record)
 
     def _settle_soon(self) -> None:
         if self._call_later is None:

@@ -7,18 +7,20 @@ does.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.choice import figures
 from proxy.errors import UpstreamError
 from proxy.logs import timestamp
+from proxy.observe.attempt_record import seconds_of
+from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.choice import Pick
     from proxy.observe.attempt_record import AttemptRecord
-    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
 
 _MAX_CHARS: Final = 512
@@ -27,23 +29,28 @@ _MAX_ATTEMPTS: Final = 16
 # Of one choice: those that were nearest to being chosen, and the one that was.
 _MAX_CANDIDATES: Final = 8
 _DIGITS: Final = 6
+_PAST: Final = attrgetter("past")
 
 
-def receipt(record: RequestRecord, outcome: Outcome, redact: Callable[[str], str]) -> dict[str, Any]:
-    """What is kept; see `shown`."""
-    told: dict[str, Any] = {**record.fields(outcome), "model": _text(record.model)}
+def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> dict[str, Any]:
+    """What is kept; see `shown`. `zero`: the system's time when the record's clock was at 0."""
     error = record.error
-    told["backend"] = error.backend.name if isinstance(error, UpstreamError) else None
-    if told["error"] is not None:
-        told["error"] = _text(redact(told["error"]))
     history = [
-        _attempt(unit, attempt, record.started)
-        for unit, timeline in enumerate(record.timelines)
-        for attempt in timeline.history
+        _attempt(unit, attempt) for unit, timeline in enumerate(record.timelines) for attempt in timeline.history
     ]
-    told["history"] = history[:_MAX_ATTEMPTS]
+    told: dict[str, Any] = {
+        **record.fields(),
+        "model": _text(record.model),
+        "backend": error.backend.name if isinstance(error, UpstreamError) else None,
+        "worker": worker,
+        "started": record.started,
+        "ended": zero + record.ended,
+        "history": history[:_MAX_ATTEMPTS],
+    }
     if len(history) > _MAX_ATTEMPTS:
         told["attempts_left_out"] = len(history) - _MAX_ATTEMPTS
+    if told["error"] is not None:
+        told["error"] = _text(redact(told["error"]))
     return told
 
 
@@ -52,15 +59,16 @@ def shown(told: Mapping[str, Any]) -> dict[str, Any]:
     `model` that the client named (null: none), `backend`, which the error came from (null: from no instance), and in
     `history` each attempt at each unit.
     """
-    rest = {name: value for name, value in told.items() if name not in ("ended", "history")}
-    return {"time": timestamp(told["ended"]), **rest, "history": [_shown_attempt(each) for each in told["history"]]}
+    rest = {name: value for name, value in told.items() if name not in ("started", "ended", "history")}
+    history = [_shown_attempt(attempt, told["started"]) for attempt in told["history"]]
+    return {"time": timestamp(told["ended"]), **rest, "history": history}
 
 
-def is_troubled(record: RequestRecord, outcome: Outcome) -> bool:
+def is_troubled(record: RequestRecord) -> bool:
     """Whether something went wrong behind the gateway: an engine failed, or was too slow, even if another one has made
     up for it; or the answer was cut off. Not what the gateway refused, nor a client that left.
     """
-    return outcome.term[0] in "SscK" or any(timeline.past for timeline in record.timelines)
+    return record.outcome.term[0] in "SscK" or any(map(_PAST, record.timelines))
 
 
 def names_instance(told: Mapping[str, Any], instance: str) -> bool:
@@ -87,16 +95,16 @@ def _left(attempt: Mapping[str, Any], what: str) -> list[str]:
 # Writing
 
 
-def _attempt(unit: int, attempt: AttemptRecord, started: float) -> dict[str, Any]:
-    prefill, decode = attempt.picks
+def _attempt(unit: int, attempt: AttemptRecord) -> dict[str, Any]:
+    prefill, decode = attempt.prefill_pick, attempt.decode_pick
+    prefill_reason, decode_reason = attempt.reasons
     choices = {}
     if prefill is not None:
-        choices["prefill"] = _choice(prefill, attempt.reasons[0])
+        choices["prefill"] = _choice(prefill, prefill_reason)
     if decode is not None:
-        choices["decode"] = _choice(decode, attempt.reasons[1])
+        choices["decode"] = _choice(decode, decode_reason)
     told: dict[str, Any] = {
         "unit": unit,
-        "began": attempt.marks[0][1] - started if attempt.marks else None,
         "p": attempt.prefiller,
         "d": attempt.decoder,
         "p_id": attempt.prefill_id,
@@ -104,7 +112,7 @@ def _attempt(unit: int, attempt: AttemptRecord, started: float) -> dict[str, Any
         "kv": attempt.kv,
         "continues": attempt.continues,
         "failure": None if attempt.failure is None else attempt.failure._asdict(),
-        "stages": {stage.label: seconds for stage, seconds in attempt.seconds.items()},
+        "marks": attempt.marks,
         "choices": choices,
     }
     if attempt.left:
@@ -140,11 +148,14 @@ def _text(value: object) -> str | None:
 # Showing
 
 
-def _shown_attempt(attempt: Mapping[str, Any]) -> dict[str, Any]:
+def _shown_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]:
+    rest = {name: value for name, value in attempt.items() if name not in ("unit", "marks", "choices", "left")}
+    marks = [(None if stage is None else Stage(stage), at) for stage, at in attempt["marks"]]
     return {
-        **attempt,
-        "began": _rounded(attempt["began"]),
-        "stages": {stage: _rounded(seconds) for stage, seconds in attempt["stages"].items()},
+        "unit": attempt["unit"],
+        "began": _rounded(marks[0][1] - started) if marks else None,
+        **rest,
+        "stages": {stage.label: _rounded(seconds) for stage, seconds in seconds_of(marks, {}).items()},
         "choices": {role: _shown_choice(choice) for role, choice in attempt["choices"].items()},
         "left": attempt.get("left", []),
     }

@@ -21,7 +21,6 @@ from proxy.observe.receipt import is_troubled, receipt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
 
 # The part of the memory for those in trouble.
@@ -83,15 +82,14 @@ class ReceiptWriter(RequestListener):
         self._worker = worker
         self._redact = redact
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
         zero = monotonic_zero()
         troubled: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
-        for record, outcome in ended:
-            told = receipt(record, outcome, self._redact)
-            told["ended"], told["worker"] = zero + record.ended, self._worker
-            (troubled if is_troubled(record, outcome) else others).append(told)
+        for record in ended:
+            told = receipt(record, self._worker, zero, self._redact)
+            (troubled if is_troubled(record) else others).append(told)
         for write, all_told in ((self._write_troubled, troubled), (self._write_others, others)):
             for first in range(0, len(all_told), _AT_ONCE):
                 write(orjson.dumps(all_told[first : first + _AT_ONCE]))

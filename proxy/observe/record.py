@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from proxy.observe.outcome import outcome_of
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.balancer.pick import Prediction
     from proxy.observe.outcome import Outcome
     from proxy.observe.trace import Trace
 
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
+_ATTEMPTS: Final = attrgetter("attempts")
+_RESUMES: Final = attrgetter("resumes")
 
 
 class RequestRecord:
@@ -44,7 +48,13 @@ class RequestRecord:
     """The headers that tell engines whose trace the request belongs to; None: those that the client sent."""
     trace: Trace | None = None
     """None: it is not sampled."""
-    _told: tuple[Outcome, dict[str, object]] | None = None
+    outcome: Outcome
+    """This and the next two: there when it is closed."""
+    stage_seconds: Sequence[dict[Stage, float]]
+    """Spent in each stage, of each unit."""
+    tokens: tuple[int, int, int]
+    """Prompt, cached and completion tokens as far as engines reported them."""
+    _fields: dict[str, object] | None = None
 
     def __init__(
         self,
@@ -76,8 +86,10 @@ class RequestRecord:
         stages = [stage for timeline in self.timelines if (stage := timeline.stage) is not None]
         return min(stages, key=_PLACES.__getitem__, default=None)
 
-    def tokens(self) -> tuple[int, int, int]:
-        """Prompt, cached and completion tokens as far as engines reported them."""
+    def close(self) -> None:
+        """It is over: work out what all who tell of it ask for."""
+        self.outcome = outcome_of(self)
+        self.stage_seconds = [timeline.seconds for timeline in self.timelines]
         prompt = cached = completion = 0
         for timeline in self.timelines:
             usage = timeline.usage
@@ -85,29 +97,24 @@ class RequestRecord:
             if usage.prompt_details:
                 cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
-        return prompt, cached, completion
+        self.tokens = prompt, cached, completion
 
-    def fields(self, outcome: Outcome) -> dict[str, object]:
-        """The access line. With several units: the first one's backends, the sum of attempts, the longest stages.
+    def fields(self) -> dict[str, object]:
+        """The access line of a request that is closed. With several units: the first one's backends, the sum of
+        attempts, the longest stages.
 
         Worked out once, for all who tell of it, so it must not be changed.
         """
-        if self._told is None or self._told[0] is not outcome:
-            self._told = outcome, self._fields(outcome)
-        return self._told[1]
+        if self._fields is None:
+            self._fields = self._worked_out()
+        return self._fields
 
-    def longest_seconds(self) -> dict[Stage, float]:
-        """Of each stage that has begun: how long it took in the unit in which it took longest, so far."""
-        longest: dict[Stage, float] = {}
-        for timeline in self.timelines:
-            for stage, spent in timeline.seconds.items():
-                longest[stage] = max(spent, longest.get(stage, 0.0))
-        return longest
-
-    def _fields(self, outcome: Outcome) -> dict[str, object]:
-        first = self.timelines[0] if self.timelines else Timeline(self.clock)
-        seconds = self.longest_seconds()
-        prompt, cached, completion = self.tokens()
+    def _worked_out(self) -> dict[str, object]:
+        outcome, timelines = self.outcome, self.timelines
+        first = timelines[0] if timelines else Timeline(self.clock)
+        prefill_reason, decode_reason = first.reasons
+        seconds = longest(self.stage_seconds)
+        prompt, cached, completion = self.tokens
         return {
             "id": self.request_id,
             "key": self.key,
@@ -120,10 +127,11 @@ class RequestRecord:
             "p_id": first.prefill_id,
             "d_id": first.decode_id,
             "kv": first.kv,
-            **_reasons(first),
-            "units": len(self.timelines),
-            "attempts": sum(timeline.attempts for timeline in self.timelines),
-            "resumes": sum(timeline.resumes for timeline in self.timelines),
+            **({"p_why": prefill_reason} if prefill_reason is not None else {}),
+            **({"d_why": decode_reason} if decode_reason is not None else {}),
+            "units": len(timelines),
+            "attempts": sum(map(_ATTEMPTS, timelines)),
+            "resumes": sum(map(_RESUMES, timelines)),
             "t_queue": round(seconds.get(Stage.QUEUE, 0.0), 4),
             **({"t_encode": round(seconds[Stage.ENCODE], 4)} if Stage.ENCODE in seconds else {}),  # few have encoders
             "t_prefill": round(seconds.get(Stage.PREFILL, 0.0), 4),
@@ -142,13 +150,13 @@ class RequestRecord:
         }
 
 
-def _reasons(timeline: Timeline) -> dict[str, object]:
-    """Why the instances of the last attempt were chosen."""
-    prefill, decode = timeline.history[-1].reasons if timeline.history else (None, None)
-    told: dict[str, object] = {} if prefill is None else {"p_why": prefill}
-    if decode is not None:
-        told["d_why"] = decode
-    return told
+def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
+    """Of each stage: how long it took in the unit in which it took longest. `units`: the seconds in each, of each."""
+    found = dict(units[0]) if units else {}
+    for seconds in units[1:]:
+        for stage, spent in seconds.items():
+            found[stage] = max(spent, found.get(stage, 0.0))
+    return found
 
 
 def _prediction(told: Prediction) -> dict[str, object]:

@@ -66,10 +66,10 @@ def model_of(record: RequestRecord) -> str | None:
     return record.model[:_MAX_MODEL_CHARS] if isinstance(record.model, str) and record.model else None
 
 
-def of_request(traced: Traced, record: RequestRecord, outcome: Outcome, legs: Sequence[TracedLeg]) -> Attributes:
+def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
     """What is known when it is over."""
-    prompt, cached, completion = record.tokens()
-    timelines = record.timelines
+    prompt, cached, completion = record.tokens
+    timelines, outcome = record.timelines, record.outcome
     found: Attributes = {
         "gen_ai.request.stream": record.stream,
         "gen_ai.usage.input_tokens": prompt,
@@ -148,9 +148,7 @@ def stretches(marks: Marks, over: float) -> Iterator[tuple[Stage, float, float]]
 
 def waits(timeline: Timeline, over: float) -> Iterator[tuple[float, float]]:
     """When a unit was in the queue."""
-    every = [
-        stretch for attempt in timeline.history or (timeline.attempt,) for stretch in stretches(attempt.marks, over)
-    ]
+    every = [stretch for attempt in timeline.history or (timeline,) for stretch in stretches(attempt.marks, over)]
     queued = [(began, ended) for stage, began, ended in every if stage is Stage.QUEUE]
     # Of the wait before the first attempt only its length is kept.
     before = timeline.seconds.get(Stage.QUEUE, 0.0) - sum(ended - began for began, ended in queued)

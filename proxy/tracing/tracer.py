@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from proxy.observe.attempt_record import AttemptRecord
-    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from proxy.observe.trace import TracedLeg, Traces
     from proxy.tracing.collector import SpanIds
@@ -64,14 +63,14 @@ class Tracer(RequestListener):
             record.trace = self._traces[name] = Trace(name, record.clock, self._ids.generate_span_id)
             self._open[name] = span, zero
 
-    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord) -> None:
         """See RequestListener."""
         trace = record.trace
         if trace is None:
             return
         del self._traces[trace.traceparent]
         span, zero = self._open.pop(trace.traceparent)
-        _RequestSpans(self, record, span, zero).make(trace.legs, outcome)
+        _RequestSpans(self, record, span, zero).make(trace.legs)
 
     def begin(
         self,
@@ -97,7 +96,7 @@ class _RequestSpans:
         self._root = root
         self._zero = zero
 
-    def make(self, legs: Sequence[TracedLeg], outcome: Outcome) -> None:
+    def make(self, legs: Sequence[TracedLeg]) -> None:
         """All of them, which then are on their way to the collector."""
         record, root, traced = self._record, self._root, self._tracer.traced
         left = list(legs)
@@ -112,10 +111,10 @@ class _RequestSpans:
             self._leg(leg, root, is_of_attempt=False)
         if (model := spans.model_of(record)) is not None:
             root.update_name(f"{spans.operation(record.api)} {model}")
-        root.set_attributes(spans.of_request(traced, record, outcome, legs))
+        root.set_attributes(spans.of_request(traced, record, legs))
         if record.error is not None:
             root.set_attribute("error.type", spans.error_type(record.error))
-            if spans.is_failure(outcome):
+            if spans.is_failure(record.outcome):
                 root.set_status(_error(spans.failure_of(record.error)[1]))
         root.end(self._ns(record.ended))
 

@@ -28,7 +28,6 @@ from tests.deployment import generations, releases
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -141,8 +140,8 @@ class _Access(RequestListener):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        fields = {name: value for name, value in record.fields(outcome).items() if not _UNTOLD_FIELDS.fullmatch(name)}
+    def request_ended(self, record: RequestRecord) -> None:
+        fields = {name: value for name, value in record.fields().items() if not _UNTOLD_FIELDS.fullmatch(name)}
         self.lines.append(repr(fields))
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from tests.conftest import Deploy
 
@@ -34,8 +33,8 @@ class Ends(RequestListener):
         self.ended: list[str] = []
         self.records: list[RequestRecord] = []
 
-    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        self.ended.append(outcome.term)
+    def request_ended(self, record: RequestRecord) -> None:
+        self.ended.append(record.outcome.term)
         self.records.append(record)
 
 
@@ -55,10 +54,10 @@ class Mistaken(RequestListener):
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         raise RuntimeError("began")
 
-    def request_ended(self, record: RequestRecord, outcome: Outcome) -> None:
+    def request_ended(self, record: RequestRecord) -> None:
         raise RuntimeError("ended")
 
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         raise RuntimeError("settle")
 
 
