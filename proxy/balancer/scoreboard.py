@@ -144,16 +144,12 @@ class Scoreboard:
 
     def changed(self, slots: Iterable[int], before: bytes, after: bytes) -> Set[int]:
         """Those of the slots in which `own_cells` was another then. `before` may be empty: nothing was charged."""
-        before = before or bytes(len(after))
-        rows = range(0, len(after), self._width * _CELL_BYTES)
-        changed = set()
-        for slot in slots:
-            for row in rows:
-                first = row + slot * _SLOT_BYTES
-                end = first + _SLOT_BYTES
-                if before[first:end] != after[first:end]:
-                    changed.add(slot)
-        return changed
+        before, row_bytes = before or bytes(len(after)), self._width * _CELL_BYTES
+
+        def differs(at: int) -> bool:
+            return before[at : at + _SLOT_BYTES] != after[at : at + _SLOT_BYTES]
+
+        return {slot for slot in slots if any(map(differs, range(slot * _SLOT_BYTES, len(after), row_bytes)))}
 
     def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""

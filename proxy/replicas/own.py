@@ -85,7 +85,7 @@ class Own:
         front = None if stood == self._front else self._front
         if not instances and front is None and not verdicts and not prompts:
             return None
-        return News(self._me, _turn(now), now, instances, front, verdicts, prompts)
+        return News(self._me, _turn(now), instances, front, verdicts, prompts)
 
     def _charge(self, backend: Backend) -> Charge:
         board = self._scoreboard

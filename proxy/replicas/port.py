@@ -26,7 +26,7 @@ class StorePort(Protocol):
         """Have the others that listen now hear this."""
 
     async def listen(self, hear: Callable[[bytes], None]) -> None:
-        """Call this with whatever another one tells, until the connection is lost."""
+        """Call this with whatever another one tells, until the connection is lost. Raises what it raises, too."""
 
     async def leave(self) -> None:
         """Nothing of this gateway is to be heard any more."""

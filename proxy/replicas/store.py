@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import redis.asyncio as redis
@@ -20,7 +20,7 @@ from redis.exceptions import RedisError, ResponseError
 from proxy.replicas.port import StoreFailed, StoreRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
     from types import TracebackType
 
     from proxy.settings import Settings
@@ -92,18 +92,25 @@ class Store:
 
     async def listen(self, hear: Callable[[bytes], None]) -> None:
         """See StorePort."""
-        async with self._failing(), self._client.pubsub(ignore_subscribe_messages=True) as listener:
-            async with self._answering():
-                await listener.subscribe(self._key)
-            while True:
-                message = await listener.get_message(timeout=None)
-                if message is not None and not message["data"].startswith(self._sender):
-                    hear(message["data"].partition(b" ")[2])
+        async with aclosing(self._published()) as published:
+            async for message in published:
+                if not message.startswith(self._sender):
+                    hear(message.partition(b" ")[2])  # what it raises is no failure of the store
 
     async def leave(self) -> None:
         """See StorePort."""
         async with self._answering():
             await self._client.hdel(self._key, self._me)
+
+    async def _published(self) -> AsyncGenerator[bytes, None]:
+        """Whatever any gateway of the group publishes. Raises StoreFailed, and ends by nothing else."""
+        async with self._failing(), self._client.pubsub(ignore_subscribe_messages=True) as listener:
+            async with self._answering():
+                await listener.subscribe(self._key)
+            while True:
+                message = await listener.get_message(timeout=None)
+                if message is not None:
+                    yield message["data"]
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
@@ -120,5 +127,5 @@ class Store:
             yield
         except ResponseError as error:
             raise StoreRefused(str(error)) from None
-        except (RedisError, OSError, ValueError) as error:
+        except (RedisError, OSError, ValueError) as error:  # the last one: what answers does not speak the protocol
             raise StoreFailed(str(error) or type(error).__name__) from None

@@ -45,9 +45,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
 
     me: str
     turn: int
-    """Of the same count as Told's."""
-    now: float
-    """The time at the clock that records tell."""
+    """Of the same count as Told's: nanoseconds at the clock that records tell."""
     instances: dict[str, Charge] = {}
     """By Backend.key, those that have changed; they may have nothing any more."""
     front: int | None = None
@@ -56,6 +54,11 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     """As in Told, those that have changed; 0: not any more."""
     prompts: dict[str, list[bytes]] = {}
     """By the prefiller's Backend.key, what was sent there and what came of it: see balancer/prefill_records.py."""
+
+    @property
+    def now(self) -> float:
+        """When they were told: seconds at the clock that records tell."""
+        return self.turn / 1e9
 
 
 encode: Final = msgspec.json.Encoder().encode

@@ -19,6 +19,7 @@ from proxy.roll.progress import Progress
 from proxy.roll.walk import Limits, RollStopped, Walk
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
+from proxy.settings.kinds import check_header_value
 from proxy.settings.load import read_key
 
 if TYPE_CHECKING:
@@ -158,8 +159,10 @@ def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
         what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
     else:
         what, key = "--admin-key-file", read_key("--admin-key-file", Path(path))
-    if key and not (key.isascii() and key.isprintable()):
-        raise SettingsError(f"{what} must be printable ASCII, as it is sent in an HTTP header")
+    try:
+        check_header_value(key)
+    except ValueError as problem:
+        raise SettingsError(f"{what} {problem}") from None
     return key or None
 
 

@@ -65,10 +65,14 @@ def empty_is_none(value: object) -> object:
     return (value.strip() or None) if isinstance(value, str) else value
 
 
-def _fits_a_header(value: SecretStr | None) -> SecretStr | None:
-    text = value.get_secret_value() if value else ""
-    if not (text.isascii() and (not text or text.isprintable())):
+def check_header_value(text: str) -> None:
+    """Raise ValueError, which does not tell the text, if it cannot be the value of an HTTP header."""
+    if not (text.isascii() and text.isprintable()):
         raise ValueError("must be printable ASCII, as it is sent in an HTTP header")
+
+
+def _fits_a_header(value: SecretStr | None) -> SecretStr | None:
+    check_header_value(value.get_secret_value() if value else "")
     return value
 
 

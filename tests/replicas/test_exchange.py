@@ -145,6 +145,26 @@ async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -
                 assert told >= heard >= 2
 
 
+async def test_a_mistake_of_whoever_hears_is_no_failure_of_the_store(store_port: int) -> None:
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
+    )
+    heard: list[bytes] = []
+
+    def hear(news: bytes) -> None:
+        heard.append(news)
+        raise ValueError("not a number")
+
+    async with Store(settings, "one") as one, Store(settings, "two") as two:
+        listening = asyncio.create_task(two.listen(hear))
+        while not listening.done():  # what was told before it listened is lost
+            await one.tell(b"7")
+            await asyncio.sleep(0.001)
+        with pytest.raises(ValueError, match="not a number"):
+            await listening
+    assert heard == [b"7"]
+
+
 class WithoutChannel(Store):
     """Whose user may use the hash alone."""
 

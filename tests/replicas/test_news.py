@@ -182,7 +182,7 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
     assert news is not None
     prompts = {key: [data, *records] for key, records in news.prompts.items()}
     two.prefiller(1)
-    two.hear(News("one", 1, one.clock(), prompts=prompts))
+    two.hear(News("one", round(one.clock() * 1e9), prompts=prompts))
     assert two.prefiller(1).cached.hit(_KEYS) == 3
 
 
@@ -192,7 +192,7 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 
 def test_what_is_not_understood_are_no_news() -> None:
-    whole = News("one", 1, 2.0, {"a": (1, 2, 3)}, -5, {"a": 7}, {"a": [b"x"]})
+    whole = News("one", 1, {"a": (1, 2, 3)}, -5, {"a": 7}, {"a": [b"x"]})
     assert decode_news(encode_news(whole)) == whole
     for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
         assert decode_news(message) is None

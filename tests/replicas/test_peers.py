@@ -35,18 +35,18 @@ def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> N
 
 def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_told_since() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    assert not peers.hear_news(News("one", 1, 0.0, {"a": (1, 0, 0)}), 100.0)
+    assert not peers.hear_news(News("one", 1, {"a": (1, 0, 0)}), 100.0)
     peers.hear({"one": _message(5, a=(2, 0, 0), b=(1, 1, 1)), "me": _message(1)}, 100.0)
-    assert not peers.hear_news(News("one", 5, 0.0, {"a": (1, 0, 0)}), 100.1)
-    assert not peers.hear_news(News("me", 9, 0.0, {"a": (1, 0, 0)}), 100.1)
-    assert peers.hear_news(News("one", 7, 0.0, {"a": (3, 0, 0)}), 100.9)
+    assert not peers.hear_news(News("one", 5, {"a": (1, 0, 0)}), 100.1)
+    assert not peers.hear_news(News("me", 9, {"a": (1, 0, 0)}), 100.1)
+    assert peers.hear_news(News("one", 7, {"a": (3, 0, 0)}), 100.9)
     assert peers.charges(100.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
     assert peers.charges_on(["a", "c"], 100.9) == {"a": (3, 0, 0), "c": (0, 0, 0)}
     peers.hear({"one": _message(6, a=(2, 0, 0))}, 101.0)  # written before the news
     assert peers.charges(101.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
     peers.hear({"one": _message(8, b=(1, 1, 1))}, 101.5)
     assert peers.charges(102.4) == {"b": (1, 1, 1)}
-    assert peers.hear_news(News("one", 9, 0.0, {"b": (0, 0, 0)}), 102.4)
+    assert peers.hear_news(News("one", 9, {"b": (0, 0, 0)}), 102.4)
     assert peers.charges_on(["b"], 103.4) == {}
 
 
@@ -56,10 +56,10 @@ def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
     told = Told(round(theirs * 1e9), front=front_of(0, AGEING * 5.0))  # for two seconds
     peers.hear({"one": encode(told), "two": encode(Told(1))}, ours)
     assert peers.front(ours) == front_of(0, AGEING * (ours - 2.0))
-    assert peers.hear_news(News("one", told.turn + 1, theirs + 0.5, front=NOBODY), ours + 0.5)
+    assert peers.hear_news(News("one", told.turn + 500_000_000, front=NOBODY), ours + 0.5)
     assert peers.front(ours + 0.5) == NOBODY
-    assert peers.hear_news(News("one", told.turn + 2, theirs + 0.6, front=told.front), ours + 0.6)
-    assert peers.hear_news(News("one", told.turn + 3, theirs + 0.7), ours + 0.7)  # where it was
+    assert peers.hear_news(News("one", told.turn + 600_000_000, front=told.front), ours + 0.6)
+    assert peers.hear_news(News("one", told.turn + 700_000_000), ours + 0.7)  # where it was
     assert peers.front(ours + 0.7) == front_of(0, AGEING * (ours - 2.0))
     assert peers.front(ours + 9.0) == NOBODY
 

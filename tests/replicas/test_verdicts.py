@@ -125,7 +125,7 @@ def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     peers.hear({"one": encode(Told(1, verdicts={"a": 7})), "two": encode(Told(1, verdicts={"a": 3, "b": 4}))}, 100.0)
     assert peers.verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
-    assert peers.hear_news(News("two", 2, 0.0, verdicts={"a": 0, "c": 5}), 100.9)
+    assert peers.hear_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
     assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
     assert peers.verdicts(102.0) == set()
 
@@ -135,7 +135,7 @@ def test_a_verdict_is_understood_however_long_a_host_is_up() -> None:
     told = decode(encode(Told(number, {}, verdicts={"a": number})))
     assert told is not None
     assert told.verdicts == {"a": number}
-    news = decode_news(encode_news(News("one", number, 1e7, verdicts={"a": number})))
+    news = decode_news(encode_news(News("one", number, verdicts={"a": number})))
     assert news is not None
     assert news.verdicts == {"a": number}
 
