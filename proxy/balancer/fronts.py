@@ -48,9 +48,9 @@ class Fronts:
         self.workers = workers
         self._cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
 
-    def seat(self, number: int) -> Seat | None:
+    def of_worker(self, number: int) -> WorkerFront | None:
         """One worker's; None: there is nobody else."""
-        return Seat(self, number) if len(self._cells) > 1 else None
+        return WorkerFront(self, number) if len(self._cells) > 1 else None
 
     def put(self, number: int, front: int) -> None:
         """Of a worker; NOBODY: none waits there."""
@@ -75,8 +75,8 @@ def least(fronts: Iterable[int]) -> int:
     return min((front for front in fronts if front != NOBODY), default=NOBODY)
 
 
-class Seat:
-    """One worker's."""
+class WorkerFront:
+    """One worker's: it tells where the next one in its queue stands, and sees where those of the others do."""
 
     def __init__(self, fronts: Fronts, number: int) -> None:
         self._fronts = fronts

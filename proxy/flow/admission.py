@@ -19,11 +19,11 @@ from proxy.flow.order import InTurn, Order, Waiter
 from proxy.flow.refusals import queue_full, queue_timeout, too_late, too_long_a_wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from proxy.backend import Role
-    from proxy.balancer.fronts import Seat
+    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pick import PickRequest
     from proxy.errors import GatewayError
     from proxy.flow.buffers import Hold
@@ -58,7 +58,7 @@ class Admission:
         line_up: LineUp | None = None,
         answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0,
         lower_priority_first: bool = True,
-        front: Seat | None = None,
+        front: WorkerFront | None = None,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
         in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
@@ -302,20 +302,27 @@ class Admission:
         now = self._clock()
         while (late := self._deadlines.missed(now)) is not None:
             self._refuse(late, too_late(late.wanted_seconds or 0.0))
-        if self._front is not None and self._lines:
-            self._front.tell(*self._order.front(1)[0].rank)
-        if not self._lines or not self._has_room():
+        if not self._lines:
             return
-        waiter = self._next()
+        has_room = self._has_room()
+        if not has_room and self._front is None:
+            return
+        front = self._order.front(_FRONT if has_room else 1)
+        if self._front is not None:
+            self._front.tell(*front[0].rank)
+        if not has_room:
+            return
+        waiter = self._next(front)
         # One whose turn has come runs next: it is awake, or cancelled, and then it passes its turn on.
         if waiter is None or waiter.turn.done():
             return
         if self._front is None or not self._front.leaves_room(*waiter.rank, now):
             waiter.turn.set_result(None)
 
-    def _next(self) -> Waiter | None:
-        """Whose turn it is; None: the first of them had better all wait for what is not free yet."""
-        front = self._order.front(_FRONT)
+    def _next(self, front: Sequence[Waiter]) -> Waiter | None:
+        """Whose turn it is. `front`: the first in line, at least one. None: they had better all wait for what is not
+        free yet.
+        """
         awake = next((waiter for waiter in front if waiter.turn.done()), None)
         if awake is not None:
             return awake

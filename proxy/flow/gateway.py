@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Role
-    from proxy.balancer.fronts import Seat
+    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pools import Pools
     from proxy.call import Call
     from proxy.connectors.base import Connector
@@ -51,7 +51,7 @@ class Gateway:
         suspects: Suspects,
         settings: Settings,
         metrics: Metrics,
-        front: Seat | None = None,
+        front: WorkerFront | None = None,
     ) -> None:
         """`front`: see Admission."""
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)

@@ -38,7 +38,7 @@ from proxy.worker.applications import application, http_listener
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from proxy.balancer.fronts import Seat
+    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
     from proxy.errors import GatewayError
@@ -67,7 +67,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     """Their listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that are each worker's own.
-    queue_front = basis.shared.fronts.seat(basis.index)
+    queue_front = basis.shared.fronts.of_worker(basis.index)
     gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
     basis.live.add(gateway.configure)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, gateway, engines.connector, suspects))
@@ -160,7 +160,7 @@ def _gateway(
     pools: Pools,
     connector: Connector,
     suspects: Suspects,
-    front: Seat | None = None,
+    front: WorkerFront | None = None,
 ) -> Gateway:
     return Gateway(
         connector=connector,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fronts import AGEING, NOBODY, Fronts, Seat, front_of, moved
+from proxy.balancer.fronts import AGEING, NOBODY, Fronts, WorkerFront, front_of, moved
 from tests.forking import in_child
 
 
-def _seats(workers: int = 2, guests: int = 0) -> tuple[Fronts, list[Seat]]:
+def _worker_fronts(workers: int = 2, guests: int = 0) -> tuple[Fronts, list[WorkerFront]]:
     fronts = Fronts(workers, guests)
-    return fronts, [seat for number in range(workers) if (seat := fronts.seat(number)) is not None]
+    return fronts, [front for number in range(workers) if (front := fronts.of_worker(number)) is not None]
 
 
 def test_the_more_urgent_stands_in_front_and_then_who_has_less_work_or_came_earlier() -> None:
@@ -29,11 +29,11 @@ def test_where_one_stands_is_told_to_hosts_with_other_clocks(priority: int) -> N
 
 
 def test_nobody_is_let_pass_where_there_is_one_queue() -> None:
-    assert Fronts().seat(0) is None
+    assert Fronts().of_worker(0) is None
 
 
 def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() -> None:
-    fronts, (one, other) = _seats()
+    fronts, (one, other) = _worker_fronts()
     assert not one.leaves_room(0, 5.0, 100.0)
     other.tell(0, 5.0)
     assert not one.leaves_room(0, 5.0, 100.0)  # nor to an equal, or both would
@@ -51,7 +51,7 @@ def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() ->
 
 
 def test_other_gateways_count_as_one_more_worker_and_workers_see_each_other() -> None:
-    fronts, (one, other) = _seats(guests=1)
+    fronts, (one, other) = _worker_fronts(guests=1)
     fronts.put_guests(front_of(0, 2.0))
     in_child(lambda: one.tell(0, 3.0))
     assert fronts.own() == front_of(0, 3.0)

@@ -22,7 +22,7 @@ from tests.clock import Clock
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from proxy.balancer.fronts import Seat
+    from proxy.balancer.fronts import WorkerFront
 
 
 class Unit:
@@ -68,7 +68,7 @@ class Unit:
 class Gate:
     """An admission in front of so many places."""
 
-    def __init__(self, clock: Clock, front: Seat | None = None) -> None:
+    def __init__(self, clock: Clock, front: WorkerFront | None = None) -> None:
         self.clock = clock
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
@@ -752,7 +752,7 @@ def test_however_events_fall_between_a_wake_up_and_its_run_no_turn_is_lost(event
 
 async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> None:
     fronts, clock = Fronts(2), Clock()
-    one, other = (Gate(clock, fronts.seat(number)) for number in range(2))
+    one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
     (second,) = await other.arrive("-")
@@ -773,7 +773,7 @@ async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> 
 
 async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after_a_moment() -> None:
     fronts, clock = Fronts(2), Clock()
-    one, other = (Gate(clock, fronts.seat(number)) for number in range(2))
+    one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
     (second,) = await other.arrive("-")

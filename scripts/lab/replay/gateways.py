@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lab.replay.engines import Engine
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
-    from proxy.balancer.fronts import Seat
+    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pick import Policy
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -90,7 +90,7 @@ class NamedStore:
 class Worker:
     """One of a gateway's: its pools, and the queue in front of them."""
 
-    def __init__(self, pools: Pools, clock: Callable[[], float], front: Seat | None) -> None:
+    def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
         self.pools = pools
         self.admission = Admission(
             AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill, front=front
@@ -141,7 +141,7 @@ class Gateway:
 
     def _worker(self, number: int) -> Worker:
         pools = Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE))
-        return Worker(pools, self._clock, self._fronts.seat(number))
+        return Worker(pools, self._clock, self._fronts.of_worker(number))
 
     def exchange(self, store: SharedStore) -> Exchange:
         """What shares with the others."""
