@@ -1,4 +1,7 @@
-"""Where an instance publishes KV events: at the ports that the settings name, or where it tells."""
+"""Where an instance publishes KV events: at its own address, at ports that the settings name or that it tells.
+
+ZeroMQ would look names up itself, and ask nobody whether an instance may be there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from proxy.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.errors import Failure
 from proxy.kv_events.messages import Source
 from proxy.settings.kv_events import port_at
-from proxy.upstream import engine_json
+from proxy.upstream import AddressProblem, engine_json
 from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_keys import EngineKeys
     from proxy.settings.kv_events import KvEvents
+    from proxy.upstream import Names
     from proxy.wire import kv_events as wire
 
 _SOURCES_PATH: Final = "/kv_event_sources"
@@ -37,6 +41,18 @@ async def asked(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backe
     if told is None:
         told = configured_sources(await _answer(session, keys, backend, SERVER_INFO_PATH))
     return told or []
+
+
+def address(names: Names, host: str, last: str | None) -> str | None:
+    """One that the host has, the `last` one as long as that is so; None: none is known yet, or it must not be there.
+
+    Publishers that are told to listen at `*` do so at IPv4 addresses alone.
+    """
+    try:
+        known = names.known(host)
+    except AddressProblem:
+        return None
+    return last if last in known else min(known, key=lambda each: ":" in each, default=None)
 
 
 def at_address(address: str, backend: Backend, sources: Sequence[wire.Source]) -> list[Source]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from proxy.kv_events.process import Process
     from proxy.observe.metrics import Metrics
     from proxy.settings.kv_events import KvEvents
+    from proxy.upstream import Names
     from proxy.wire import kv_events as wire
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class _Heard:
 
     sources: Sequence[wire.Source] = ()
     """None of them: it is not known yet, or there are none."""
+    address: str | None = None
+    """Where they are heard."""
     looks: int = 0
     """At which it was seen to work, and nothing had been heard."""
     has_published: bool = False
@@ -83,6 +86,7 @@ class Subscriptions(BackgroundOwner):
         pools: Sequence[Pool],
         health: Health,
         journal: Seat,
+        names: Names,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
         settings: KvEvents,
@@ -92,6 +96,7 @@ class Subscriptions(BackgroundOwner):
         self._pools = pools
         self._health = health
         self._journal = journal
+        self._names = names
         self._session = session
         self._keys = keys
         self._settings = settings
@@ -146,8 +151,9 @@ class Subscriptions(BackgroundOwner):
                     self._background.start(self._ask(backend, heard))
                 else:
                     self._look_up(backend, heard)
-            if heard.sources:
-                found = sources.at_address(backend.host, backend, heard.sources)
+            heard.address = sources.address(self._names, backend.host, heard.address)
+            if heard.sources and heard.address is not None:
+                found = sources.at_address(heard.address, backend, heard.sources)
                 self._notice_silence(backend, heard, found)
                 yield from found
 

@@ -31,6 +31,7 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) 
         pools=[engines.serving[role] for role in roles],
         health=balancing.health,
         journal=journal.seat(journal.workers),
+        names=engines.lines.names,
         session=engines.lines.session,
         keys=balancing.keys,
         settings=settings,
