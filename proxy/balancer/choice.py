@@ -5,6 +5,7 @@ somebody asks, after the request is over.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     """The policy, the Candidates that it was shown, their weights at that moment, and what it has noted of them."""
     Pick = tuple[Backend, Looked | str]
     """The backend that was chosen, and what was looked at, or else why nothing had to be."""
+    Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
+    """`columns` and `order` of Figures."""
+
+_BACKEND: Final = attrgetter("backend")
 
 TRIAL: Final = "trial"
 PREFERRED: Final = "preferred"
@@ -47,10 +52,12 @@ class Figures:
 class Explains(Protocol):
     """What a Policy is for this."""
 
+    label: str
+
     def reason(self, noted: Any, backend: Backend) -> str:
         """See Policy."""
 
-    def figures(self, noted: Any, candidates: Sequence[Any], weights: Sequence[int]) -> Figures:
+    def figures(self, noted: Any, weights: Sequence[int]) -> Columns:
         """See Policy."""
 
 
@@ -69,4 +76,5 @@ def figures(pick: Pick) -> Figures | None:
     if isinstance(looked, str):
         return None
     policy, candidates, weights, noted = looked
-    return policy.figures(noted, candidates, weights)
+    columns, order = policy.figures(noted, weights)
+    return Figures(policy.label, [*map(_BACKEND, candidates)], columns, order)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
-from proxy.balancer.choice import EQUAL, LEAST_SECONDS, Figures
+from proxy.balancer.choice import EQUAL, LEAST_SECONDS
 from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies import LeastTokens
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
     _Noted = tuple[Sequence[int], tuple[float, float, float], Sequence[float], bool]
@@ -120,15 +121,14 @@ class LeastDecodeSeconds(LeastTokens):
         """See Policy."""
         return EQUAL if noted[-1] else LEAST_SECONDS
 
-    def figures(self, noted: _Noted, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
+    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
         """See Policy."""
         running, (step, slope, share), slowness, _ = noted
         seconds = [
             (step + slope * (streams + share * weight)) * slower
             for streams, weight, slower in zip(running, weights, slowness, strict=True)
         ]
-        columns: dict[str, Sequence[float]] = {"running": running, "token_seconds": seconds}
-        return Figures(self.label, [candidate.backend for candidate in candidates], columns, seconds)
+        return {"running": running, "token_seconds": seconds}, seconds
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether one of them is below its knee, and has KV memory for an answer more."""

@@ -8,11 +8,12 @@ who come after it.
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from proxy.backend import Load
-from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Figures
+from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Prediction
 from proxy.balancer.policies import LeastTokens
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
     _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
@@ -164,14 +166,13 @@ class LeastSeconds(LeastTokens):
                 return CACHED_PREFIX
         return EQUAL if is_equal else LEAST_SECONDS
 
-    def figures(self, noted: _Noted, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
+    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        prefillers, waits, work, _, cached = noted
+        _, waits, work, _, cached = noted
         columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
         if cached is not None:
             columns["cached_tokens"] = cached
-        order = [wait + seconds for wait, seconds in zip(waits, work, strict=True)]
-        return Figures(self.label, [prefiller.backend for prefiller in prefillers], columns, order)
+        return columns, [*map(add, waits, work)]
 
     def emptied(self, backend: Backend) -> None:
         """What it had in its cache is gone."""

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.backend import Load, Role
-from proxy.balancer.choice import OTHER, Figures
+from proxy.balancer.choice import OTHER
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from proxy.backend import Backend
+    from proxy.balancer.choice import Columns
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.journal import Seat
     from proxy.balancer.scoreboard import Scoreboard
@@ -260,9 +261,9 @@ class Policy(ABC):
         """Why it has chosen this one of several, in one of choice.REASONS. `noted`: as it was then."""
         return self.label
 
-    def figures(self, noted: Any, candidates: Sequence[Candidate], weights: Sequence[int]) -> Figures:
-        """What it knew of the candidates, whose weights were these."""
-        return Figures(self.label, [candidate.backend for candidate in candidates], {"weight": weights}, weights)
+    def figures(self, noted: Any, weights: Sequence[int]) -> Columns:
+        """What it knew of the candidates, whose weights were these. `noted`: as it was then."""
+        return {"weight": weights}, weights
 
     @property
     def remembered(self) -> int:

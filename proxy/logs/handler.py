@@ -12,7 +12,7 @@ from proxy.logs.floods import Kind
 from proxy.logs.formats import encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from proxy.logs.floods import Floods
     from proxy.logs.formats import LineFormatter
@@ -78,22 +78,25 @@ class LineHandler(logging.Handler):
         """Write the lines of finished requests together: when each was created, and its fields."""
         self.acquire()
         try:
-            for created, fields in requests:
-                if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
-                    if not self._floods.admits(kind):
-                        continue
-                    if suppressed := self._floods.tell(kind):
-                        fields = {**fields, "suppressed": suppressed}
-                try:
-                    line = self._lines.request(created, fields)
-                except Exception:
-                    self._add("proxy.logs", logging.ERROR, "bad line of a request", {})
-                else:
-                    self._writer.keep(line)
+            self._writer.keep(self._request_lines(requests))
             if self._writer.flush():
                 self._tell_dropped()
         finally:
             self.release()
+
+    def _request_lines(self, requests: Iterable[tuple[float, Mapping[str, object]]]) -> Iterator[bytes]:
+        for created, fields in requests:
+            if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
+                if not self._floods.admits(kind):
+                    continue
+                if suppressed := self._floods.tell(kind):
+                    fields = {**fields, "suppressed": suppressed}
+            try:
+                line = self._lines.request(created, fields)
+            except Exception:
+                self._add("proxy.logs", logging.ERROR, "bad line of a request", {})
+            else:
+                yield line
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = _kind(record)

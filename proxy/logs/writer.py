@@ -12,11 +12,17 @@ import os
 import select
 import socket
 import stat
+from bisect import bisect_right
 from collections import deque
-from itertools import accumulate, islice, takewhile
-from typing import Final, Protocol
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_KEPT_BYTES: Final = 1024 * 1024
+# Written at once.
+_MOST_LINES: Final = 64
 
 
 class LineWriter:
@@ -36,18 +42,21 @@ class LineWriter:
 
     def write(self, line: bytes) -> bool:
         """Write a line if that can be done at once, otherwise keep or drop it; whether it, and all else, is written."""
-        return self.keep(line) and self.flush()
+        return self.keep((line,)) and self.flush()
 
-    def keep(self, line: bytes) -> bool:
-        """Keep a line for the next flush; False when it had to be dropped."""
-        if self._kept_bytes + len(line) > self._max_kept_bytes:
-            self.flush()
-        if self._kept_bytes + len(line) > self._max_kept_bytes:
-            self.dropped += 1
-            return False
-        self._kept.append(line)
-        self._kept_bytes += len(line)
-        return True
+    def keep(self, lines: Iterable[bytes]) -> bool:
+        """Keep lines for the next flush; False when one had to be dropped."""
+        is_kept = True
+        for line in lines:
+            if self._kept_bytes + len(line) > self._max_kept_bytes:
+                self.flush()
+                if self._kept_bytes + len(line) > self._max_kept_bytes:
+                    self.dropped += 1
+                    is_kept = False
+                    continue
+            self._kept.append(line)
+            self._kept_bytes += len(line)
+        return is_kept
 
     def flush(self) -> bool:
         """Write what was kept, as far as that can be done at once; whether lines flow again, or still do."""
@@ -74,8 +83,8 @@ class LineWriter:
         first = self._kept[0]
         if len(self._kept) == 1:
             return first
-        sizes = accumulate(map(len, self._kept))
-        count = sum(1 for _ in takewhile(lambda size: size <= select.PIPE_BUF, sizes))
+        sizes = [*accumulate(map(len, islice(self._kept, _MOST_LINES)))]
+        count = bisect_right(sizes, select.PIPE_BUF)
         return b"".join(islice(self._kept, count)) if count else first
 
     def _take_out(self, taken_bytes: int) -> None:
@@ -83,10 +92,11 @@ class LineWriter:
         self._kept_bytes -= taken_bytes
         while taken_bytes:
             line = self._kept.popleft()
-            self._is_begun = taken_bytes < len(line)
+            taken_bytes -= len(line)
+            self._is_begun = taken_bytes < 0
             if self._is_begun:
                 self._kept.appendleft(line[taken_bytes:])
-            taken_bytes -= min(taken_bytes, len(line))
+                return
 
     def _drop(self) -> None:
         """Drop all lines of which nothing is written."""

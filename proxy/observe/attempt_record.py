@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from proxy.balancer.choice import reason
@@ -79,8 +79,14 @@ class AttemptRecord:
 
 def seconds_of(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
     """Spent in each stage that was left, and before."""
-    spent = dict(before)
-    for (stage, entered), (_, left) in pairwise(marks):
-        if stage is not None:
-            spent[stage] = spent.get(stage, 0.0) + (left - entered)
+    if not marks:
+        return dict(before)
+    stages, times = zip(*marks, strict=True)
+    stretches = list(zip(stages, map(sub, times[1:], times), strict=False))
+    spent = dict(stretches)
+    if before or len(spent) < len(stretches) or None in spent:  # most enter each stage once, and leave it for another
+        spent = dict(before)
+        for stage, seconds in stretches:
+            if stage is not None:
+                spent[stage] = spent.get(stage, 0.0) + seconds
     return spent

@@ -29,15 +29,14 @@ class Outcome(NamedTuple):
 
 def outcome_of(record: RequestRecord) -> Outcome:
     """The outcome of a request that has ended."""
-    term, status = _term_and_status(record)
-    broken = _broken(record.error) if record.committed and record.error is not None else None
-    return Outcome(term, status, record.ended - record.started, broken)
-
-
-def _term_and_status(record: RequestRecord) -> tuple[str, int]:
-    error = record.error
+    seconds, error = record.ended - record.started, record.error
     if error is None:
-        return "--", 200
+        return Outcome("--", 200, seconds)
+    term, status = _term_and_status(record, error)
+    return Outcome(term, status, seconds, _broken(error) if record.committed else None)
+
+
+def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, int]:
     stage = record.stage.value if record.stage else "R"
     if isinstance(error, ClientStalled):
         return "cD", 200

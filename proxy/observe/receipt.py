@@ -30,6 +30,7 @@ _MAX_ATTEMPTS: Final = 16
 _MAX_CANDIDATES: Final = 8
 _DIGITS: Final = 6
 _PAST: Final = attrgetter("past")
+_NAME: Final = attrgetter("name")
 
 
 def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _choice(pick: Pick, reason: str | None) -> dict[str, Any]:
     if known is None:
         return {"reason": reason}
     columns = known.columns
-    names = [backend.name for backend in known.backends]
+    names = [*map(_NAME, known.backends)]
     if len(names) <= _MAX_CANDIDATES:
         return {"reason": reason, "policy": known.policy, "candidates": names, **columns}
     nearest = sorted(range(len(names)), key=known.order.__getitem__)[:_MAX_CANDIDATES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
     from proxy.observe.outcome import Outcome
     from proxy.observe.trace import Trace
 
+_STAGES: Final = tuple(Stage)
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
+# Each as often as somebody asks.
+_ZEROS: Final = repeat(0.0)
+_DIGITS: Final = repeat(4)
 _ATTEMPTS: Final = attrgetter("attempts")
 _RESUMES: Final = attrgetter("resumes")
 
@@ -114,6 +119,7 @@ class RequestRecord:
         first = timelines[0] if timelines else Timeline(self.clock)
         prefill_reason, decode_reason = first.reasons
         seconds = longest(self.stage_seconds)
+        queue, encode, prefill, handoff, first_token, stream = map(round, map(seconds.get, _STAGES, _ZEROS), _DIGITS)
         prompt, cached, completion = self.tokens
         return {
             "id": self.request_id,
@@ -132,12 +138,12 @@ class RequestRecord:
             "units": len(timelines),
             "attempts": sum(map(_ATTEMPTS, timelines)),
             "resumes": sum(map(_RESUMES, timelines)),
-            "t_queue": round(seconds.get(Stage.QUEUE, 0.0), 4),
-            **({"t_encode": round(seconds[Stage.ENCODE], 4)} if Stage.ENCODE in seconds else {}),  # few have encoders
-            "t_prefill": round(seconds.get(Stage.PREFILL, 0.0), 4),
-            "t_handoff": round(seconds.get(Stage.HANDOFF, 0.0), 4),
-            "t_first_token": round(seconds.get(Stage.FIRST_TOKEN, 0.0), 4),
-            "t_stream": round(seconds.get(Stage.STREAM, 0.0), 4),
+            "t_queue": queue,
+            **({"t_encode": encode} if Stage.ENCODE in seconds else {}),  # few have encoders
+            "t_prefill": prefill,
+            "t_handoff": handoff,
+            "t_first_token": first_token,
+            "t_stream": stream,
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(outcome.duration_seconds, 4),
             **(_prediction(first.prediction) if first.prediction is not None else {}),

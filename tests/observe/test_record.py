@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
+from proxy.observe.attempt_record import seconds_of
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
+    from proxy.observe.attempt_record import Marks
     from tests.clock import Clock
 
 
@@ -63,6 +69,18 @@ def test_a_stage_that_is_entered_again_goes_on_counting(record: RequestRecord, c
     timeline = record.timeline()
     walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
     assert timeline.seconds == {Stage.PREFILL: 3.0}
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.sampled_from(Stage), st.integers(0, 1000))),
+    st.dictionaries(st.sampled_from(Stage), st.integers(0, 1000)),
+)
+def test_what_was_spent_is_the_sum_of_all_stretches(steps: Marks, before: dict[Stage, float]) -> None:
+    spent = defaultdict(float, before)
+    for (stage, entered), (_, left) in pairwise(steps):
+        if stage is not None:
+            spent[stage] += left - entered
+    assert seconds_of(steps, before) == dict(spent)
 
 
 def test_a_new_attempt_starts_from_nothing(record: RequestRecord, clock: Clock) -> None:
