@@ -17,7 +17,7 @@ from proxy.sim.hardware.machines import MACHINES
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lab.replay.fleet import MakePolicy
     from lab.replay.trace import Request
@@ -98,25 +98,32 @@ def in_virtual_time(
     options: argparse.Namespace,
     progress: Progress,
 ) -> Replay:
-    """One run that has ended."""
+    """One run that has ended, as the command line says."""
+
+    def make() -> Replay:
+        return Replay(
+            fleet,
+            *policy,
+            seed=seed,
+            workers=options.workers,
+            gateways=options.gateways,
+            replicas=SHARED[options.share],
+            kv_events=options.kv_events,
+            max_running_prefill=options.max_running_prefill,
+            max_running_decode=options.max_running_decode,
+            tells_cached=not options.untold,
+            on_end=progress.step,
+        )
+
+    return replayed(make, requests)
+
+
+def replayed(make: Callable[[], Replay], requests: Sequence[Request]) -> Replay:
+    """One run that has ended, in virtual time. `make` is called on the loop that has this time."""
     made: list[Replay] = []
 
     async def course() -> None:
-        made.append(
-            Replay(
-                fleet,
-                *policy,
-                seed=seed,
-                workers=options.workers,
-                gateways=options.gateways,
-                replicas=SHARED[options.share],
-                kv_events=options.kv_events,
-                max_running_prefill=options.max_running_prefill,
-                max_running_decode=options.max_running_decode,
-                tells_cached=not options.untold,
-                on_end=progress.step,
-            )
-        )
+        made.append(make())
         await made[0].run(requests)
 
     virtual_time.run(course(), virtual_time.VirtualLoop())

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from lab.common import peers
 from lab.common.table import aligned
-from lab.replay import virtual_time
 from lab.replay.figures import Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import OURS, policies
 from lab.replay.sockets.course import over_sockets
 from lab.replay.sockets.programs import Program
-from lab.replay.sweep import SHARED, arrivals
+from lab.replay.sweep import SHARED, arrivals, replayed
 from lab.replay.trace import bursty, read
 from proxy.sim.hardware.machines import MACHINES
 
@@ -88,15 +87,11 @@ def _over_sockets(fleet: Fleet, way: _Way, requests: Sequence[Request]) -> tuple
 
 
 def _virtually(fleet: Fleet, way: _Way, requests: Sequence[Request], seed: int) -> Figures:
-    made: list[Replay] = []
+    def make() -> Replay:
+        both = policies(fleet, OURS)[OURS]
+        return Replay(fleet, *both, seed=seed, gateways=way.copies, replicas=SHARED[way.shares])
 
-    async def course() -> None:
-        prefill, decode = policies(fleet, OURS)[OURS]
-        made.append(Replay(fleet, prefill, decode, seed=seed, gateways=way.copies, replicas=SHARED[way.shares]))
-        await made[0].run(requests)
-
-    virtual_time.run(course(), virtual_time.VirtualLoop())
-    return figures(made[0], fleet, Slo())
+    return figures(replayed(make, requests), fleet, Slo())
 
 
 def _columns(each: Figures) -> Sequence[str]:
