@@ -158,10 +158,10 @@ class FastConnection(FirstProtocol):
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
 
-    def done(self, now: float, is_last: bool) -> None:
-        """The request under way has ended, and its answer was written. `is_last`: it said that no other is to come."""
+    def done(self, now: float) -> None:
+        """The request under way has ended, and its answer was written."""
         self._request = self.on_full = None
-        if self._closes or is_last:
+        if self._closes:
             self.transport.close()
         elif self._pending:
             data = b"".join(self._pending)

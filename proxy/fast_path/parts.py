@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.connectors.base import Connector
     from proxy.dialects.openai import OpenAi
     from proxy.errors import GatewayError
+    from proxy.fast_path.stream import Client
     from proxy.flow.gateway import Gateway
     from proxy.flow.lanes import Lane, Lanes
     from proxy.flow.suspects import Suspects
@@ -58,57 +59,48 @@ class FastParts:
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float] = time.monotonic
     """Seconds of the clock that request records have."""
-    closing: set[str] = field(default_factory=set, init=False)
-    """The requests under way whose answers have said that the connection ends with them."""
     _date: bytes = field(default=b"", init=False)
     _date_second: int = field(default=-1, init=False)
 
     def of(self, lane: Lane) -> FastParts:
         """The same in another lane."""
-        made = replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
-        made.closing = self.closing
-        return made
+        return replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
 
-    # What a request writes, as aiohttp would
+    # What a request writes to its client, as aiohttp would. An answer says that its connection ends with it once the
+    # listener is closing; one that had begun before may be followed by another request, which is told.
 
-    def stream_head(self, request_id: str) -> bytes:
+    def stream_head(self, request_id: str, client: Client) -> bytes:
         """The head of a streamed answer."""
         if int(self.clock()) != self._date_second:
             self._tick()
-        closing = self._announced(request_id) if self.listener.is_closing else b""
+        closing = _closing(client) if self.listener.is_closing else b""
         return _STREAM_HEAD % (request_id.encode(), self._date, closing)
 
-    def body_head(self, request_id: str, body_bytes: int) -> bytes:
+    def body_head(self, request_id: str, client: Client, body_bytes: int) -> bytes:
         """The head of an answer that is one JSON body."""
         if int(self.clock()) != self._date_second:
             self._tick()
-        closing = self._announced(request_id) if self.listener.is_closing else b""
+        closing = _closing(client) if self.listener.is_closing else b""
         return _BODY_HEAD % (body_bytes, self._date, request_id.encode(), closing)
 
-    def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str) -> bytes:
+    def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str, client: Client) -> bytes:
         """The whole answer in place of one that failed, which is counted as refused if it was."""
         if isinstance(error, NoBackendAvailable):
             self.lane.explain(error)
         replies.count_rejection(self.metrics, error)
         response = replies.error_response(error, dialect.error_body(error))
-        closes = bool(self.listener.is_closing and self._announced(request_id))
+        closes = bool(self.listener.is_closing and _closing(client))
         return replies.written(response, request_id, closes=closes)
 
     def unexpected(self, dialect: OpenAi, error: BaseException) -> GatewayError:
         """Log what nobody expected; the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
 
-    def is_to_close(self, request_id: str) -> bool:
-        """Whether its answer said that the connection ends with it. An answer that had begun before may be followed by
-        another request, which is told.
-        """
-        is_told = request_id in self.closing
-        self.closing.discard(request_id)
-        return is_told
-
-    def _announced(self, request_id: str) -> bytes:
-        self.closing.add(request_id)
-        return _CLOSE
-
     def _tick(self) -> None:
         self._date_second, self._date = int(self.clock()), formatdate(usegmt=True).encode()
+
+
+def _closing(client: Client) -> bytes:
+    """The header that says so, with which the connection is bound to end."""
+    client.end_after_answer()
+    return _CLOSE

@@ -336,7 +336,8 @@ class FastRequest(FastAttempt):
         if self._stream.is_committed:
             self._stream.break_off(error_event(error))
         else:
-            self._client.transport.write(self._parts.error_answer(self._dialect, error, self._record.request_id))
+            client, request_id = self._client, self._record.request_id
+            client.transport.write(self._parts.error_answer(self._dialect, error, request_id, client))
 
     def _end(self) -> None:
         if self.is_over:
@@ -349,7 +350,7 @@ class FastRequest(FastAttempt):
         parts.gateway.admission.buffers.give_back(self._held_bytes)
         if self._quota is not None:
             self._quota.__exit__(None, None, None)
-        self._client.done(parts.clock(), parts.is_to_close(record.request_id) if parts.closing else False)
+        self._client.done(parts.clock())
         # Each knows this request: they would be cycles of garbage, with the whole body.
         self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
         del self._stream
@@ -367,4 +368,5 @@ class FastRequest(FastAttempt):
     # Bytes
 
     def _write_body(self, body: bytes) -> None:
-        self._client.transport.write(self._parts.body_head(self._record.request_id, len(body)) + body)
+        client = self._client
+        client.transport.write(self._parts.body_head(self._record.request_id, client, len(body)) + body)

@@ -23,7 +23,10 @@ class Client(Protocol):
     async def drained(self) -> None:
         """Wait until the client has read enough."""
 
-    def done(self, now: float, is_last: bool) -> None:
+    def end_after_answer(self) -> None:
+        """Close it when the request under way has ended."""
+
+    def done(self, now: float) -> None:
         """The request under way has ended, and its answer was written."""
 
 
@@ -33,9 +36,9 @@ class FastStream:
     __slots__ = ("_connection", "_head", "_passed_over", "_request_id", "_write_timeout_seconds", "is_committed")
 
     def __init__(
-        self, connection: Client, head: Callable[[str], bytes], request_id: str, write_timeout_seconds: float
+        self, connection: Client, head: Callable[[str, Client], bytes], request_id: str, write_timeout_seconds: float
     ) -> None:
-        """`head`: makes the status line and headers, with the blank line, of the answer to this request."""
+        """`head`: makes status line and headers, with the blank line, of the answer to a request on a connection."""
         self.is_committed = False
         """The status and headers have gone out, so that an error can only be told inside the stream."""
         self._connection = connection
@@ -79,7 +82,7 @@ class FastStream:
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self.is_committed = True
-            transport.write(b"%b%x\r\n%b\r\n" % (self._head(self._request_id), len(data), data))
+            transport.write(b"%b%x\r\n%b\r\n" % (self._head(self._request_id, connection), len(data), data))
         return connection.is_paused
 
     async def attend(self) -> None:
@@ -95,7 +98,7 @@ class FastStream:
 
     def end(self, last: bytes) -> None:
         """Send the last bytes and the end mark: the client can tell that it is complete."""
-        head = b"" if self.is_committed else self._head(self._request_id)
+        head = b"" if self.is_committed else self._head(self._request_id, self._connection)
         self.is_committed = True
         self._connection.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(last), last))
 

@@ -35,6 +35,25 @@ async def test_an_answer_while_the_gateway_stops_accepting(roads: Roads, body: d
 
 
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+async def test_each_connection_that_is_told_to_end_does_also_if_their_requests_have_one_id(
+    roads: Roads, body: dict[str, Any]
+) -> None:
+    async def talk(clients: Clients) -> None:
+        gateway = clients.gateway
+        lines = [await clients.connect() for _ in range(2)]
+        gateway.prefillers[0].faults.add("slow_headers", seconds=0.05, times=2)
+        for number, line in enumerate(lines, 1):
+            line.send(raw(body, X_Request_Id="r-0"))
+            await gateway.prefillers[0].wait_until(lambda state, number=number: state.live == number)
+        gateway.worker.front.close_after_each_answer = True
+        for line in lines:
+            await line.answer()
+            await line.is_closed()
+
+    await roads.take(talk, is_fast=2, unordered=True, resume={"mode": "off"})
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
 @pytest.mark.parametrize(
     "sections",
     [
