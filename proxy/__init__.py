@@ -11,6 +11,7 @@ Load         what a request costs a backend, in whole tokens: `compute` (being w
 Scoreboard   load per backend across workers; each worker writes its own row
 PickRequest  what a backend is wanted for: its cost, which backends to avoid or prefer, what else is known
 Policy       given a request, the eligible backends and their loads, choose one
+Tracker      how a policy follows a request that it has sent to a backend
 Lease        one request's claim on one backend; leaving it gives the load back and reports how it went
 Health       what probes and the outcomes of requests say about a backend
 PairQuarantine prefillers and decoders between which hand-overs fail, kept apart

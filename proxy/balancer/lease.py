@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from proxy.balancer.choice import OTHER
-from proxy.balancer.scoreboard import CELLS_PER_SLOT, COMPUTE, KV, REQUESTS, RUNNING
 from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.choice import Pick
-    from proxy.balancer.pick import PickRequest, Policy, Prediction
+    from proxy.balancer.pick import PickRequest, Prediction, Tracker
     from proxy.balancer.pool import Pool
 
 
@@ -28,57 +27,52 @@ class Lease:
     One without an outcome, from `Pool.reserve`, charges a backend and reports nothing of it.
     """
 
-    __slots__ = (
-        *("backend", "_pool", "_request", "_has_outcome", "_is_entered", "_cells", "_first", "_trial", "_listener"),
-        *("_requests", "_running", "_compute", "_kv", "_holds_kv", "_has_served", "_reported"),
-        *("answer_tokens", "pick", "prediction", "_has_begun"),
-    )
-
     backend: Backend
     """The backend that was picked, once the lease is entered; before, AttributeError."""
     pick: Pick
     """The same, with why."""
-    prediction: Prediction | None
+    prediction: Prediction | None = None
     """What the policy thinks will come of it, once it is entered; None: nothing."""
-    answer_tokens: int | None
+    answer_tokens: int | None = None
     """Of an answer that is complete, to be set before the lease is left; None: not known."""
+
+    # As a lease begins. Most never change some of these, which so cost a request nothing.
+    _is_entered = False
+    _trial = 0
+    _tracker: Tracker | None = None  # hears of it until it has ended
+    _has_begun = False
+    _has_served = False
+    _holds_kv = True
+    _reported: UpstreamError | None = None
+    # What the backend is charged with, and so what is still to be given back.
+    _requests = 0
+    _running = 0
+    _compute = 0
+    _kv = 0
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self._pool = pool
         self._request = request
         self._has_outcome = has_outcome
-        self._is_entered = False
-        # The cells of this worker's row, and where those of the backend begin: they are written without a call, since
-        # every request does so half a dozen times.
-        self._cells = pool.row.cells
-        self._first = 0
-        self._trial = 0
-        self._listener: Policy | None = None  # who was told that this began, and not yet how it ended
-        # What the backend is charged with once entered, and so what is still to be given back.
-        self._requests = self._running = self._compute = self._kv = 0
-        self._holds_kv = True
-        self._has_served = False
-        self._reported: UpstreamError | None = None
-        self.answer_tokens = None
-        self.prediction = None
-        self._has_begun = False
 
     def __enter__(self) -> Self:
         """Pick and charge. Raises NoBackendAvailable."""
         if self._is_entered:
             raise RuntimeError("a lease is entered once; ask the pool for a new one")
         if self._has_outcome:
-            pick, trial = self._pool.take(self._request)
+            pick, self._trial = self._pool.take(self._request)
         else:
-            pick, trial = (self._pool.choose(self._request), OTHER), 0
-        self._charge(pick, trial)
+            pick = self._pool.choose(self._request), OTHER
+        self._charge(pick)
+        self._is_entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, pool = self.backend, self._pool
-        self._uncharge()
+        if self._requests:
+            self._uncharge()
         if pool.on_release is not None:
             pool.on_release()
         if not self._has_outcome:
@@ -94,8 +88,8 @@ class Lease:
         else:
             # The client left, or another part failed: that says nothing about this backend.
             pool.outcomes.abandon(backend, self._trial)
-        if self._listener is not None:
-            self._tell_end(served=error is None)
+        if self._tracker is not None:
+            self._end_tracking(served=error is None)
 
     def confirm(self) -> None:
         """The backend has sent the first of its answer, and so shown that it works: a trial has succeeded, though the
@@ -103,17 +97,17 @@ class Lease:
 
         A decoder's answer may take many minutes, for which it would get no other request.
         """
-        if self._listener is not None and not self._has_begun:
+        if self._tracker is not None and not self._has_begun:
             self._has_begun = True
-            self._listener.began(self.backend, self._request)
+            self._tracker.began()
         if self._trial and self._request.proves_generation:
             self._pool.outcomes.served(self.backend, self._trial)
             self._trial = 0
 
     def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
-        if self._listener is not None and prompt_tokens is not None:
-            self._listener.told(self.backend, self._request, prompt_tokens, cached_tokens)
+        if self._tracker is not None and prompt_tokens is not None:
+            self._tracker.told(prompt_tokens, cached_tokens)
 
     def free_compute(self) -> None:
         """The backend has done its work for this request: whatever fails now, it served. May be called again."""
@@ -124,26 +118,21 @@ class Lease:
             pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
         if self._running:
-            cells, first = self._cells, self._first
-            cells[first + RUNNING] -= self._running
-            cells[first + COMPUTE] -= self._compute
+            pool.row.add(self.backend.slot, 0, -self._running, -self._compute)
             self._running = self._compute = 0
         if pool.on_release is not None:
             pool.on_release()
-        if self._listener is not None:
-            self._tell_end(served=True)
+        if self._tracker is not None:
+            self._end_tracking(served=True)
 
     def free_kv(self) -> None:
         """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
         done its work, too. May be called again.
         """
-        cells, first = self._cells, self._first
-        if self._has_served and self._requests:
-            cells[first + REQUESTS] -= self._requests
-            self._requests = 0
-        if self._kv:
-            cells[first + KV] -= self._kv
-            self._kv = 0
+        requests = self._requests if self._has_served else 0
+        self._pool.row.add(self.backend.slot, -requests, 0, 0, -self._kv)
+        self._requests -= requests
+        self._kv = 0
         self._holds_kv = False
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
@@ -158,54 +147,44 @@ class Lease:
         self._report(old, because)
         request = self._request.elsewhere({*avoid, old})
         pick, trial = self._pool.take(request)
-        if self._listener is not None:
-            self._tell_end(served=False)
+        if self._tracker is not None:
+            self._end_tracking(served=False)
         self._uncharge()
         self._request = request
         self._has_begun = False
-        self._charge(pick, trial)
+        self._trial = trial
+        self._charge(pick)
         self._pool.released()
         return self.backend
 
-    def _charge(self, pick: Pick, trial: int) -> None:
+    def _charge(self, pick: Pick) -> None:
         """Begin on a backend. What the policy does comes first: should it fail, nothing has been charged."""
         pool, request, backend = self._pool, self._request, pick[0]
-        if pool.cost_of is not None:
-            load = pool.cost_of(backend, request)
+        if pool.track is not None and self._has_outcome and not self._has_served:
+            tracker = self._tracker = pool.track(backend, request)
+            self.prediction = tracker.prediction
+            compute, kv = tracker.load
+        elif pool.cost_of is not None:
+            compute, kv = pool.cost_of(backend, request)
         else:
-            load = request.decode if pool.is_decode else request.prefill
-        if pool.listener is not None and self._has_outcome and not self._has_served:
-            self.prediction = pool.listener.dispatched(backend, request)
-            self._listener = pool.listener
+            compute, kv = request.decode if pool.is_decode else request.prefill
         self.backend, self.pick = backend, pick
-        self._is_entered = True
-        self._trial = trial
-        cells = self._cells
-        first = self._first = CELLS_PER_SLOT * backend.slot
-        self._requests = 1
-        cells[first + REQUESTS] += 1
-        if not self._has_served:
-            self._running, self._compute = 1, load.compute
-            cells[first + RUNNING] += 1
-            cells[first + COMPUTE] += load.compute
-        if self._holds_kv:
-            self._kv = load.kv
-            cells[first + KV] += load.kv
+        running = 1
+        if self._has_served:
+            running = compute = 0
+        if not self._holds_kv:
+            kv = 0
+        pool.row.add(backend.slot, 1, running, compute, kv)
+        self._requests, self._running, self._compute, self._kv = 1, running, compute, kv
 
     def _uncharge(self) -> None:
-        cells, first = self._cells, self._first
-        cells[first + REQUESTS] -= self._requests
-        cells[first + RUNNING] -= self._running
-        cells[first + COMPUTE] -= self._compute
-        cells[first + KV] -= self._kv
+        self._pool.row.add(self.backend.slot, -self._requests, -self._running, -self._compute, -self._kv)
         self._requests = self._running = self._compute = self._kv = 0
 
-    def _tell_end(self, served: bool) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            if self.answer_tokens is not None and served:
-                listener.answered(self.backend, self._request, self.answer_tokens)
-            listener.ended(self.backend, self._request, served)
+    def _end_tracking(self, served: bool) -> None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.ended(served, self.answer_tokens)
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.

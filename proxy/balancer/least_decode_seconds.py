@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Load
 from proxy.balancer.choice import EQUAL, LEAST_SECONDS
 from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
+from proxy.balancer.pick import Tracker
 from proxy.balancer.policies import LeastTokens
 
 if TYPE_CHECKING:
@@ -53,8 +54,33 @@ class _Decoder:
     """Until when `spent` is told."""
     spent: list[float] = field(default_factory=lambda: [0.0] * len(SIZES))
     """Seconds in each bucket of streams."""
-    open: dict[int, tuple[list[float], int]] = field(default_factory=dict)
-    """Of the answers that are being written, by request: `spent` as they began, and tokens once they are told."""
+    writing: int = 0
+    """Answers, of this worker."""
+
+
+class _Answer(Tracker):
+    """One that is to be written."""
+
+    __slots__ = ("backend", "before", "request", "_decoder", "_policy")
+
+    def __init__(self, load: Load, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
+        self.load = load
+        self.backend = backend
+        self.request = request
+        self.before: Sequence[float] = ()
+        """What its decoder had `spent` as it began."""
+        self._policy = policy
+        self._decoder: _Decoder | None = None  # once it has begun
+
+    def began(self) -> None:
+        """See Tracker."""
+        decoder = self._decoder = self._policy.begin(self.backend)
+        self.before = decoder.spent.copy()
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """See Tracker."""
+        if self._decoder is not None:
+            self._policy.end(self, self._decoder, answer_tokens if served else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,36 +193,33 @@ class LeastDecodeSeconds(LeastTokens):
         mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
         return self.pace.token_seconds * (limit if number < _ENOUGH_LENGTHS else min(limit, mean))
 
-    def began(self, backend: Backend, request: PickRequest) -> None:
-        """It writes one more answer."""
-        decoder = self._decoders.get(backend.name)
+    def track(self, backend: Backend, request: PickRequest) -> _Answer:
+        """See Policy."""
+        return _Answer(self.cost_of(backend, request), self, backend, request)
+
+    def begin(self, backend: Backend) -> _Decoder:
+        """A decoder writes one more answer."""
         now = self.context.clock()
+        decoder = self._decoders.get(backend.name)
         if decoder is None:
             decoder = self._decoders[backend.name] = _Decoder(now)
         self._pass(backend, decoder, now)
-        decoder.open[id(request)] = decoder.spent.copy(), 0
+        decoder.writing += 1
+        return decoder
 
-    def answered(self, backend: Backend, request: PickRequest, tokens: int) -> None:
-        """The answer is complete."""
-        decoder = self._decoders.get(backend.name)
-        if decoder is not None and id(request) in decoder.open:
-            decoder.open[id(request)] = decoder.open[id(request)][0], tokens
-
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        """What is complete teaches."""
-        decoder = self._decoders.get(backend.name)
-        if decoder is None or id(request) not in decoder.open:
-            return
-        now = self.context.clock()
+    def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
+        """It writes one less. What is complete teaches; its tokens are None if it is not, or nobody knows them."""
+        now, backend = self.context.clock(), answer.backend
         self._pass(backend, decoder, now)
-        before, tokens = decoder.open.pop(id(request))
-        if served and tokens:
-            if request.subject is not None:
-                length = request.subject.output_tokens.bit_length()
+        decoder.writing -= 1
+        if tokens:
+            subject = answer.request.subject
+            if subject is not None:
+                length = subject.output_tokens.bit_length()
                 mean, number = self._lengths.get(length, (0.0, 0))
                 self._lengths[length] = mean + max(_LENGTH_STEP, 1 / (number + 1)) * (tokens - mean), number + 1
             if tokens >= _LEAST_TOKENS:
-                both = zip(before, decoder.spent, strict=True)
+                both = zip(answer.before, decoder.spent, strict=True)
                 spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]
                 self.pace.learn(backend.name, spent, tokens - 1, now)
         if now >= self._due:
@@ -209,15 +232,14 @@ class LeastDecodeSeconds(LeastTokens):
         decoder = self._decoders.get(backend.name)
         if decoder is None or not running:
             return 0.0
-        writing = len(decoder.open)
+        writing = decoder.writing
         if self.context.elsewhere is not None:
             writing += self.context.elsewhere(backend)
         return charged * min(writing, running) / running + self._held
 
     def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
         """It has written as many answers as it does, until now."""
-        if decoder.open:
-            streams = len(decoder.open)
+        if streams := decoder.writing:
             if self.context.elsewhere is not None:
                 streams += self.context.elsewhere(backend)
             decoder.spent[PLACES[streams] if streams < len(PLACES) else -1] += now - decoder.at
@@ -229,7 +251,7 @@ class LeastDecodeSeconds(LeastTokens):
         self._due = now + _LOOK_SECONDS
         self.pace.look(now)
         present = {candidate.backend.name for candidate in candidates}
-        for name in [name for name, known in self._decoders.items() if name not in present and not known.open]:
+        for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
             del self._decoders[name]
             self.pace.forget(name)
         self._candidates, self._bounds = candidates, self._bounds_of(candidates)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
 from proxy.backend import Load
+from proxy.balancer.asked import LEAST_TOKENS, Asked, ask
 from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Prediction
 from proxy.balancer.policies import LeastTokens
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefiller import Prefiller
-from proxy.balancer.prefillers import LEAST_TOKENS, Asked, Prefillers, ask
+from proxy.balancer.prefillers import Prefillers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.prefill_samples import Sent
 
     _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
     """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were
@@ -113,48 +115,29 @@ class LeastSeconds(LeastTokens):
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """The predicted seconds, in what they are in tokens."""
-        if request.subject is None:
-            return request.prefill
-        chosen = self._chosen
-        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            chosen = self._choice(backend, request)
-        return Load(round(chosen[4] / SECONDS_PER_LOAD), request.prefill.kv)
+        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv)
 
     def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
-        """What is known of a backend that was chosen by somebody else, and of the request."""
-        prefiller, asked = self._prefillers.of(backend), ask(request)
-        self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
-        return self._chosen
+        """What is known of the request, and of the backend, which somebody else may have chosen."""
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
+            prefiller, asked = self._prefillers.of(backend), ask(request)
+            chosen = self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
+        return chosen
 
     # What becomes of it
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> Prediction | None:
+    def track(self, backend: Backend, request: PickRequest) -> Sent:
         """What is under way counts as cached, or a burst with one prompt would scatter."""
-        chosen = self._chosen
-        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            chosen = self._choice(backend, request)
-        _, prefiller, asked, hit, seconds = chosen
+        _, prefiller, asked, hit, seconds = self._choice(backend, request)
         self._chosen = None
-        now = self.context.clock()
-        wait = prefiller.send(id(request), asked.keys, asked.ends, asked.tokens, hit, seconds, now)
+        load = Load(round(seconds / SECONDS_PER_LOAD), request.prefill.kv)
+        sent = prefiller.send(asked, hit, seconds, load, self.context.clock())
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
-        cached = prefiller.cached.found(asked.ends, hit, asked.tokens) if hit else 0.0
+        cached = sent.cached
         expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
-        return Prediction(wait + expected, int(cached))
-
-    def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """What the backend says of the prompt."""
-        if cached_tokens is not None:
-            self._prefillers.by_key[backend.key].tell(id(request), prompt_tokens, cached_tokens)
-
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        """An answer teaches how long prompts take and what is cached."""
-        prefiller = self._prefillers.by_key[backend.key]
-        if self.context.journal is not None:
-            self._prefillers.listen()  # since when it has computed this one, another worker may know
-        sample = prefiller.end(id(request), served, self.context.clock())
-        if sample is not None:
-            self._prefillers.learn(prefiller, sample)
+        sent.prediction = Prediction(sent.wait + expected, int(cached))
+        return sent
 
     def reason(self, noted: _Noted, backend: Backend) -> str:
         """See Policy."""

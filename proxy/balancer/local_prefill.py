@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.asked import ask
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefill_cost import PrefillCost
 from proxy.balancer.prefill_records import Kind, kind_and_slot, unpacked
-from proxy.balancer.prefillers import ask
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ class PolicyContext:
     """Requests that a backend works on for other workers; None: there are none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Prediction:
     """What a policy thought would come of a choice."""
 
@@ -193,6 +193,34 @@ class Prediction:
     """Until the backend has done its work."""
     cached_tokens: int
     """Of the prompt, that it would find in its cache."""
+
+
+class Tracker:
+    """How a policy follows a request that it has sent to a backend: the lease tells it what becomes of the request, in
+    this order. What a policy does not want to hear it does not override.
+    """
+
+    __slots__ = ("load",)
+
+    prediction: Prediction | None = None
+    """What will come of it; None: nothing is predicted."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        """What the backend is charged with until it is given back."""
+
+    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that."""
+
+    def began(self) -> None:
+        """A decoder has sent the first of the answer."""
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
+        `answer_tokens`: of a decoder's answer that is complete, if they are known.
+
+        Comes once, in the moment in which it is known: of a prefiller when it has answered.
+        """
 
 
 class Policy(ABC):
@@ -220,39 +248,20 @@ class Policy(ABC):
         """One of the candidates, which come in slot order, and never none.
 
         It may be asked a second time for one pick, without those that have no room, and for picks that come to nothing:
-        what is remembered of a request is for `dispatched` to remember.
+        what is remembered of a request is for `track` to remember.
         """
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """What the request costs this backend, which was chosen. It is charged until it is given back."""
+        """What the request costs this backend. It is charged until it is given back, where nothing is tracked."""
         return request.load(backend.role)
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> Prediction | None:
-        """A lease begins: the backend is about to get the request. What will come of it; None: nothing is predicted."""
-        return None
+    def track(self, backend: Backend, request: PickRequest) -> Tracker:
+        """A lease begins: the backend is about to get the request. Returns what hears of it from now on."""
+        return Tracker(self.cost_of(backend, request))
 
     def most_running(self, backend: Backend) -> int | None:
         """How many requests a backend had better have at most, by what was learned; None: any number."""
         return None
-
-    def told(  # noqa: B027 - nor need this
-        self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None
-    ) -> None:
-        """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that.
-        Comes before `ended`, if it comes.
-        """
-
-    def began(self, backend: Backend, request: PickRequest) -> None:  # noqa: B027 - nor need this
-        """A decoder has sent the first of the answer."""
-
-    def answered(self, backend: Backend, request: PickRequest, tokens: int) -> None:  # noqa: B027 - nor need this
-        """A decoder's answer was complete, and had so many tokens. Comes before `ended`, if it comes."""
-
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:  # noqa: B027 - nor need this
-        """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
-
-        Comes once for each `dispatched`, in the moment in which it is known: of a prefiller when it has answered.
-        """
 
     def emptied(self, backend: Backend) -> None:  # noqa: B027 - nor need this
         """Its caches are empty: it does not take connections, has started anew, or has left. May come many times."""

@@ -134,10 +134,9 @@ class Pool:
         self._chooser.use(policy)
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
         """For leases: what a request costs the backend that was chosen; None: the same on all."""
+        self.track = policy.track if _overrides(policy, "track") else None
+        """For leases: what follows them for the policy; None: it does not want to hear of them."""
         self._looks_for_restarts = _overrides(policy, "emptied")
-        hears = any(_overrides(policy, name) for name in ("dispatched", "told", "began", "answered", "ended"))
-        self.listener = policy if hears else None
-        """For leases: the policy, if it wants to hear of them."""
 
     # Choosing
 

@@ -5,31 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from proxy.balancer.pick import Tracker
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from proxy.backend import Load
+    from proxy.balancer.asked import Asked
+    from proxy.balancer.pick import Prediction
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """A prompt under way. `keys`, `ends`, `known` and `odometer` are what CachedPrefixes wants to know of it again."""
+class Sent(Tracker):
+    """A prompt under way. `known` and `odometer` are what CachedPrefixes wants to know of it again."""
 
+    on_end: Callable[[Sent, bool], None]
+    """Called when it has been computed, or will not be."""
+    load: Load
+    asked: Asked
     at: float
     seconds: float
     """Predicted."""
-    charge: int
-    tokens: float
     cached: float
-    """Of the tokens, those that are expected to be cached."""
-    keys: Sequence[int]
-    ends: Sequence[float]
+    """Of the prompt's tokens, those that are expected to be cached."""
     known: Sequence[float | None]
     odometer: float
     ahead: int
     """Prompts that were there before it."""
     wait: float
     """Predicted, for these."""
-    told: tuple[int, int] | None = None
+    prediction: Prediction | None = None
+    answer: tuple[int, int] | None = None
     """Tokens of the prompt, and those of them that were cached, as the backend told."""
+
+    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """See Tracker."""
+        if cached_tokens is not None:
+            self.answer = prompt_tokens, cached_tokens
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        self.on_end(self, served)
 
 
 class Sample(NamedTuple):

@@ -14,9 +14,10 @@ from proxy.balancer.prefill_samples import Sample, Sent, Step
 from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.backend import Backend
+    from proxy.backend import Backend, Load
+    from proxy.balancer.asked import Asked
     from proxy.balancer.journal import Seat
 
 # So many prompts that could have been computed together and were not show that the backend works on one at a time; that
@@ -38,6 +39,8 @@ class Prefiller:
     """`version` moves with what is cached and how fast it is."""
 
     backend: Backend
+    on_end: Callable[[Sent, bool], None] = field(init=False)
+    """Called when what was sent there has been computed, or will not be."""
     cached: CachedPrefixes = field(default_factory=CachedPrefixes)
     slowness: float = 1.0
     journal: Seat | None = None
@@ -56,7 +59,7 @@ class Prefiller:
     """Prompts of this worker that will be computed after those that are being computed now."""
     behind_seconds: float = 0.0
     """Predicted of these, each by itself."""
-    _sent: dict[int, Sent] = field(default_factory=dict)  # by request, the oldest first
+    _sent: dict[Sent, None] = field(default_factory=dict)  # the oldest first
     _began: float = 0.0  # of what is being computed: since when, how long it takes, and what that is in charges
     _step_seconds: float = 0.0
     _step_charged: float = 0.0
@@ -87,9 +90,7 @@ class Prefiller:
         return len(self._sent) + len(self._others)
 
     def wait(self, now: float) -> float:
-        """Seconds until it begins with what is sent to it now, by what is known to be under way."""
-        if not self._sent and not self._others:
-            return 0.0
+        """Seconds until it begins with what is sent to it now, by what is known to be under way: something is."""
         load = self.charge * SECONDS_PER_LOAD
         if self._others:
             load += sum([seconds for _, seconds, _ in self._others])
@@ -101,70 +102,58 @@ class Prefiller:
         """This worker has sent something that is under way."""
         return bool(self._sent)
 
-    def send(
-        self,
-        request: int,
-        keys: Sequence[int],
-        ends: Sequence[float],
-        tokens: int,
-        hit: int,
-        seconds: float,
-        now: float,
-    ) -> float:
-        """A prompt of so many tokens goes there, of whose pieces, which end at `ends`, so many are probably cached. It
-        takes so long by prediction; and what it waits. What is under way counts as cached, or a burst would scatter.
+    def send(self, asked: Asked, hit: int, seconds: float, load: Load, now: float) -> Sent:
+        """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
+        the backend is charged. What is under way counts as cached, or a burst would scatter.
         """
-        wait = self.wait(now)
-        prefixes = self.cached
-        cached = prefixes.found(ends, hit, tokens) if hit else 0.0
+        prefixes, before = self.cached, self._sent
+        ahead = len(before) + len(self._others)
+        wait = self.wait(now) if ahead else 0.0
+        cached = prefixes.found(asked.ends, hit, asked.tokens) if hit else 0.0
+        computed = asked.tokens - cached
         odometer = prefixes.odometer
         known: Sequence[float | None] = ()
-        if keys:
-            known = prefixes.use(keys, ends, tokens - cached)
+        if asked.keys:
+            known = prefixes.use(asked.keys, asked.ends, computed)
         else:
-            prefixes.odometer += tokens
+            prefixes.odometer += computed
         if self.journal is not None:
-            self._write(Kind.SENT, keys, ends, now, seconds, tokens - cached)
-        charge = round(seconds / SECONDS_PER_LOAD)
-        ahead = len(self._sent) + len(self._others)
+            self._write(Kind.SENT, asked.keys, asked.ends, now, seconds, computed)
         self.version += 1
-        self.charge += charge
-        self.computing += tokens - cached
-        self._sent[request] = Sent(now, seconds, charge, tokens, cached, keys, ends, known, odometer, ahead, wait)
-        if len(self._sent) == 1:
-            self._began, self._step_seconds, self._step_charged = now, seconds, seconds
-        else:
+        self.charge += load.compute
+        self.computing += computed
+        if before:
             self.behind += 1
             self.behind_seconds += seconds
-        return wait
+        else:
+            self._began, self._step_seconds, self._step_charged = now, seconds, seconds
+        sent = Sent(self.on_end, load, asked, now, seconds, cached, known, odometer, ahead, wait)
+        before[sent] = None
+        return sent
 
-    def tell(self, request: int, prompt_tokens: int, cached_tokens: int) -> None:
-        """How long its prompt was, and what of it was cached."""
-        if (sent := self._sent.get(request)) is not None:
-            sent.told = prompt_tokens, cached_tokens
-
-    def end(self, request: int, served: bool, now: float) -> Sample | None:
+    def end(self, sent: Sent, served: bool, now: float) -> Sample | None:
         """It has been computed, or will not be; None: that teaches nothing of the time it takes."""
-        sent = self._sent.pop(request, None)
-        if sent is None:
-            return None
+        asked, cached = sent.asked, sent.cached
+        del self._sent[sent]
         self.version += 1
-        self.charge -= sent.charge
-        self.computing = self.computing - (sent.tokens - sent.cached) if self._sent else 0.0
+        self.charge -= sent.load.compute
         if self._sent:
+            self.computing -= asked.tokens - cached
             self._begin(now if served else self._began)
+        else:
+            self.computing = 0.0
         prefixes, dropped = self.cached, list[int]()
         further, sample = 0.0, None
         if served:
-            tokens, cached = sent.tokens, sent.cached
-            if sent.told is not None:
-                told_tokens, told_cached = sent.told
-                if sent.keys:
+            tokens: float = asked.tokens
+            if sent.answer is not None:
+                told_tokens, told_cached = sent.answer
+                if asked.keys:
                     prefixes.tell(told_cached)
                     there = tokens * told_cached / max(1, told_tokens)
                     further = cached - there
                     prefixes.odometer += further
-                    prefixes.learn(sent.known, sent.odometer, sent.ends, cached, there)
+                    prefixes.learn(sent.known, sent.odometer, asked.ends, cached, there)
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
@@ -178,7 +167,7 @@ class Prefiller:
                 if self._alone == _ENOUGH_ALONE:
                     self._alone = 0
         else:  # of a failure there is nothing in the cache
-            dropped = [key for key, reading in zip(sent.keys, sent.known, strict=True) if reading is None]
+            dropped = [key for key, reading in zip(asked.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
             self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, prefixes.capacity, *(sample or ()))
@@ -202,7 +191,7 @@ class Prefiller:
         at, seconds, charged = now, 0.0, 0.0
         if self._sent:
             at, seconds, charged = self._began, self._step_seconds, self._step_charged
-        if others and (not self._sent or others[0][0] < next(iter(self._sent.values())).at):
+        if others and (not self._sent or others[0][0] < next(iter(self._sent)).at):
             at, charged, _ = others[0]
             seconds = charged
         left = _left(seconds, now - max(at, self._answered_at))
@@ -212,7 +201,7 @@ class Prefiller:
 
     def _lane_left(self, now: float) -> float:
         """The same, where several are computed side by side."""
-        under_way = [(sent.at, sent.seconds) for sent in self._sent.values()]
+        under_way = [(sent.at, sent.seconds) for sent in self._sent]
         if self._others:
             under_way = sorted([*under_way, *[(at, seconds) for at, seconds, _ in self._others]])
         lanes = self.concurrency.lanes
@@ -226,7 +215,7 @@ class Prefiller:
         works on one at a time.
         """
         count, step, total = 0, 0.0, 0.0
-        for sent in self._sent.values():
+        for sent in self._sent:
             total += sent.seconds
             if not count or (self.shared_seconds and sent.at <= now):
                 count += 1
@@ -270,8 +259,8 @@ class Prefiller:
         if self.cached.follow(count, computing):
             self.version += 1
             self.cached.clear()
-            for sent in self._sent.values():  # what is under way comes after that
-                self.cached.use(sent.keys, sent.ends, 0.0)
+            for sent in self._sent:  # what is under way comes after that
+                self.cached.use(sent.asked.keys, sent.asked.ends, 0.0)
         elif abs(self.cached.capacity - before) > _NOTICED * before:
             self.version += 1
 

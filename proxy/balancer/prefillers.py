@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.concurrency import LEAST_WAIT_SECONDS, Concurrency
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-    from proxy.balancer.prefill_samples import Sample
+    from proxy.balancer.asked import Asked
+    from proxy.balancer.pick import Candidate, PolicyContext
+    from proxy.balancer.prefill_samples import Sample, Sent
 
-# Shorter prompts are not looked up: to compute them anew takes hardly longer.
-LEAST_TOKENS: Final = 256
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
 # What has spent so much of its time behind no other has taken so long, whatever was there besides.
@@ -29,30 +28,6 @@ _LESSON_SECONDS: Final = 0.05
 _TAUGHT: Final = 16
 _UNTAUGHT: Final = 8
 _LONG_SECONDS: Final = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """A request that is chosen for, or waits to be, and what it takes each backend."""
-
-    request: PickRequest
-    keys: Sequence[int]
-    ends: Sequence[float]
-    """Tokens up to the end of each piece."""
-    tokens: int
-    """Of the prompt."""
-    there: dict[Prefiller, tuple[int, int, float]] = field(default_factory=dict)
-    """The version of what is known of a backend, the pieces that are cached there, and seconds."""
-
-
-def ask(request: PickRequest) -> Asked:
-    """What is to be known of a request."""
-    subject = request.subject
-    tokens = 0 if subject is None else subject.prompt_tokens
-    if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
-        return Asked(request, (), (), tokens)
-    per_byte = tokens / prefix.sizes[-1]
-    return Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)
 
 
 class Prefillers:
@@ -108,9 +83,19 @@ class Prefillers:
         known = self.by_key.get(backend.key)
         if known is None:
             journal = self._journal
-            known = Prefiller(backend, journal=journal if journal is not None and journal.is_heard else None)
+            heard = journal if journal is not None and journal.is_heard else None
+            known = Prefiller(backend, journal=heard)
+            known.on_end = partial(self._ended, known)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known
         return known
+
+    def _ended(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        if self._journal is not None:
+            self.listen()  # since when it has computed this one, another worker may know
+        sample = prefiller.end(sent, served, self._clock())
+        if sample is not None:
+            self.learn(prefiller, sample)
 
     def learn(self, prefiller: Prefiller, sample: Sample) -> None:
         """How long a prompt has taken it."""

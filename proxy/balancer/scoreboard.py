@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
@@ -27,6 +28,7 @@ REQUESTS: Final = 0
 RUNNING: Final = 1
 COMPUTE: Final = 2
 KV: Final = 3
+_CHARGES: Final = Struct("4q")  # these
 _PINNED_COUNT: Final = 4
 _PINNED_TOKENS: Final = 5
 _PINNED_SINCE: Final = 6
@@ -65,30 +67,22 @@ class Handovers:
 class Row:
     """The part of the scoreboard that one worker or guest writes."""
 
-    __slots__ = ("cells", "_lanes")
+    __slots__ = ("_cells", "_lanes")
 
     def __init__(self, cells: memoryview[int], lanes: memoryview[int]) -> None:
-        self.cells = cells
-        """`CELLS_PER_SLOT` for each slot; leases write theirs without a call."""
+        self._cells = cells
         self._lanes = lanes
 
-    def add(self, slot: int, *, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
+    def add(self, slot: int, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot; negative numbers give back."""
-        cells = self.cells
-        first = CELLS_PER_SLOT * slot
-        if requests:
-            cells[first + REQUESTS] += requests
-        if running:
-            cells[first + RUNNING] += running
-        if compute:
-            cells[first + COMPUTE] += compute
-        if kv:
-            cells[first + KV] += kv
+        cells, place = self._cells, _SLOT_BYTES * slot
+        before = _CHARGES.unpack_from(cells, place)
+        _CHARGES.pack_into(cells, place, before[0] + requests, before[1] + running, before[2] + compute, before[3] + kv)
 
     def charge(self, slot: int, running: int, compute: int, kv: int) -> None:
         """Replace what this row has. Only for guests, whose requests are not known one by one."""
         first = CELLS_PER_SLOT * slot
-        cells = self.cells
+        cells = self._cells
         cells[first + RUNNING], cells[first + COMPUTE], cells[first + KV] = running, compute, kv
 
     def hand_over(self, prefiller: int, decoder: int, tokens: int) -> None:
@@ -100,11 +94,11 @@ class Row:
 
     def count_pinned(self, slot: int) -> None:
         """Count one more KV cache that is left behind, which is never taken back."""
-        self.cells[CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
+        self._cells[CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
         """Replace what this worker knows to be pinned. It is no load, so nothing waits for it to go."""
-        cells = self.cells
+        cells = self._cells
         first = CELLS_PER_SLOT * slot
         cells[first + _PINNED_COUNT] = pinned.count
         cells[first + _PINNED_TOKENS] = pinned.tokens
@@ -155,7 +149,7 @@ class Scoreboard:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
         if self.rows == 1:
             return None
-        running, cells = self.running, row.cells
+        running, cells = self.running, row._cells
         return lambda backend: running(backend.slot) - cells[CELLS_PER_SLOT * backend.slot + RUNNING]
 
     def requests(self, slot: int) -> int:

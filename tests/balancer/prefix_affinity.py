@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.backend import Load
-from proxy.balancer.pick import Policy
+from proxy.balancer.pick import Policy, Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,8 @@ class PrefixAffinity(Policy):
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._has: dict[Backend, set[int]] = {}
-        self._added: dict[tuple[int, Backend], set[int]] = {}
+        self.under_way = 0
+        """Requests that began and have not ended."""
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """By what has to be computed until the prompt has been; among equals the one that has the least to forget."""
@@ -44,24 +45,31 @@ class PrefixAffinity(Policy):
         cached = request.prompt_tokens * size // prefix.sizes[-1] if size else 0
         return Load(compute=load.compute - cached, kv=load.kv)
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+    def track(self, backend: Backend, request: PickRequest) -> Tracker:
         """What is under way counts as well, or a burst with one prompt would scatter."""
+        load = self.cost_of(backend, request)
         has = self._has.setdefault(backend, set())
         added = set(request.prefix_keys.keys) - has
         has |= added
-        self._added[id(request), backend] = added
-
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        """What was not prefilled is not there."""
-        added = self._added.pop((id(request), backend))
-        if not served:
-            self._has[backend] -= added
+        self.under_way += 1
+        return _Sent(load, self, has, added)
 
     def keys_of(self, backend: Backend) -> set[int]:
         """What it thinks a prefiller has."""
         return self._has.get(backend, set())
 
-    @property
-    def under_way(self) -> int:
-        """Requests that began and have not ended."""
-        return len(self._added)
+
+class _Sent(Tracker):
+    """A prompt under way."""
+
+    def __init__(self, load: Load, policy: PrefixAffinity, has: set[int], added: set[int]) -> None:
+        super().__init__(load)
+        self._policy = policy
+        self._has = has
+        self._added = added
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """What was not prefilled is not there."""
+        self._policy.under_way -= 1
+        if not served:
+            self._has -= self._added

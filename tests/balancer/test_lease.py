@@ -11,7 +11,6 @@ import pytest
 from proxy.backend import Backend, Load
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies import LeastTokens
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
@@ -353,35 +352,3 @@ def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decid
     balancer.health.on_probe(three, True, "200")
     with balancer.decoders.lease(PickRequest.of(COST, avoid=[three], proves_generation=False)) as lease:
         assert lease.move((), failed(two)) == three
-
-
-class Listening(LeastTokens):
-    """Notes what it is told of prompts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[tuple[str, object]] = []
-
-    def told(self, backend: Backend, request: PickRequest, prompt_tokens: int, cached_tokens: int | None) -> None:
-        self.heard.append(("told", (prompt_tokens, cached_tokens)))
-
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        self.heard.append(("ended", served))
-
-
-def test_a_policy_hears_what_was_cached_before_it_hears_of_the_end(balancer: Balancer) -> None:
-    policy = Listening()
-    balancer.prefillers.use(policy)
-    with balancer.prefillers.lease(PickRequest.of(Load(1, 1))) as lease:
-        lease.tell(100, 64)
-        lease.free_compute()
-        lease.tell(100, 64)
-    assert policy.heard == [("told", (100, 64)), ("ended", True)]
-
-
-def test_a_policy_does_not_hear_of_prompts_of_which_nothing_is_told(balancer: Balancer) -> None:
-    policy = Listening()
-    balancer.prefillers.use(policy)
-    with balancer.prefillers.lease(PickRequest.of(Load(1, 1))) as lease:
-        lease.tell(None, None)
-    assert policy.heard == [("ended", True)]

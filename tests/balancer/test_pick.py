@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.balancer.pick import PickRequest, Policy
+from proxy.balancer.pick import PickRequest, Policy, Tracker
 from proxy.errors import Failure, UpstreamError
 from proxy.settings import Cost
 from proxy.wire.openai import Api
@@ -41,11 +41,28 @@ class Listening(Policy):
         load = request.load(backend.role)
         return Load(compute=10 * load.compute, kv=load.kv) if backend.port == 1 else load
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:
-        self.heard.append(("dispatched", backend.name))
+    def track(self, backend: Backend, request: PickRequest) -> Tracker:
+        load = self.cost_of(backend, request)
+        self.heard.append(("tracked", backend.name))
+        return Hearing(load, self.heard, backend)
 
-    def ended(self, backend: Backend, request: PickRequest, served: bool) -> None:
-        self.heard.append(("ended", backend.name, served))
+
+class Hearing(Tracker):
+    """Writes down what it is told."""
+
+    def __init__(self, load: Load, heard: list[tuple[object, ...]], backend: Backend) -> None:
+        super().__init__(load)
+        self.heard = heard
+        self.backend = backend
+
+    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        self.heard.append(("told", self.backend.name, prompt_tokens, cached_tokens))
+
+    def began(self) -> None:
+        self.heard.append(("began", self.backend.name))
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        self.heard.append(("ended", self.backend.name, served, answer_tokens))
 
 
 @pytest.fixture
@@ -191,31 +208,41 @@ def test_a_policy_hears_of_each_lease_how_it_ended(
 ) -> None:
     try:
         with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
-            assert listening.heard == [("dispatched", "p:2")]
+            assert listening.heard == [("tracked", "p:2")]
             leave(error)(lease.backend)
     except (UpstreamError, KeyboardInterrupt):
         assert error is not None
-    assert listening.heard == [("dispatched", "p:2"), ("ended", "p:2", served)]
+    assert listening.heard == [("tracked", "p:2"), ("ended", "p:2", served, None)]
 
 
 def test_a_policy_hears_at_once_that_a_prefiller_has_answered(balancer: Balancer, listening: Listening) -> None:
     lease = balancer.prefillers.lease(PickRequest.of(NOTHING))
     lease.__enter__()
     lease.free_compute()
-    assert listening.heard[1:] == [("ended", "p:2", True)]
+    assert listening.heard[1:] == [("ended", "p:2", True, None)]
     lease.free_compute()
     lease.__exit__(UpstreamError, failed(lease.backend), None)
     assert listening.heard[2:] == []
+
+
+def test_a_policy_hears_what_a_backend_tells_and_of_its_answer(balancer: Balancer, listening: Listening) -> None:
+    with balancer.decoders.lease(PickRequest.of(NOTHING)) as lease:
+        lease.tell(None, 7)
+        lease.tell(12, 7)
+        lease.confirm()
+        lease.confirm()
+        lease.answer_tokens = 5
+    assert listening.heard[1:] == [("told", "d:2", 12, 7), ("began", "d:2"), ("ended", "d:2", True, 5)]
 
 
 def test_a_policy_hears_of_a_move_as_of_two_leases(balancer: Balancer, listening: Listening) -> None:
     with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
         lease.move((), failed(lease.backend))
     assert listening.heard == [
-        ("dispatched", "p:2"),
-        ("ended", "p:2", False),
-        ("dispatched", "p:1"),
-        ("ended", "p:1", True),
+        ("tracked", "p:2"),
+        ("ended", "p:2", False, None),
+        ("tracked", "p:1"),
+        ("ended", "p:1", True, None),
     ]
 
 
@@ -225,11 +252,11 @@ def test_who_heard_the_beginning_hears_the_end_though_another_policy_chooses_by_
     with balancer.prefillers.lease(PickRequest.of(NOTHING)):
         other = Listening()
         balancer.prefillers.use(other)
-    assert listening.heard == [("dispatched", "p:2"), ("ended", "p:2", True)]
+    assert listening.heard == [("tracked", "p:2"), ("ended", "p:2", True, None)]
     assert other.heard == []
 
 
-@pytest.mark.parametrize("method", ["choose", "cost_of", "dispatched"])
+@pytest.mark.parametrize("method", ["choose", "cost_of", "track"])
 def test_a_policy_that_fails_leaves_nothing_charged(
     balancer: Balancer, listening: Listening, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

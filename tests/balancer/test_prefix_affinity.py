@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from proxy.balancer.pick import Tracker
 from proxy.settings import POLICIES
 from proxy.wire.openai import Api
 from proxy.wire.prefix import Prompt
@@ -139,8 +140,12 @@ async def test_what_a_client_says_of_its_request_reaches_the_policy(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PickRequest] = []
-    monkeypatch.setattr(PrefixAffinity, "dispatched", lambda self, backend, request: seen.append(request))
-    monkeypatch.setattr(PrefixAffinity, "ended", lambda self, backend, request, served: None)
+
+    def track(policy: PrefixAffinity, backend: Backend, request: PickRequest) -> Tracker:
+        seen.append(request)
+        return Tracker(policy.cost_of(backend, request))
+
+    monkeypatch.setattr(PrefixAffinity, "track", track)
     gateway = await deploy(**CHOOSING)
     await gateway.ask(turn(LONG, prompt_cache_key="a conversation"), x_ttft_deadline_ms="1500")
     (wanted,) = seen

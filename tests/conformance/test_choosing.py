@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.balancer.least_decode_seconds import LeastDecodeSeconds
+from proxy.balancer.pick import Tracker
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 from tests.asking import until
@@ -60,17 +61,17 @@ async def test_the_policy_of_decoders_hears_when_answers_begin_and_how_long_they
 ) -> None:
     heard: list[object] = []
 
-    def began(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
-        heard.append("began")
-        tell_began(policy, backend, request)
+    def track(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> Tracker:
+        return Hearing(policy.cost_of(backend, request))
 
-    def answered(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest, tokens: int) -> None:
-        heard.append(tokens)
-        tell_answered(policy, backend, request, tokens)
+    class Hearing(Tracker):
+        def began(self) -> None:
+            heard.append("began")
 
-    tell_began, tell_answered = LeastDecodeSeconds.began, LeastDecodeSeconds.answered
-    monkeypatch.setattr(LeastDecodeSeconds, "began", began)
-    monkeypatch.setattr(LeastDecodeSeconds, "answered", answered)
+        def ended(self, served: bool, answer_tokens: int | None) -> None:
+            heard.append(answer_tokens)
+
+    monkeypatch.setattr(LeastDecodeSeconds, "track", track)
     gateway = await deploy(1, 1, connector=connector)
     for _ in range(2):
         assert (await gateway.ask(turn(1, 1, stream=stream))).is_done

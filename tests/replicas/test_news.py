@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.api_keys import KeyUsage
-from proxy.backend import Backend, Role
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.asked import Asked
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.fronts import Fronts
 from proxy.balancer.health_board import HealthBoard
 from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
-from proxy.balancer.pick import PolicyContext
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
 from proxy.balancer.prefiller import write_count
 from proxy.balancer.roster import Roster
@@ -27,6 +29,9 @@ from proxy.replicas.told import News, decode_news, encode_news
 from tests.clock import Clock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.balancer.prefill_samples import Sent
     from proxy.balancer.prefiller import Prefiller
 
 _KEYS = [2**64 - 1, 7, 8]
@@ -75,6 +80,14 @@ class Gateway:
         )
 
 
+def send(
+    prefiller: Prefiller, keys: Sequence[int], ends: Sequence[float], tokens: int, seconds: float, now: float
+) -> Sent:
+    """A prompt of which nothing is cached yet."""
+    load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
+    return prefiller.send(Asked(PickRequest.of(load), keys, ends, tokens), 0, seconds, load, now)
+
+
 @pytest.fixture
 def pair() -> tuple[Gateway, Gateway]:
     """Their hosts' clocks differ, and their instances have other slots."""
@@ -87,7 +100,7 @@ def test_what_was_sent_to_a_prefiller_is_cached_there_for_the_others_too(pair: t
     one, two = pair
     two.prefiller(1)
     two.prefiller(2)
-    one.prefiller(1).send(1, _KEYS, _ENDS, 1600, 0, 1.6, one.clock())
+    sent = send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
     news = one.news()
     assert news is not None
     two.hear(news)
@@ -96,7 +109,7 @@ def test_what_was_sent_to_a_prefiller_is_cached_there_for_the_others_too(pair: t
     two.clock.now += 1.0
     assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by its own clock
 
-    one.prefiller(1).end(1, served=False, now=one.clock())
+    one.prefiller(1).end(sent, served=False, now=one.clock())
     news = one.news()
     assert news is not None
     two.hear(news)
@@ -138,7 +151,7 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
     def told(prompts: int) -> tuple[int, int]:
         for _ in range(prompts):
             keys = [rng.getrandbits(64) for _ in range(100)]
-            prefiller.send(rng.getrandbits(64), keys, [512.0 * (place + 1) for place in range(100)], 51_200, 0, 1.0, 0)
+            send(prefiller, keys, [512.0 * (place + 1) for place in range(100)], 51_200, 1.0, 0)
         news = one.news()
         assert news is not None
         (records,) = news.prompts.values()
@@ -152,8 +165,8 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
     one.clock.now += 3600
     assert told(10) == (10, 10)
 
-    for number in range(5000):  # that have no names take nothing of it
-        prefiller.send(number, (), (), 100, 0, 1.0, 0)
+    for _ in range(5000):  # that have no names take nothing of it
+        send(prefiller, (), (), 100, 1.0, 0)
     assert told(10) == (5010, 10)
 
 
@@ -177,7 +190,7 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
     with pytest.raises(InvalidRecord):
         translated(unpacked(data), 1, 2.0)
     one, two = pair
-    one.prefiller(1).send(1, _KEYS, _ENDS, 1600, 0, 1.6, one.clock())
+    send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
     news = one.news()
     assert news is not None
     prompts = {key: [data, *records] for key, records in news.prompts.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext, Tracker
     from proxy.sim.hardware.cost import Cost
 
 _MICROSECONDS: Final = 1e6
@@ -66,9 +66,11 @@ class _Knowing(Policy):
         super().__init__(context)
         self._sent = Sent(self.blocks)
 
-    def dispatched(self, backend: Backend, request: PickRequest) -> None:
+    def track(self, backend: Backend, request: PickRequest) -> Tracker:
         """Remember it at once."""
+        tracker = super().track(backend, request)
         self._sent.add(backend, request)
+        return tracker
 
     def match(self, candidate: Candidate, request: PickRequest) -> float:
         """The share of the prompt that was sent there before."""

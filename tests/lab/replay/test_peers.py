@@ -33,7 +33,7 @@ class Bench:
     def send(self, place: int, request: PickRequest) -> None:
         load = self.policy.cost_of(self.backends[place], request)
         self.row.add(place, requests=1, running=1, compute=load.compute, kv=load.kv)
-        self.policy.dispatched(self.backends[place], request)
+        self.policy.track(self.backends[place], request)
 
     def idle(self) -> None:
         for backend in self.backends:
