@@ -1,12 +1,14 @@
 """How fast decoders write answers, by how many they write at a time: learned from those that have ended.
 
 An answer tells its tokens, and its decoder's history in how many streams at a time it was written: seconds in each
-bucket of streams. What one stream gets in each bucket is corrected by every answer along what it spent there
-(Kaczmarz's projection, of relative errors), so that those which saw many buckets teach as much as those that saw one.
-How slow each backend is beside the others is learned by itself.
+bucket of streams. What one stream gets in each bucket begins on the straight line that the others tell of a step's
+seconds, and is corrected by the relative error of every answer that was written there: along what it spent where, and
+the less the more it is spread (half of the way to Kaczmarz's projection, which would believe each answer wholly). How
+slow each backend is beside the others is learned by itself.
 
 Up to the knee a decoder makes more tokens a second the more streams it has, beyond it fewer; what is beyond it never
-ends, because what is slower stays longer. Only what was seen is believed: what always gets faster has no knee.
+ends, because what is slower stays longer. Only what was seen is believed, and only where a decline is more than answers
+differ among each other: what always gets faster has no knee.
 """
 
 from __future__ import annotations
@@ -35,8 +37,20 @@ _MOST_SLOWNESS: Final = math.log(4)
 _MOST_ERROR: Final = math.log(2.5)
 # So many answers' worth of a bucket are enough to believe what it says.
 _ENOUGH: Final = 4.0
-# Throughput beyond the knee is less than this part of what it was at it.
-_DECLINE: Final = 0.85
+# What a bucket says is of no more answers than these: it forgets.
+_MOST_SEEN: Final = 2 / _STEP - 1
+# What answers are off what was expected of them, squared: it is thought to be this before any were, counts as so many
+# then, and is learned as fast in the end.
+_FIRST_NOISE: Final = 0.2**2
+_FIRST_ANSWERS: Final = 8
+_NOISE_STEP: Final = 0.02
+# A step of one stream takes so many times what each one more adds, as long as nothing is known: of the machines that
+# were measured it is 10 and 13.
+_FIRST_STEPS: Final = 10.0
+# Throughput beyond the knee is less than this part of what it was at it, in logarithms ...
+_LEAST_DECLINE: Final = -math.log(0.85)
+# ... and by so many times as much as the means of two buckets may differ without a decline.
+_SURE: Final = 2.5
 # What was seen beyond the knee is tried again after so long, by one decoder.
 TRUSTED_SECONDS: Final = 600.0
 # With fewer streams than this there is nothing to find out.
@@ -63,7 +77,7 @@ class DecodePace:
         self.scout = math.inf
         """The same for one of them, which is to find out what is not known: more than the others where the knee was
         seen long ago, fewer where nobody has had so few."""
-        self.step, self.slope = 1.0, 1.0
+        self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds a token takes, without other streams and more for each of them, so far as they stand in a straight
         line below the knee. Only their ratio counts as long as nothing is known."""
         self.token_seconds = 0.0
@@ -71,6 +85,7 @@ class DecodePace:
         self.samples = 0
         self._seen = [0.0] * len(SIZES)  # answers' worth of each bucket
         self._seen_at = [-math.inf] * len(SIZES)
+        self._noise, self._noted = _FIRST_NOISE, _FIRST_ANSWERS
         self._slowness: dict[Hashable, float] = {}  # logarithms
 
     def slowness(self, backend: Hashable) -> float:
@@ -88,21 +103,22 @@ class DecodePace:
         rates, slowness = self.rates, self._slowness.get(backend, 0.0)
         for place, _ in spent:
             if not rates[place]:
-                rates[place] = self._nearest(place) or tokens / seconds
+                rates[place] = self._likely(place) or tokens / seconds
         expected = sum(rates[place] * each for place, each in spent)
         error = math.log(tokens / expected) + slowness
         if self.samples >= _ENOUGH:
             error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
         self.samples += 1
         shares = [(place, rates[place] * each / expected) for place, each in spent]
-        squares = sum(share * share for _, share in shares)
+        length = math.sqrt(sum(share * share for _, share in shares))
         for place, share in shares:
-            step = max(_STEP, 1 / (1 + self._seen[place]))
-            rates[place] *= math.exp(step * error * share / squares)
+            rates[place] *= math.exp(max(_STEP, 1 / (1 + self._seen[place])) * error * share / length)
             self._seen[place] += share
             if share > 0.05:
                 self._seen_at[place] = now
         if all(self._seen[place] >= _ENOUGH for place, share in shares if share > 0.1):
+            self._noted += 1
+            self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error - self._noise)
             slower = slowness - _SLOWNESS_STEP * error
             self._slowness[backend] = max(-_MOST_SLOWNESS, min(_MOST_SLOWNESS, slower))
 
@@ -113,7 +129,7 @@ class DecodePace:
         made = {place: SIZES[place] * self.rates[place] for place in known}
         best = max(known, key=made.__getitem__, default=0)
         self.token_seconds = 1 / made[best] if known else 0.0
-        beyond = [place for place in known if place > best and made[place] < _DECLINE * made[best]]
+        beyond = [place for place in known if place > best and self._declines(best, place)]
         if beyond:
             good = max(place for place in known if place < beyond[0])
             self.most = self.scout = SIZES[(good + beyond[0]) // 2]
@@ -139,10 +155,19 @@ class DecodePace:
         """It has left."""
         self._slowness.pop(backend, None)
 
-    def _nearest(self, place: int) -> float:
-        """What is known of the bucket closest to this one; 0.0: nothing of any."""
+    def _likely(self, place: int) -> float:
+        """What the known bucket closest to this one lets expect of it; 0.0: nothing is known of any."""
         known = [other for other, rate in enumerate(self.rates) if rate]
-        return self.rates[min(known, key=lambda other: abs(other - place))] if known else 0.0
+        if not known:
+            return 0.0
+        near = min(known, key=lambda other: abs(other - place))
+        return self.rates[near] * (self.step + self.slope * SIZES[near]) / (self.step + self.slope * SIZES[place])
+
+    def _declines(self, best: int, place: int) -> bool:
+        """Whether surely far fewer tokens a second are made in a bucket than in the best one."""
+        answers = sum(1 / min(_MOST_SEEN, self._seen[each]) for each in (best, place))
+        decline = math.log(SIZES[best] * self.rates[best] / (SIZES[place] * self.rates[place]))
+        return decline > _LEAST_DECLINE + _SURE * math.sqrt(self._noise * answers)
 
     def _fit(self, known: Sequence[int]) -> None:
         """The straight line, by least squares in which each bucket counts as often as it was seen, up to a bound."""

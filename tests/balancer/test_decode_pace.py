@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -57,6 +58,23 @@ def test_what_gets_ever_faster_has_no_knee() -> None:
     pace = taught(on_an_h200, 1, 60, answers=2000)
     assert pace.most == pace.scout == float("inf")
     assert pace.slope / pace.step == pytest.approx(0.00082 / 0.0079, rel=0.25)
+
+
+@pytest.mark.parametrize("differs", [0.0, 0.15])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_answers_differ_by_does_not_make_a_knee(seed: int, differs: float) -> None:
+    pace, rng = DecodePace(), random.Random(seed)
+    history = [(1, 0.3)]
+    for number in range(400):
+        streams = max(1, min(24, history[-1][0] + rng.choice((-1, 1, 1) if number < 40 else (-1, 1))))
+        history.append((streams, rng.uniform(0.1, 0.5)))
+        spent: dict[int, float] = {}
+        for each, seconds in history[-rng.randint(1, 20) :]:
+            spent[each] = spent.get(each, 0.0) + seconds
+        factor = math.exp(rng.gauss(0, differs))  # of tokens that are proposed not as many are accepted in each
+        answer(pace, lambda n, factor=factor: factor * on_an_h200(n), spent)
+        pace.look(0.0)
+        assert pace.most == float("inf"), number
 
 
 def test_nothing_is_believed_before_enough_was_seen() -> None:
