@@ -246,8 +246,12 @@ def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
         content = message.get("content")
         if "reasoning_content" in message or "reasoning" in message:
             has_reasoning = True
-        has_media = has_media or (isinstance(content, list) and any("text" not in part for part in _objects(content)))
-        total += _content_tokens(content, cost, length)
+        if isinstance(content, str):
+            total += -(-length(content) // cost.bytes_per_token)
+        else:
+            parts = _objects(content)
+            has_media = has_media or any("text" not in part for part in parts)
+            total += sum(_part_tokens(part, cost, length) for part in parts)
     if "tools" in document.values:
         total += len(document.view("tools")) // cost.bytes_per_token
     if "prompt" in document.values:
@@ -272,20 +276,12 @@ def _single_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], in
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-def _content_tokens(content: object, cost: Cost, length: Callable[[str], int]) -> int:
-    """Tokens of a message's content: a string, or parts. The bytes of an image say nothing about its tokens."""
-    if isinstance(content, str):
-        return _single_prompt_tokens(content, cost, length)
-    total = 0
-    for part in _objects(content):
-        kind = part.get("type")
-        if kind == "text" or "text" in part:
-            total += text_tokens(part.get("text"), cost, length)
-        elif isinstance(kind, str) and "audio" in kind:
-            total += cost.audio_tokens
-        else:
-            total += cost.image_tokens
-    return total
+def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], int]) -> int:
+    """Tokens of a part of a message's content. The bytes of an image say nothing about its tokens."""
+    kind = part.get("type")
+    if kind == "text" or "text" in part:
+        return text_tokens(part.get("text"), cost, length)
+    return cost.audio_tokens if isinstance(kind, str) and "audio" in kind else cost.image_tokens
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
@@ -296,6 +292,6 @@ def output_limit(values: Mapping[str, Any]) -> int | None:
     """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
     for name in ("max_completion_tokens", "max_tokens"):
         limit = values.get(name)
-        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+        if type(limit) is int and limit > 0:
             return min(limit, MAX_OUTPUT_TOKENS)
     return None

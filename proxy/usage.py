@@ -12,17 +12,13 @@ class Usage:
     completion_tokens: int | None = None
     prompt_details: dict[str, Any] | None = None
     """The prefiller's `prompt_tokens_details`; None when it does not tell."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were found in the prefix cache; None when that is not known."""
     counts_reasoning: bool = False
     """The prefiller counts reasoning tokens, so a decoder does so in a chat."""
     is_resumed: bool = False
     """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
     the client's."""
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that were found in the prefix cache; None when that is not known."""
-        tokens = (self.prompt_details or {}).get("cached_tokens")
-        return tokens if isinstance(tokens, int) else None
 
     def saw_prompt(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the prompt.
@@ -32,8 +28,10 @@ class Usage:
         if isinstance(usage, dict) and self.prompt_details is None and not self.is_resumed:
             if isinstance(tokens := usage.get("prompt_tokens"), int):
                 self.prompt_tokens = tokens
-            details = usage.get("prompt_tokens_details")
-            self.prompt_details = details if isinstance(details, dict) else None
+            if isinstance(details := usage.get("prompt_tokens_details"), dict):
+                self.prompt_details = details
+                cached = details.get("cached_tokens")
+                self.cached_tokens = cached if isinstance(cached, int) else None
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
 
     def saw_completion(self, usage: Any) -> None:

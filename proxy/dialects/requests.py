@@ -35,8 +35,8 @@ def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]
     them for. Raises BadRequest for what they take for nothing.
     """
     changes: dict[str, object] = {}
-    for name in values:
-        if name in readings and (value := values[name]) is not None:
+    for name in filter(readings.__contains__, values):
+        if (value := values[name]) is not None:
             read, what, plain = readings[name]
             if type(value) is plain:
                 continue

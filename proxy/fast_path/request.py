@@ -113,7 +113,9 @@ class FastRequest(FastAttempt):
         if not self._call.stream:
             attempt.response.collect(self._take_body)
             return
-        if self._call.output_tokens > MOST_PARTS:  # it will hardly be short
+        call, is_observed = self._call, self._watching.is_close
+        # It will hardly be short, or has to be written anew.
+        if call.output_tokens > MOST_PARTS or (is_observed and call.values.get("include_reasoning") is False):
             answer = self._begin_answer()
             assert isinstance(answer, StreamedAnswer)
             clock = TokenClock(self._record, self._parts.metrics)
@@ -121,8 +123,8 @@ class FastRequest(FastAttempt):
             return
         timeouts = self._parts.settings.timeouts
         self._short = ShortStream(
-            *(attempt, self._call, self._stream, self, self._record, timeouts.idle_seconds),
-            is_observed=self._watching.is_close,
+            *(attempt, call, self._stream, self, self._record, timeouts.idle_seconds),
+            hides_ids=is_observed and not call.values.get("return_token_ids"),
         )
         attempt.response.limit_silence(attempt.first_token_seconds or timeouts.first_token_seconds)
         attempt.response.attach(self._short)

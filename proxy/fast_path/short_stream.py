@@ -7,6 +7,7 @@ they write once more, and FastStream passes it over. So all that is done here co
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import orjson
@@ -28,8 +29,13 @@ MOST_PARTS: Final = 2
 """Of an answer that is read here. With more the same-looking tokens of a long answer are what counts; see
 upstream/fast_forward.py."""
 _MOST_BYTES: Final = 16 * 1024
+_are_events: Final = re.compile(rb"(?:data: [^\r\n]+\n\n)+").fullmatch
+"""Whole events of one line of data."""
+_MEMBERS: Final = ("index", "delta", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+"""Those of a choice that are looked at here."""
 # What a delta of text says. Calls of tools, and whatever else there may be, are not read here.
 _TEXTS: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
+_TEXT_TYPES: Final = {str, type(None)}
 _INTEGERS: Final = {int}
 _ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -60,8 +66,8 @@ class ShortStream:
     __slots__ = (
         *("seen", "sent_bytes", "unsent", "usage", "writes", "written_at"),
         *("_attempt", "_client", "_owner", "_record", "_relay"),
-        *("_is_observed", "_wants_ids", "_include_usage", "_hides_reasoning", "_idle_seconds"),
-        *("_held", "_parts", "_is_open", "_is_finished", "_is_done", "_is_whole", "_has_prompt"),
+        *("_hides_ids", "_include_usage", "_idle_seconds"),
+        *("_held", "_parts", "_is_finished", "_is_done", "_has_prompt"),
     )
 
     def __init__(
@@ -73,9 +79,9 @@ class ShortStream:
         record: RequestRecord,
         idle_seconds: float,
         *,
-        is_observed: bool,
+        hides_ids: bool,
     ) -> None:
-        """`call`: as the client sent it."""
+        """`call`: as the client sent it. `hides_ids`: what the decoder tells of ids is not for the client."""
         self.seen: list[bytes] = []
         """What has arrived."""
         self.sent_bytes = 0
@@ -93,15 +99,13 @@ class ShortStream:
         self._owner = owner
         self._record = record
         self._relay: Relay | None = None
-        self._is_observed = is_observed
-        self._wants_ids = bool(call.values.get("return_token_ids"))
+        self._hides_ids = hides_ids
         self._include_usage = call.include_usage
-        self._hides_reasoning = is_observed and call.values.get("include_reasoning") is False
         self._idle_seconds = idle_seconds
         self._held = b""
         """The role chunk, until there is a part of the answer."""
         self._parts = 0
-        self._is_open = self._is_finished = self._is_done = self._is_whole = self._has_prompt = False
+        self._is_finished = self._is_done = self._has_prompt = False
 
     # Sink
 
@@ -116,7 +120,7 @@ class ShortStream:
         self.seen.append(data)
         has_parts = self._parts > before
         if output:
-            if self._is_done and self._is_whole:
+            if self._is_done and self._attempt.response.is_whole:
                 self.unsent = output
             else:
                 self.sent_bytes += len(output)
@@ -157,67 +161,51 @@ class ShortStream:
 
         One function for all of them, as each function that is called costs more than what it does.
         """
-        if (
-            self._hides_reasoning
-            or len(data) > _MOST_BYTES
-            or self._is_done
-            or not data.endswith(b"\n\n")
-            or b"\r" in data
-        ):
+        if len(data) > _MOST_BYTES or self._is_done or not _are_events(data):
             raise _Odd
-        parts, is_finished, is_done, has_prompt = self._parts, self._is_finished, False, self._has_prompt
+        parts, is_finished, has_prompt = self._parts, self._is_finished, self._has_prompt
         held, usage = self._held, self.usage
         output: list[bytes] = []
-        for event in data[:-2].split(b"\n\n"):
-            if is_done or not event.startswith(b"data: ") or b"\n" in event:
-                raise _Odd
-            told = event[6:]
-            if told == DONE:
-                if not is_finished or usage is None:
-                    raise _Odd
-                is_done = True
-                continue
+        events = data[len(b"data: ") : -2].split(b"\n\ndata: ")
+        is_done = events[-1] == DONE
+        if is_done:
+            events.pop()
+        for written in events:
+            told = shown = written
             if not has_prompt and (begin := told.find(PROMPT_IDS)) >= 0:  # see Segment
                 has_prompt = True
                 begin += len(PROMPT_IDS) - 1
                 end = told.find(b"]", begin) + 1
                 told = b"%bnull%b" % (told[:begin], told[end:])
-                if self._is_observed and not self._wants_ids:
-                    event = b"data: " + told
+                if self._hides_ids:
+                    shown = told
             try:
                 payload = orjson.loads(told)
                 choices = payload.get("choices")
                 of_all = payload.get("usage")
                 if choices:
                     (choice,) = choices
-                    delta = choice.get("delta")
-                    ids = choice.get("token_ids")
-                    reason = choice.get("finish_reason")
-                    is_mute = not ids
+                    index, delta, text, ids, logprobs, reason, stop = map(choice.get, _MEMBERS)
                     if delta is None:
-                        if type(choice["text"]) is not str:
+                        if type(text) is not str:
                             raise _Odd
-                        is_mute = is_mute and not choice["text"]
+                    elif not (delta.keys() <= _TEXTS and _TEXT_TYPES.issuperset(map(type, delta.values()))):
+                        raise _Odd
                     else:
-                        for name, text in delta.items():
-                            if name not in _TEXTS or not (text is None or type(text) is str):
-                                raise _Odd
-                            if text and name != "role":
-                                is_mute = False
-                    is_opening = reason is None and is_mute
+                        text = delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content")
+                    is_opening = reason is None and not ids and not text
                     if (
-                        choice.get("stop_reason") == "recomputed"
-                        or choice.get("index", 0) != 0
+                        stop == "recomputed"
+                        or (index != 0 and "index" in choice)
                         or of_all
                         or is_finished
-                        or choice.get("logprobs") is not None
+                        or logprobs is not None
                         or (ids and (type(ids) is not list or set(map(type, ids)) != _INTEGERS))
                         or (reason is None and not delta and ids and delta is not None)
                         or (is_opening and (delta is None or "role" not in delta or parts or held))
                     ):
                         raise _Odd
-                    if reason is not None:
-                        is_finished = True
+                    is_finished = reason is not None
                 elif (
                     payload.get("error")
                     or not (type(of_all) is dict and of_all)
@@ -231,14 +219,12 @@ class ShortStream:
                     if attempt.kv_handed_over:
                         usage = with_prompt_details(of_all, attempt.timeline.usage.prompt_details)
                     if self._include_usage:
-                        raw = event + b"\n\n" if usage is of_all else data_event({**payload, "usage": usage})
-                        output.append(raw)
+                        raw = b"data: %b\n\n" % shown
+                        output.append(raw if usage is of_all else data_event({**payload, "usage": usage}))
                     continue
             except _ODD_SHAPES:
                 raise _Odd from None
-            raw = event + b"\n\n"
-            if self._is_observed and not self._wants_ids:
-                raw = without_token_ids(raw)
+            raw = b"data: %b\n\n" % (without_token_ids(shown) if self._hides_ids else shown)
             if is_opening:
                 held = raw
                 continue
@@ -246,18 +232,16 @@ class ShortStream:
             if held:
                 raw, held = held + raw, b""
             output.append(raw)
-        if parts > MOST_PARTS and not is_finished:
+        if (parts > MOST_PARTS and not is_finished) or (is_done and (not is_finished or usage is None)):
             raise _Odd
-        if parts and not self._is_open:
-            self._is_open = True
-            self._attempt.kv_arrived()
+        attempt = self._attempt
+        if parts and not self._parts:
+            attempt.kv_arrived()
             self._owner.first_output()
             if not is_done:
-                self._attempt.response.limit_silence(self._idle_seconds)
-        if is_done:
-            self._is_whole = self._attempt.response.is_whole
-            if not self._is_whole:
-                self._attempt.response.limit_silence(END_MARK_SECONDS)
+                attempt.response.limit_silence(self._idle_seconds)
+        if is_done and not attempt.response.is_whole:
+            attempt.response.limit_silence(END_MARK_SECONDS)
         self._parts, self._is_finished, self._is_done, self._has_prompt = parts, is_finished, is_done, has_prompt
         self._held, self.usage = held, usage
         return b"".join(output)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from operator import eq
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 from proxy.resume.engines import ENGINES
 from proxy.resume.vllm import VLLM
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.pool import Pool
     from proxy.resume.engine import Engine
+
+_changes: Final = attrgetter("changes")
 
 
 class Fleet:
@@ -65,11 +67,11 @@ class Fleet:
         """Nearly free as long as nothing has changed. As long as there is nobody, the pools look, too; otherwise each
         lease has them do so.
         """
-        if self._facts and all(map(eq, self._seen, [pool.changes for pool in self._pools])):
+        if self._facts and self._seen == list(map(_changes, self._pools)):
             return
         self._known.clear()
         self._facts = [pool.facts(backend) for pool in self._pools for backend in pool.eligible()]
-        self._seen = [pool.changes for pool in self._pools]
+        self._seen = list(map(_changes, self._pools))
         kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}
         if self._connectors_kind is not None:
             kinds = {self._connectors_kind}

@@ -20,6 +20,8 @@ _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
 _CRLF: Final = b"\r\n"
 _BLANK_LINE: Final = b"\r\n\r\n"
 _MAX_PLAIN_BYTES: Final = 4096  # of a head
+_hexadecimal: Final = b"%x".__mod__
+_END: Final = b"0"
 _END_MARK: Final = b"0\r\n\r\n"
 
 
@@ -89,8 +91,18 @@ class AnswerReader:
             if self._line:
                 data, self._line = self._line + data, b""
         # What is left of the present chunk, or else a size line, stands at `at`.
-        pieces: list[bytes] = []
-        size, left = len(data), self._left
+        left = self._left
+        if not left:
+            # Whole chunks without line ends in them, as engines write events: lines of sizes and lines of such sizes.
+            lines = data[at:].split(_CRLF)
+            sizes, pieces = lines[:-1:2], lines[1::2]
+            if len(lines) % 2 and not lines[-1] and sizes == list(map(_hexadecimal, map(len, pieces))):
+                ends = sizes.count(_END)
+                if not ends or (ends == 1 and sizes[-1] == _END):
+                    self.is_complete = ends > 0
+                    return b"".join(pieces)
+        pieces = []
+        size = len(data)
         while at < size:
             if not left:
                 line = _size_line(data, at)
@@ -123,7 +135,7 @@ class AnswerReader:
                 at += len(line_end)
                 left -= len(line_end)
         self._left = left
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
     def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
         """Have httptools read the rest of the body, which stands `left` bytes before the end of a length or a chunk.

@@ -107,8 +107,6 @@ class Connection(FastForward):
         self._head_bytes = 0
         self._has_head = False
         """The exchange was told status and headers."""
-        self._has_bytes = False
-        """Anything at all has arrived."""
         self._quiet_since = 0.0
         self._limit_seconds = 0.0
         self._is_stream = False
@@ -133,7 +131,7 @@ class Connection(FastForward):
         `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
         """
         self.exchanges += 1
-        self.complete = self._has_head = self._has_bytes = False
+        self.complete = self._has_head = False
         self.is_active = self._is_stream = False
         self._head_bytes = 0
         self._tokens = None
@@ -213,7 +211,6 @@ class Connection(FastForward):
         if exchange is None:
             self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
             return
-        self._has_bytes = True
         reader = self.reader
         try:
             body = reader.feed(data)
@@ -244,7 +241,7 @@ class Connection(FastForward):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         if self._exchange is not None:
-            if self._has_bytes:
+            if self._has_head or self._head_bytes:
                 error = self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
             else:
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")

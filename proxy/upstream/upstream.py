@@ -185,9 +185,7 @@ class Upstream:
         while idle:
             connection = idle.pop()
             if (
-                connection.complete
-                and not connection.closed
-                and not connection.transport.is_closing()
+                not connection.transport.is_closing()
                 and connection.idle_since > oldest
                 and (connection.address is None or not self._has_left(backend.host, connection.address))
             ):

@@ -9,6 +9,8 @@ it is serialised: the bytes are the same.
 
 from __future__ import annotations
 
+from itertools import compress, repeat
+from operator import is_not
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -127,9 +129,8 @@ class Document:
         """
         if self._spans is None:
             members = {**self.values, **changes}
-            for name in changes:
-                if members[name] is REMOVED:
-                    del members[name]
+            if REMOVED in changes.values():
+                members = dict(compress(members.items(), map(is_not, members.values(), repeat(REMOVED))))
             return orjson.dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
