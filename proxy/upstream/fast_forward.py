@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 
     from proxy.wire.token import Shape
 
-_MAX_KNOWN_BYTES: Final = 4096
+_MAX_CHUNK_BYTES: Final = 4096
 
 
 class _SizeLines(dict[int, bytes]):
-    """By the length of a whole chunk what it begins with, such as `a\\r\\n` at 15."""
+    """By the length of a whole chunk what it begins with, such as `a\\r\\n` at 15. Where no chunk is so long, or it is
+    longer than those of tokens, it is as many bytes: nothing begins with them and more.
+    """
+
+    def __init__(self) -> None:
+        for size in range(1, _MAX_CHUNK_BYTES - 8):
+            line = b"%x\r\n" % size
+            self[len(line) + size + 2] = line
 
     def __missing__(self, chunk_bytes: int) -> bytes:
-        for digits in range(1, 8):
-            line = b"%x\r\n" % max(0, chunk_bytes - digits - 4)
-            if len(line) == digits + 2:
-                break
-        else:
-            line = bytes(chunk_bytes)  # no chunk is so long: nor does one begin with this and more
-        if chunk_bytes < _MAX_KNOWN_BYTES:
-            self[chunk_bytes] = line
-        return line
+        return bytes(chunk_bytes)
 
 
 _SIZE_LINES: Final = _SizeLines()

@@ -136,7 +136,7 @@ def test_most_tokens_of_an_ordinary_answer_are_told_by_their_bytes(field: str, s
     assert told == 49
 
 
-@pytest.mark.parametrize("words", [*range(12, 32), 1000, 20_000])
+@pytest.mark.parametrize("words", [*range(12, 32), 600])
 def test_only_a_chunk_that_is_as_long_as_it_says_is_passed_on(words: int) -> None:
     event = chunk({"content": " wordy"}, [100])
     shape = Shape.of(event)
