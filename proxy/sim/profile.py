@@ -141,12 +141,13 @@ _SGLANG: Final = Profile(
     mooncake_releases_unused=False,
     keeps_length_finish=True,
     streams_chat_ids=False,
-    kv_events="array",
     is_sglang=True,
 )
-_SGLANG_OLD: Final = replace(_SGLANG, name="sglang-0.5.16", version="0.5.16", tells_completion_ids=False)
+_SGLANG_OLD: Final = replace(
+    _SGLANG, name="sglang-0.5.16", version="0.5.16", tells_completion_ids=False, kv_events="array"
+)
 _SGLANG_OLDEST: Final = replace(_SGLANG_OLD, name="sglang-0.5.11", version="0.5.11", tokenizes_chats=False)
-_SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True, kv_events="map")
+_SGLANG_CHAT_IDS: Final = replace(_SGLANG, name="sglang-chat-ids", streams_chat_ids=True)
 
 PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V18, _V23, _V27, _V30, _V33)}
 """The versions of vLLM."""

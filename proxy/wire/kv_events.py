@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BlockHash = int | bytes
-"""vLLM's are bytes, or with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES the lower 64 bits of them; SGLang's are integers."""
+"""Both engines' are 64 bits, vLLM's without a sign and SGLang's with one; vLLM's are bytes with
+VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0.
+"""
 
 
 class BlocksStored(NamedTuple):
@@ -186,8 +188,7 @@ def configured_sources(info: object) -> list[Source] | None:
     if told.vllm_config is not None:
         config, ranks = told.vllm_config.kv_events_config, told.vllm_config.parallel_config.data_parallel_size
     elif told.kv_events_config is not None:
-        config = msgspec.json.decode(told.kv_events_config, type=_EventsConfig)
-        ranks = told.dp_size if told.enable_dp_attention else 1
+        config, ranks = msgspec.json.decode(told.kv_events_config, type=_EventsConfig), told.dp_size
     else:
         return None
     if config is None or config.publisher != "zmq":
@@ -229,7 +230,7 @@ class _VllmConfig(msgspec.Struct):
 class _ServerInfo(msgspec.Struct):
     kv_events_config: str | None = None
     dp_size: int = 1
-    enable_dp_attention: bool = False
+    """So many publishers there are, with and without attention in data parallel (select_kv_publisher_dp_rank)."""
     vllm_config: _VllmConfig | None = None
 
 

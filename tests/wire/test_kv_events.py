@@ -56,6 +56,18 @@ STORED = {
     ),
     "SGLang 0.5": (["BlockStored", [-5, 2], -9, IDS, 4, None, "GPU"], BlocksStored([-5, 2], -9, 4, "GPU", None, True)),
     "SGLang 0.5.18, with a salt": (["BlockStored", [HASH, 2], None, IDS, 4, None, "GPU", {"cache_salt": "a"}], ON_GPU),
+    "SGLang 0.5.23": (
+        {
+            "type": "BlockStored",
+            "block_hashes": [-5, 2],
+            "parent_block_hash": -9,
+            "token_ids": IDS,
+            "block_size": 4,
+            "lora_id": None,
+            "medium": "GPU",
+        },
+        BlocksStored([-5, 2], -9, 4, "GPU", None, True),
+    ),
     "an offloading connector": (
         ["BlockStored", [HASH, 2], None, [], 0, None, "CPU"],
         BOTH._replace(block_tokens=0, medium="CPU"),
@@ -177,7 +189,7 @@ def test_where_nobody_can_publish_is_refused(answer: Any) -> None:
 
 
 def sglang(config: str, ranks: int = 1) -> dict[str, Any]:
-    return {"kv_events_config": config, "dp_size": ranks, "enable_dp_attention": True}
+    return {"kv_events_config": config, "dp_size": ranks}
 
 
 # The last ports that there are.
@@ -188,7 +200,7 @@ TOP_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp:/
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}', "dp_size": 2}, [Source(5557, None, "kv")]),
+        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}'}, [Source(5557, None, "kv")]),
         (
             sglang('{"publisher":"zmq","endpoint":"tcp://*:7","replay_endpoint":"tcp://*:9"}', 2),
             [Source(7, 9, ""), Source(8, 10, "")],

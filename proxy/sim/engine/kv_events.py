@@ -124,12 +124,13 @@ class KvEventPublisher(Watcher):
             self.say(msgspec.msgpack.encode([time.time(), events, 0]))
 
     async def _replay(self, router: zmq.asyncio.Socket) -> None:
+        topic, none = ([], []) if self._shape == "array" else ([self.topic.encode()], [b""])
         while True:
             client, _, first = await router.recv_multipart()
             for number, payload in list(self._buffer):
                 if number >= int.from_bytes(first, "big"):
-                    await router.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-            await router.send_multipart((client, b"", _END, b""))
+                    await router.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
+            await router.send_multipart((client, b"", *none, _END, b""))
 
 
 def _bound(socket: Any, endpoint: str) -> str:
