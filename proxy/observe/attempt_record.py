@@ -70,7 +70,7 @@ class AttemptRecord:
         return self._reasons
 
     def move_out(self) -> AttemptRecord:
-        """All of it as a record of its own, which leaves this one as if it had just begun."""
+        """All of it as a record of its own, which leaves this one as if nothing had been noted in it."""
         moved, own = AttemptRecord(), vars(self)
         vars(moved).update({name: own.pop(name) for name in AttemptRecord.__annotations__ if name in own})
         self.marks = []

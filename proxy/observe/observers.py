@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from contextvars import Context
+from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,9 +86,7 @@ class Observers:
         """A request has come to a route whose dialect has this label. `headers`: see RequestListener. `since`: when it
         came, in seconds of its record's clock (time.monotonic); None: just now.
         """
-        record = RequestRecord(label, request_id)
-        if since is not None:
-            record.started = since
+        record = RequestRecord(label, request_id, monotonic, since)
         for listener in self._at_begin:
             _tell(listener.request_began, record, headers)
         self._began.append(record)

@@ -66,12 +66,13 @@ class RequestRecord:
         api: str,
         request_id: str,
         clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
-        """`api`: the dialect's label."""
+        """`api`: the dialect's label. `started`: the clock's second in which it came; None: just now."""
         self.api = api
         self.request_id = request_id
         self.clock = clock
-        self.started = clock()
+        self.started = clock() if started is None else started
         self.timelines: list[Timeline] = []
 
     def timeline(self) -> Timeline:

@@ -62,17 +62,20 @@ class Timeline(AttemptRecord):
         if self._has_encoded:
             self._has_encoded = False
             return
+        if self.attempts or self.marks:
+            self._start_anew()
         self.attempts += 1
-        if self.marks or self._spent:
-            spent = self.seconds
-            if not self.usage.is_resumed:
-                spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
-            self._spent = spent
-        if self.attempts > 1:
+
+    def _start_anew(self) -> None:
+        spent = self.seconds
+        if not self.usage.is_resumed:
+            spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
+        self._spent = spent
+        if self.attempts:
             self.past = (*self.past, self.move_out())
             self.continues = self.resumes > self._seen_resumes
             self._seen_resumes = self.resumes
-        elif self.marks:
+        else:
             self.marks = []
 
     def failed(self, error: UpstreamError) -> None:
