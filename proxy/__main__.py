@@ -6,13 +6,13 @@ standard error and exit code 2.
 
 from __future__ import annotations
 
-import http.client
 import os
 import sys
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from proxy import blocking_http
 from proxy.settings import SettingsError, load, reachable, to_yaml
 
 if TYPE_CHECKING:
@@ -104,16 +104,12 @@ def _health(settings: Settings) -> int:
     listen, admin = settings.listen, settings.admin
     host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
     host = reachable(host)
-    connection = http.client.HTTPConnection(host, port, timeout=_HEALTH_TIMEOUT_SECONDS)
     try:
-        connection.request("GET", "/livez")
-        status = connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
+        answer = blocking_http.get(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS)
+    except blocking_http.NoAnswer as error:
         print(f"pdproxy: {host} port {port} does not answer: {error}", file=sys.stderr)
         return 1
-    finally:
-        connection.close()
-    return 0 if status == 200 else 1
+    return 0 if answer.status == 200 else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import urllib.error
@@ -14,10 +13,12 @@ import orjson
 
 from proxy.advise.observed import Unknown, observed, read
 from proxy.advise.split import advised, verdict
+from proxy.flag_numbers import positive
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from proxy.advise.observed import Observed, Sample
@@ -55,18 +56,11 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         metavar="URL",
         help="of a gateway, as http://gateway:1999/metrics; repeatable, for all that share the engines",
     )
-    add("--seconds", type=_positive, default=60.0, help="to watch, while there is load (default: 60)")
-    add("--token-ms", type=_positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
-    add("--decode-streams", type=_positive, metavar="N", help="or with so many streams (default: learned)")
+    add("--seconds", type=positive, default=60.0, help="to watch, while there is load (default: 60)")
+    add("--token-ms", type=positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
+    add("--decode-streams", type=positive, metavar="N", help="or with so many streams (default: learned)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value
 
 
 def _samples(urls: Sequence[str], seconds: float) -> list[Sample]:

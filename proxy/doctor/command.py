@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import os
 import shutil
 import sys
 from typing import TYPE_CHECKING, Final
 
-from proxy import SERVER, logs
+from proxy import SERVER, blocking_http, logs
 from proxy.doctor.examination import Examination
 from proxy.doctor.findings import exit_code
 from proxy.doctor.gateway import Host, check_gateway
 from proxy.doctor.report import as_json, as_table
+from proxy.flag_numbers import positive, whole
 from proxy.settings import load, reachable
 from proxy.settings.cli import Parser
 
@@ -77,26 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON instead of a table")
-    add("--canaries", type=_natural, default=1, metavar="N", help="prompts through each pair; 0 generates nothing (1)")
-    add("--canary-tokens", type=_natural, default=2048, metavar="N", help="about how long such a prompt is (2048)")
-    add("--canary-seconds", type=_seconds, default=60.0, metavar="N", help="how long its answer may take (60)")
+    add(
+        "--canaries",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="prompts through each pair; 0 generates nothing (1)",
+    )
+    add("--canary-tokens", type=whole, default=2048, metavar="N", help="about how long such a prompt is (2048)")
+    add("--canary-seconds", type=positive, default=60.0, metavar="N", help="how long its answer may take (60)")
     return parser
-
-
-def _natural(word: str) -> int:
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number")
-    return int(word)
-
-
-def _seconds(word: str) -> float:
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds")
-    return seconds
 
 
 class Progress:
@@ -120,11 +110,7 @@ class Progress:
 
 def _is_gateway(host: str, port: int) -> bool:
     """Whether a gateway like this one answers there."""
-    connection = http.client.HTTPConnection(reachable(host), port, timeout=_LOOK_SECONDS)
     try:
-        connection.request("GET", "/livez")
-        return bool(connection.getresponse().getheader("Server") == SERVER)
-    except (OSError, http.client.HTTPException):
+        return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
+    except blocking_http.NoAnswer:
         return False
-    finally:
-        connection.close()

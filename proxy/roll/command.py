@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from proxy.flag_numbers import seconds, whole
 from proxy.roll.gateways import Gateways, GatewayTrouble
 from proxy.roll.progress import Progress
 from proxy.roll.walk import Limits, RollStopped, Walk
@@ -96,15 +96,21 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--instance", action="append", default=[], metavar="HOST:PORT", help="only this one; repeatable")
     add(
         "--evacuate-after",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="requests that still run then go on elsewhere; 0: at once (the gateways' leaving.evacuate_after_seconds)",
     )
-    add("--min-serving", type=_count, metavar="N", help="others that serve while one is away (all that do now)")
-    add("--max-failures", type=_count, default=0, metavar="N", help="requests that clients may see fail meanwhile (0)")
-    add("--drain-seconds", type=_seconds, default=3600.0, help="until an instance works on nothing (3600)")
-    add("--ready-seconds", type=_seconds, default=1800.0, help="until a restarted instance serves (1800)")
-    add("--settle-seconds", type=_seconds, default=10.0, help="between two instances (10)")
+    add("--min-serving", type=whole, metavar="N", help="others that serve while one is away (all that do now)")
+    add(
+        "--max-failures",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="requests that clients may see fail meanwhile (0)",
+    )
+    add("--drain-seconds", type=seconds, default=3600.0, help="until an instance works on nothing (3600)")
+    add("--ready-seconds", type=seconds, default=1800.0, help="until a restarted instance serves (1800)")
+    add("--settle-seconds", type=seconds, default=10.0, help="between two instances (10)")
     add("--state", metavar="FILE", help="keeps how far it has come (pdproxy-roll-ROLE.json)")
     add("--anew", action="store_true", help="begin anew, whatever that file says")
     add(
@@ -117,20 +123,6 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 # What is given
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < 1e9:
-            return value
-    raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
-
-
-def _count(text: str) -> int:
-    with suppress(ValueError):
-        if (value := int(text)) >= 0:
-            return value
-    raise argparse.ArgumentTypeError("must be a number, 0 or more")
 
 
 def _url(text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import time
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from proxy import SERVER, blocking_http
 from proxy.settings import reachable
 from proxy.supervisor.listening import PortInUse, listen
 
@@ -63,12 +64,8 @@ def _drains(host: str, port: int) -> bool:
 
     Where engines call back it has no such route, but its name.
     """
-    connection = http.client.HTTPConnection(reachable(host), port, timeout=_ANSWER_SECONDS)
     try:
-        connection.request("GET", "/readyz")
-        answer = connection.getresponse()
-        return answer.headers.get("Server") == "pdproxy" and answer.status != http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+        answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS)
+    except blocking_http.NoAnswer:
         return False
-    finally:
-        connection.close()
+    return answer.server == SERVER and answer.status != HTTPStatus.OK

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import sys
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from proxy import blocking_http
+from proxy.flag_numbers import positive
 from proxy.settings import SettingsError, load, reachable
 from proxy.settings.cli import Parser
 from proxy.top.scrape import Scrape
@@ -70,19 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", metavar="URL", help="http://host:port of its metrics; by default what the flags of pdproxy say")
-    add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (2)")
+    add("--interval", type=positive, default=2.0, metavar="SECONDS", help="between two looks (2)")
     add("--once", action="store_true", help="print one table and leave")
     return parser
-
-
-def _seconds(word: str) -> float:
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of seconds")
-    return seconds
 
 
 def _place(url: str) -> tuple[str, int]:
@@ -106,20 +97,16 @@ def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
 
 def _scrape(host: str, port: int) -> Scrape:
     """Raises _NoMetrics."""
-    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     try:
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        body = answer.read()
-        if answer.status != 200:
-            raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is no gateway's")
-        return Scrape.of(body.decode(), time.monotonic())
-    except (OSError, http.client.HTTPException) as error:
+        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS)
+    except blocking_http.NoAnswer as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
+    if answer.status != 200:
+        raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is no gateway's")
+    try:
+        return Scrape.of(answer.body.decode(), time.monotonic())
     except ValueError:
         raise _NoMetrics(f"{host} port {port} does not tell metrics at /metrics") from None
-    finally:
-        connection.close()
 
 
 def _shower(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:

@@ -128,7 +128,7 @@ def test_an_admin_key_that_cannot_be_sent_is_refused_and_not_told(
         (("--url", "http://root:s3cr3t@h:1"), "--url: must be http://host:port"),
         (("--url", "http://h:abc"), "--url: must be http://host:port"),
         (("--drain-seconds", "soon"), "--drain-seconds: must be a number of seconds, 0 or more"),
-        (("--min-serving", "-1"), "--min-serving: must be a number, 0 or more"),
+        (("--min-serving", "-1"), "--min-serving: must be a whole number, 0 or more"),
         (("--hook", "x {host.name}"), "--hook: knows {address}"),
     ],
 )

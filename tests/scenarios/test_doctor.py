@@ -48,4 +48,4 @@ async def test_it_says_as_json_that_nobody_is_there() -> None:
 
 def test_a_mistake_on_the_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--canaries", "some"]) == 2
-    assert capsys.readouterr() == ("", "pdproxy: error: --canaries: 'some' is not a whole number\n")
+    assert capsys.readouterr() == ("", "pdproxy: error: --canaries: must be a whole number, 0 or more\n")

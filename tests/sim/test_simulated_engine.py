@@ -195,7 +195,8 @@ def test_the_program_serves_until_told_to_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [("--max-num-seqs 0", "must be at least 1"), ("--port 99999", "between 0 and 65535")]
+    ("flags", "message"),
+    [("--max-num-seqs 0", "must be a whole number, 1 or more"), ("--port 99999", "between 0 and 65535")],
 )
 def test_a_mistaken_flag_ends_with_code_two(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     with pytest.raises(SystemExit) as exit_info:

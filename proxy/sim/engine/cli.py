@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
+from proxy.flag_numbers import natural
 from proxy.sim.engine.faults import ACTIONS
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import LoadFailurePolicy, Options, ProtocolName, SimRole
@@ -34,13 +35,6 @@ fault rules: {"action": NAME, conditions, parameters}
 
 def _epilog() -> str:
     return _EPILOG + "\n".join(f"    {name:22} {text}" for name, text in ACTIONS.items())
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _port(text: str) -> int:
@@ -79,16 +73,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_protocol_flags(add, default)
     add("--api-key", help="require this key for paths under /v1")
-    add("--max-model-len", type=_positive, default=default.max_model_len, metavar="TOKENS")
+    add("--max-model-len", type=natural, default=default.max_model_len, metavar="TOKENS")
     add(
         "--default-max-tokens",
-        type=_positive,
+        type=natural,
         default=default.default_max_tokens,
         metavar="TOKENS",
         help="chat without max",
     )
-    add("--block-size", type=_positive, default=default.block_size, metavar="TOKENS")
-    add("--num-gpu-blocks", type=_positive, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
+    add("--block-size", type=natural, default=default.block_size, metavar="TOKENS")
+    add("--num-gpu-blocks", type=natural, default=default.num_gpu_blocks, metavar="N", help="KV capacity")
     add("--prefill-ms-per-1k-tokens", type=float, default=0.0, metavar="MS", help="prefill time")
     add("--decode-step-ms", type=float, default=0.0, metavar="MS", help="time of one decode step")
     add("--decode-step-ms-per-seq", type=float, default=0.0, metavar="MS", help="added per running sequence")
@@ -97,16 +91,33 @@ def build_parser() -> argparse.ArgumentParser:
         choices=MACHINES,
         help="as fast as there, in batches and KV memory as there, whatever else is said",
     )
-    add("--max-num-seqs", type=_positive, default=default.max_num_seqs, metavar="N", help="more than these wait")
+    add(
+        "--max-num-seqs",
+        type=natural,
+        default=default.max_num_seqs,
+        metavar="N",
+        help="more than these wait",
+    )
     add(
         "--tokens-per-step",
-        type=_positive,
+        type=natural,
         default=default.tokens_per_step,
         metavar="N",
         help="as speculative decoding does",
     )
-    add("--stream-interval", type=_positive, default=default.stream_interval, metavar="N", help="tokens per chunk")
-    add("--eos-after", type=_positive, metavar="TOKENS", help="answers end by themselves after about so many tokens")
+    add(
+        "--stream-interval",
+        type=natural,
+        default=default.stream_interval,
+        metavar="N",
+        help="tokens per chunk",
+    )
+    add(
+        "--eos-after",
+        type=natural,
+        metavar="TOKENS",
+        help="answers end by themselves after about so many tokens",
+    )
     add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
     add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
     add(
@@ -166,7 +177,7 @@ def _add_protocol_flags(add: Callable[..., Any], default: Options) -> None:
         default=default.bootstrap_port,
         help="a prefiller's second port, with the protocols bootstrap and transfer; 0 takes a free one and prints it",
     )
-    add("--dp-size", type=_positive, default=default.dp_size, metavar="N", help="data-parallel ranks")
+    add("--dp-size", type=natural, default=default.dp_size, metavar="N", help="data-parallel ranks")
     add(
         "--waiting-seconds",
         type=float,

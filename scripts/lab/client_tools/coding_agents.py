@@ -5,14 +5,13 @@ decoders is killed while it answers. The model plays a part that the prompt has 
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.request import Request, urlopen
 
 from lab.client_tools import installed
 from lab.common.gateways import figure
-from lab.common.processes import HOST, clean_environment
+from lab.common.processes import HOST, finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,17 +53,8 @@ class CodingAgent:
         read, edit = self.calls(work / "note.txt")
         turns = [{"say": "I read it.", "calls": [read]}, {"say": "I edit it.", "calls": [edit]}, {"say": _END}]
         _kill_one_decoder(port)
-        done = subprocess.run(
-            self.words(f"play: {json.dumps(turns)}"),
-            cwd=work,
-            env={**clean_environment(), "HOME": str(home), **self.environment(port)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
+        environment = {"HOME": str(home), **self.environment(port)}
+        done = finished(self.words(f"play: {json.dumps(turns)}"), _PATIENCE_SECONDS, environment, at=work)
         note, continued = (work / "note.txt").read_text(), _continued(port)
         is_well = done.returncode == 0 and note == _NEW and _END in done.stdout and continued > 0
         if is_well:

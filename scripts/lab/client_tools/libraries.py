@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Final
 
 from lab.client_tools import installed
-from lab.common.processes import clean_environment
+from lab.common.processes import finished
 
 _PROGRAMS: Final = Path(__file__).with_name("programs")
 _HELPERS: Final = ("__init__", "part")
@@ -29,14 +28,6 @@ def run(name: str, port: int) -> tuple[bool, str]:
         command = ["node", str(installed.NODE / name)]
     else:
         command = [str(installed.PYTHON), "-W", "ignore", "-m", f"lab.client_tools.programs.{name.removesuffix('.py')}"]
-    done = subprocess.run(
-        [*command, str(port)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_PATIENCE_SECONDS,
-        check=False,
-    )
+    done = finished([*command, str(port)], _PATIENCE_SECONDS)
     said = done.stdout.strip().splitlines() or ["nothing"]
     return done.returncode == 0, said[-1] if done.returncode == 0 else "\n".join(said[-12:])

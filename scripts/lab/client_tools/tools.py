@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from lab.client_tools import sglang
 from lab.client_tools.deployments import MODEL
 from lab.common import environment
-from lab.common.processes import HOST, clean_environment
+from lab.common.processes import HOST, finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,15 +55,9 @@ class Tool:
     def run(self, backend: str, port: int, requests: int, tokenizer: Path, directory: Path) -> Outcome:
         """Against the gateway on this port."""
         result = directory / f"{self.name.split()[0]}-{backend}-{port}.json"
-        done = subprocess.run(
-            [str(self.python), *self.words(backend, port, requests, tokenizer, result)],
-            env={**clean_environment(), **_OFFLINE, **({"PYTHONPATH": str(self.packages)} if self.packages else {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
+        words = [str(self.python), *self.words(backend, port, requests, tokenizer, result)]
+        packages = {"PYTHONPATH": str(self.packages)} if self.packages else {}
+        done = finished(words, _PATIENCE_SECONDS, {**_OFFLINE, **packages})
         said = done.stdout.splitlines()
         summary = tuple(" ".join(line.split()) for line in said if line.startswith(_SHOWN))
         if done.returncode != 0 or not result.exists():

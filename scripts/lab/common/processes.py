@@ -59,6 +59,25 @@ def _claim(port: int) -> None:
     _CLAIMS.append(claim)
 
 
+def finished(
+    words: Sequence[str], patience_seconds: float, environment: Mapping[str, str] | None = None, at: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A program that has ended, with all that it said on both streams as its `stdout`; it was given nothing to read.
+    `environment`: on top of a clean one. `at`: the directory that it ran in. Raises TimeoutExpired.
+    """
+    return subprocess.run(
+        words,
+        cwd=at,
+        env={**clean_environment(), **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=patience_seconds,
+        check=False,
+    )
+
+
 def clean_environment() -> dict[str, str]:
     """Ours, without what is set for another gateway, and with `lab` importable. Gateways stop without a delay:
     there is no load balancer that has to notice.

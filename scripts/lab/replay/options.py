@@ -8,6 +8,7 @@ from pathlib import Path
 from lab.common.invocation import called_from
 from lab.replay.fleet import parse_fleet
 from lab.replay.policies import OURS, policy_names
+from proxy.flag_numbers import positive
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
 from proxy.sim.hardware.machines import MACHINES
@@ -38,7 +39,7 @@ def read_options() -> argparse.Namespace:
     )
     add("--machine", choices=MACHINES, default="kimi-k2-thinking-a3", help="of the prefillers (default: %(default)s)")
     add("--decode-machine", choices=MACHINES, default="kimi-k2.5-h200", help="(default: %(default)s)")
-    add("--loads", type=_positive, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)")
+    add("--loads", type=positive, nargs="+", default=[0.9], help="work without a cache / capacity (default: 0.9)")
     add("--seeds", type=int, nargs="+", default=[1], help="of all that is drawn (default: 1)")
     add("--policies", nargs="+", choices=names, metavar="NAME", help=f"(default: all) {', '.join(names)}")
     add(
@@ -67,7 +68,7 @@ def read_options() -> argparse.Namespace:
         help=f"in real time: this gateway by --policies ({OURS}), the routers of vLLM and SGLang, and --reference, each"
         " in front of the same engines, and what virtual time says of the gateway; the machine has to keep up",
     )
-    add("--speed", type=_positive, help="all engines are so many times as fast (default: 1, with --sockets 5)")
+    add("--speed", type=positive, help="all engines are so many times as fast (default: 1, with --sockets 5)")
     add(
         "--reference",
         type=Path,
@@ -89,10 +90,10 @@ def read_options() -> argparse.Namespace:
     add("--bursts", type=int, metavar="N", help="so many requests come in a third of their time each (default: evenly)")
     add("--max-running-prefill", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
     add("--max-running-decode", type=int, metavar="N", help="as the option of the gateway (default: no limit)")
-    add("--slo-seconds", type=_positive, default=10.0, help="to the first token (default: 10)")
-    add("--slo-base", type=_positive, default=2.0, help="in time: this and so many … (default: 2)")
-    add("--slo-factor", type=_positive, default=3.0, help="… times the prompt's own work (default: 3)")
-    add("--slo-token-ms", type=_positive, default=100.0, help="between two tokens (default: 100)")
+    add("--slo-seconds", type=positive, default=10.0, help="to the first token (default: 10)")
+    add("--slo-base", type=positive, default=2.0, help="in time: this and so many … (default: 2)")
+    add("--slo-factor", type=positive, default=3.0, help="… times the prompt's own work (default: 3)")
+    add("--slo-token-ms", type=positive, default=100.0, help="between two tokens (default: 100)")
     add("--json", type=Path, metavar="FILE", help="write every run there")
     add("--svg", type=Path, metavar="FILE", help="draw answers in time over load there, of one trace and fleet")
     options = parser.parse_args()
@@ -122,10 +123,3 @@ def _fleet(text: str) -> tuple[int, int, float | None]:
         return parse_fleet(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value

@@ -138,17 +138,18 @@ class AscendExampleDecode(AscendExample):
         return Load(request.prompt_tokens, 0)
 
 
-class Dynamo(_Knowing):
-    """Dynamo's KV router (`scheduling/selector/default.rs`), its prefill term: tokens to compute, of all that are under
-    way there and of this one, less what of it is cached there.
-    """
+class _LeastSum(_Knowing):
+    """The least of what is under way there and of what this prompt would cost there."""
 
     def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """See above."""
-        return min(
-            candidates,
-            key=lambda candidate: candidate.load.compute + self.cost_of(candidate.backend, request).compute,
-        )
+        return min(candidates, key=lambda each: each.load.compute + self.cost_of(each.backend, request).compute)
+
+
+class Dynamo(_LeastSum):
+    """Dynamo's KV router (`scheduling/selector/default.rs`), its prefill term: tokens to compute, of all that are under
+    way there and of this one, less what of it is cached there.
+    """
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """What is cached does not count."""
@@ -197,7 +198,7 @@ class LoadAware(_Knowing):
         return max(candidates, key=lambda each: self.match(each, request) - (each.running - mean) / mean)
 
 
-class Mooncake(_Knowing):
+class Mooncake(_LeastSum):
     """Mooncake's Algorithm 1 (FAST'25): the least sum of the predicted seconds of what is queued there and of this
     prompt, less what is cached. Its model of the engine, fitted offline, is taken to be exact.
     """
@@ -205,13 +206,6 @@ class Mooncake(_Knowing):
     def __init__(self, cost: Cost, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._cost = cost
-
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """See above."""
-        return min(
-            candidates,
-            key=lambda candidate: candidate.load.compute + self.cost_of(candidate.backend, request).compute,
-        )
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """In microseconds."""

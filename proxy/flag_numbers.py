@@ -1,0 +1,44 @@
+"""Numbers behind the flags of commands: each is a `type` for argparse, whose error says what it must be."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+
+
+def whole(text: str) -> int:
+    """0, 1, 2 and so on."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ArgumentTypeError("must be a whole number, 0 or more")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """1, 2 and so on."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A duration that may be 0."""
+    value = _finite(text)
+    if value is None or value < 0:
+        raise ArgumentTypeError("must be a number of seconds, 0 or more")
+    return value
+
+
+def positive(text: str) -> float:
+    """More than 0."""
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
