@@ -49,6 +49,7 @@ class Subscriber:
     def want(self, sources: list[Source]) -> None:
         """Subscribe to these, and to no others any more. What cannot be opened is tried again the next time."""
         self._wanted = sources
+        self._unopened = {}
         for gone in self._subscriptions.keys() - set(sources):
             subscription = self._subscriptions.pop(gone)
             self.poller.unregister(subscription.socket)

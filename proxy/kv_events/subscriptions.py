@@ -58,7 +58,8 @@ _UNOPENED: Final = "publishes KV events that cannot be heard, at %s"
 _UNREADABLE: Final = "publishes KV events that cannot be read: %s"
 _SILENT: Final = (
     "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
-    "prefix caching, is that its endpoint, and does its topic begin with %r?"
+    "prefix caching, is that its endpoint, with * for the host (with another it does not listen there, but connects), "
+    "and does its topic begin with %r?"
 )
 
 
