@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.asked import ask
 from proxy.balancer.cache_count import CacheCount
 from proxy.balancer.prefill_cost import PrefillCost
 from proxy.balancer.prefill_records import Kind, kind_and_slot, unpacked
@@ -17,6 +16,7 @@ from proxy.balancer.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
+    from proxy.balancer.asked import Asked
     from proxy.balancer.journal import Seat
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
@@ -48,18 +48,18 @@ class LocalPrefill:
         self._eligible: tuple[Backend, ...] = ()
         self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
 
-    def sooner(self, request: PickRequest, max_tokens: int) -> Backend | None:
+    def sooner(self, asked: Asked, max_tokens: int) -> Backend | None:
         """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
         not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
         compute more than `max_tokens` of the prompt.
         """
+        request = asked.request
         if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
             return None
         soonest = self._prefill.soonest_seconds(request)
         if soonest is None:
             return None
         best, least = None, soonest + self.handover_seconds
-        asked = ask(request)
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
         for backend in self._known():
             streams = self._decode.in_flight(backend)
@@ -76,7 +76,7 @@ class LocalPrefill:
                 best, least = backend, seconds * (1 + _HARM * streams)
         return best
 
-    def handed_over(self, decoder: str, request: PickRequest, seconds: float | None, answer_tokens: int) -> None:
+    def handed_over(self, decoder: str, asked: Asked, seconds: float | None, answer_tokens: int) -> None:
         """A decoder of this name got the prompt from a prefiller, and has answered. `seconds`: from the prefiller's
         answer to its first token; None: that is not known.
         """
@@ -84,13 +84,12 @@ class LocalPrefill:
             before = self.handover_seconds
             self.handover_seconds = seconds if before is None else before + _HANDOVER_STEP * (seconds - before)
         if (prefixes := self._cached_by(decoder)) is not None:
-            asked = ask(request)
             prefixes.use(asked.keys, asked.ends, asked.tokens + answer_tokens)
 
     def served(
         self,
         decoder: str,
-        request: PickRequest,
+        asked: Asked,
         seconds: float | None,
         answer_tokens: int,
         told: tuple[int, int] | None,
@@ -100,7 +99,6 @@ class LocalPrefill:
         """
         if (prefixes := self._cached_by(decoder)) is None:
             return
-        asked = ask(request)
         hit = prefixes.hit(asked.keys)
         expected = prefixes.found(asked.ends, hit, asked.tokens)
         predicted = self.cost.seconds(asked.tokens - expected, expected) * self.cost.slowness(decoder)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from proxy.backend import Role
+from proxy.balancer.asked import ask
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import LocalPrefill
 from proxy.connectors.attempt import Attempt
@@ -96,14 +97,18 @@ class Sequential(Disaggregated):
     def _where_sooner(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Both legs, or a decoder alone; what comes of it is learned."""
         local, usage = self._local_prefill, timeline.usage
-        decoder = None if usage.is_resumed else local.sooner(request, self._context.settings.kv.local_max_tokens)
+        if usage.is_resumed:
+            yield from self._both(call, request, timeline)
+            return
+        asked = ask(request)
+        decoder = local.sooner(asked, self._context.settings.kv.local_max_tokens)
         if decoder is None:
             yield from self._both(call, request, timeline)
             seconds = timeline.seconds
             first_token = seconds.get(Stage.FIRST_TOKEN)
             if timeline.kv != "local" and not usage.is_resumed:
                 took = None if first_token is None else seconds.get(Stage.HANDOFF, 0.0) + first_token
-                local.handed_over(timeline.decoder, request, took, usage.completion_tokens or 0)
+                local.handed_over(timeline.decoder, asked, took, usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
         chosen = replace(request, prefer=decoder)
@@ -111,7 +116,7 @@ class Sequential(Disaggregated):
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         told = None if tokens is None or cached is None else (tokens, cached)
         took = timeline.seconds.get(Stage.FIRST_TOKEN)
-        local.served(timeline.decoder, request, took, usage.completion_tokens or 0, told)
+        local.served(timeline.decoder, asked, took, usage.completion_tokens or 0, told)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
