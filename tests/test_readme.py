@@ -183,7 +183,7 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
     record.close()
-    assert set(record.fields()) == names(section("## Log").partition("`term` has")[0])
+    assert set(record.fields) == names(section("## Log").partition("`term` has")[0])
 
 
 def test_every_letter_of_a_term_is_explained() -> None:

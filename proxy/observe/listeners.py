@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from proxy.logs import access_lines
-from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
+from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS, tally
 from proxy.observe.observers import RequestListener
-from proxy.observe.record import RequestRecord
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from proxy.observe.metrics import Metrics
+    from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
 
 # Of records. What is asked of each of many in this way takes no step of the interpreter.
@@ -27,6 +27,7 @@ _TIMELINES: Final = attrgetter("timelines")
 _STAGE_SECONDS: Final = attrgetter("stage_seconds")
 _TOKENS: Final = attrgetter("tokens")
 _ENDED: Final = attrgetter("ended")
+_FIELDS: Final = attrgetter("fields")
 # Of timelines, and of attempts.
 _HISTORY: Final = attrgetter("history")
 _REASONS: Final = attrgetter("reasons")
@@ -54,7 +55,7 @@ class RequestMetrics(RequestListener):
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener. Requests that count in the same series are counted together."""
-        for api, count in Counter(map(_API, began)).items():
+        for api, count in tally(map(_API, began)):
             self._inflight(api).inc(count)
         kinds: defaultdict[tuple[str, bool, int, str, tuple[str, str] | None, str | None], list[RequestRecord]]
         kinds = defaultdict(list)
@@ -115,7 +116,7 @@ class RequestMetrics(RequestListener):
 
     def _count_choices(self, units: Iterable[Timeline]) -> None:
         attempts = chain.from_iterable(map(_HISTORY, units))
-        for reasons, count in Counter(map(_REASONS, attempts)).items():
+        for reasons, count in tally(map(_REASONS, attempts)):
             for role, reason in zip(CHOOSING_ROLES, reasons, strict=True):
                 if reason is not None:
                     self._choices(role, reason).inc(count)
@@ -126,4 +127,4 @@ class AccessLog(RequestListener):
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
-        access_lines(map(_ENDED, ended), map(RequestRecord.fields, ended))
+        access_lines(map(_ENDED, ended), map(_FIELDS, ended))

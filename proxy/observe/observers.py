@@ -107,11 +107,10 @@ class Observers:
         next_began: list[RequestRecord] = []
         next_ended: list[RequestRecord] = []
         began, self._began = self._began, next_began
-        ended, self._ended = self._ended, next_ended
-        if not began and not ended:
+        over, self._ended = self._ended, next_ended
+        if not began and not over:
             return
-        for record in ended:
-            record.close()
+        ended = [record for record in over if _closes(record)]
         for listener in self._at_settle:
             _tell(listener.settle, began, ended)
         for listener in self._at_end:
@@ -137,6 +136,16 @@ def _tell(tell: Callable[..., None], *what: Any) -> None:
         tell(*what)
     except Exception:
         logger.exception("a listener to requests failed: %s", tell.__qualname__)
+
+
+def _closes(record: RequestRecord) -> bool:
+    """Close it. A mistake in what is made of one request concerns no other."""
+    try:
+        record.close()
+    except Exception:
+        logger.exception("what a request came to could not be told: %s", record.request_id)
+        return False
+    return True
 
 
 def _overrides(listener: RequestListener, method: str) -> bool:

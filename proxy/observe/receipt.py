@@ -40,7 +40,7 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
         _attempt(unit, attempt) for unit, timeline in enumerate(record.timelines) for attempt in timeline.history
     ]
     told: dict[str, Any] = {
-        **record.fields(),
+        **record.fields,
         "model": _text(record.model),
         "backend": error.backend.name if isinstance(error, UpstreamError) else None,
         "worker": worker,

@@ -14,7 +14,6 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.pick import Prediction
     from proxy.observe.outcome import Outcome
     from proxy.observe.trace import Trace
 
@@ -54,12 +53,15 @@ class RequestRecord:
     trace: Trace | None = None
     """None: it is not sampled."""
     outcome: Outcome
-    """This and the next two: there when it is closed."""
+    """This and the next three: there when it is closed."""
     stage_seconds: Sequence[dict[Stage, float]]
     """Spent in each stage, of each unit."""
     tokens: tuple[int, int, int]
     """Prompt, cached and completion tokens as far as engines reported them."""
-    _fields: dict[str, object] | None = None
+    fields: dict[str, object]
+    """The access line, for all who tell of it, so it must not be changed. With several units: the first one's backends,
+    the sum of attempts, the longest stages.
+    """
 
     def __init__(
         self,
@@ -104,20 +106,12 @@ class RequestRecord:
                 cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
         self.tokens = prompt, cached, completion
+        self.fields = self._access_line()
 
-    def fields(self) -> dict[str, object]:
-        """The access line of a request that is closed. With several units: the first one's backends, the sum of
-        attempts, the longest stages.
-
-        Worked out once, for all who tell of it, so it must not be changed.
-        """
-        if self._fields is None:
-            self._fields = self._worked_out()
-        return self._fields
-
-    def _worked_out(self) -> dict[str, object]:
+    def _access_line(self) -> dict[str, object]:
         outcome, timelines = self.outcome, self.timelines
         first = timelines[0] if timelines else Timeline(self.clock)
+        prediction = first.prediction
         prefill_reason, decode_reason = first.reasons
         seconds = longest(self.stage_seconds)
         queue, encode, prefill, handoff, first_token, stream = map(round, map(seconds.get, _STAGES, _ZEROS), _DIGITS)
@@ -147,7 +141,8 @@ class RequestRecord:
             "t_stream": stream,
             "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "dur": round(outcome.duration_seconds, 4),
-            **(_prediction(first.prediction) if first.prediction is not None else {}),
+            # What was thought would come of the prefill; `t_prefill` and `tokens_cached` say what came of it.
+            **({"p_seconds": round(prediction.seconds, 4), "p_cached": prediction.cached_tokens} if prediction else {}),
             "tokens_in": prompt,
             "tokens_cached": cached,
             "tokens_out": completion,
@@ -164,8 +159,3 @@ def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
         for stage, spent in seconds.items():
             found[stage] = max(spent, found.get(stage, 0.0))
     return found
-
-
-def _prediction(told: Prediction) -> dict[str, object]:
-    """What was thought would come of the prefill: `t_prefill` and `tokens_cached` say what came of it."""
-    return {"p_seconds": round(told.seconds, 4), "p_cached": told.cached_tokens}

@@ -141,7 +141,7 @@ class _Access(RequestListener):
         self.lines: list[str] = []
 
     def request_ended(self, record: RequestRecord) -> None:
-        fields = {name: value for name, value in record.fields().items() if not _UNTOLD_FIELDS.fullmatch(name)}
+        fields = {name: value for name, value in record.fields.items() if not _UNTOLD_FIELDS.fullmatch(name)}
         self.lines.append(repr(fields))
 
 

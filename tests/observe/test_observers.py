@@ -96,6 +96,18 @@ def test_a_listener_that_fails_keeps_nothing_from_others(caplog: pytest.LogCaptu
     assert sorted(told) == ["request_began", "request_ended", "settle", "settle"]
 
 
+def test_a_record_that_cannot_be_closed_keeps_no_other_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+    ends, later = Ends(), Later()
+    observers = Observers((ends,))
+    with observers.in_batches(later):
+        bad, good = observers.begin("chat", "bad"), observers.begin("chat", "good")
+        bad.timeline().marks = [(Stage.PREFILL, "mistaken"), (None, 1.0)]  # type: ignore[list-item]
+        observers.end(bad)
+        observers.end(good)
+    assert [record.request_id for record in ends.records] == ["good"]
+    assert "bad" in caplog.text
+
+
 async def test_a_request_knows_the_stages_of_its_streamed_answer_when_it_is_over(deploy: Deploy) -> None:
     deployment = await deploy(1, 1)
     ends = Ends()

@@ -33,7 +33,7 @@ def line(record: RequestRecord) -> dict[str, object]:
     """Its access line, as it ends now."""
     record.ended = record.clock()
     record.close()
-    return record.fields()
+    return record.fields
 
 
 def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
