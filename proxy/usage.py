@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxy.wire.openai import prompt_details
+
+Told = tuple[int | None, int | None]
+"""See told_of_prompt."""
+
 
 class Usage:
     """One unit's."""
@@ -20,19 +25,19 @@ class Usage:
     """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
     the client's."""
 
-    def saw_prompt(self, usage: Any) -> None:
-        """Take what a usage object, whatever it really is, says of the prompt.
+    def saw_prompt(self, usage: Any) -> Told:
+        """Take what a usage object, whatever it really is, says of the prompt; see told_of_prompt for what is returned.
 
         The first to tell is right: later attempts find in the cache what the first ones put there.
         """
-        if isinstance(usage, dict) and self.prompt_details is None and not self.is_resumed:
-            if isinstance(tokens := usage.get("prompt_tokens"), int):
+        told = tokens, cached = told_of_prompt(usage)
+        if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
+            if tokens is not None:
                 self.prompt_tokens = tokens
-            if isinstance(details := usage.get("prompt_tokens_details"), dict):
-                self.prompt_details = details
-                cached = details.get("cached_tokens")
-                self.cached_tokens = cached if isinstance(cached, int) else None
+            self.prompt_details = prompt_details(usage)
+            self.cached_tokens = cached
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
+        return told
 
     def saw_completion(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the answer."""
@@ -40,7 +45,7 @@ class Usage:
             self.completion_tokens = tokens
 
 
-def told_of_prompt(usage: Any) -> tuple[int | None, int | None]:
+def told_of_prompt(usage: Any) -> Told:
     """The tokens of a prompt, and those of them that were in the prefix cache, as a usage object, whatever it really
     is, tells of one leg; None: it does not tell.
     """

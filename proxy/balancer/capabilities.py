@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from proxy.balancer.engine_facts import EngineFacts, EngineVersion, Setup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """Something that engines of vLLM can do from version `since` on."""
+    """Something that engines of vLLM can do from version `since` on. Only the same one is equal to it."""
 
     since: EngineVersion
     if_unknown: bool = False

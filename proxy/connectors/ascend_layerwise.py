@@ -117,9 +117,9 @@ class AscendLayerwise(Disaggregated):
             if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
                 return
             raise
-        timeline.usage.saw_prompt(answer.values.get("usage"))
+        told = timeline.usage.saw_prompt(answer.values.get("usage"))
         # By then it has sent everything, and it keeps nothing.
-        handoff.prefilled(answer.values.get("usage"))
+        handoff.prefilled(*told)
         handoff.prefiller.free_kv()
         handoff.held()
         if not handoff.is_settled:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
 from proxy.balancer.lease import Lease
 from proxy.errors import Failure, UpstreamError
-from proxy.usage import told_of_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,9 +113,9 @@ class KvHandoff:
         """The decoder has said something: that it has the KV, or that it gave up."""
         return self.state in (KvState.ARRIVED, KvState.LOST)
 
-    def prefilled(self, usage: Any) -> None:
-        """The prefiller has done its work. `usage`: what its answer tells of the prompt's tokens, whatever that is."""
-        self.prefiller.tell(*told_of_prompt(usage))
+    def prefilled(self, tokens: int | None, cached: int | None) -> None:
+        """The prefiller has done its work, and this is what its answer tells of the prompt; see told_of_prompt."""
+        self.prefiller.tell(tokens, cached)
         self.prefiller.free_compute()
 
     def held(self, kv: PrefilledKv | None = None) -> None:

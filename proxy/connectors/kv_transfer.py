@@ -45,11 +45,6 @@ class PrefilledKv:
     """A decoder that gives up before its first output leaves it where it is."""
 
 
-# Members that `request_finished` of one connector writes and that of the others does not: `tp_size` in vLLM's
-# nixl/pull_scheduler.py, `remote_pcp_size` in vllm-ascend's mooncake_connector.py, but neither in its
-# mooncake_hybrid_connector.py nor in its mooncake/pull_scheduler.py (MooncakeConnectorV2).
-_MARKS: Final = {"tp_size": KvTransfer.NIXL, "remote_pcp_size": KvTransfer.ASCEND_MOONCAKE}
-
 _RELEASES: Final[Mapping[KvTransfer, Capability]] = {
     KvTransfer.NIXL: NIXL_RELEASE,
     KvTransfer.ASCEND_MOONCAKE: ASCEND_MOONCAKE_RELEASE,
@@ -62,11 +57,12 @@ _ABORT_SECONDS: Final = 480.0
 
 
 def kv_transfer(params: Mapping[str, Any]) -> KvTransfer:
-    """Which connector wrote a prefiller's KV parameters."""
-    for mark, transfer in _MARKS.items():
-        if mark in params:
-            return transfer
-    return KvTransfer.OTHER
+    """Which connector wrote a prefiller's KV parameters, by a member that only its `request_finished` writes."""
+    if "tp_size" in params:  # vLLM's nixl/pull_scheduler.py
+        return KvTransfer.NIXL
+    # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its mooncake/pull_scheduler.py
+    # (MooncakeConnectorV2).
+    return KvTransfer.ASCEND_MOONCAKE if "remote_pcp_size" in params else KvTransfer.OTHER
 
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:

@@ -125,9 +125,9 @@ class MooncakeBootstrap(Disaggregated):
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        timeline.usage.saw_prompt(answer.values.get("usage"))
+        told = timeline.usage.saw_prompt(answer.values.get("usage"))
         rank.free()
-        handoff.prefilled(answer.values.get("usage"))
+        handoff.prefilled(*told)
         handoff.held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)

@@ -178,8 +178,7 @@ class Sequential(Disaggregated):
             finally:
                 if rank is not None:
                     rank.free()
-            usage = told.values.get("usage")
-            timeline.usage.saw_prompt(usage)
+            of_prompt = timeline.usage.saw_prompt(told.values.get("usage"))
             params, kv = _kept_kv(told, call, prefiller)
             if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
                 break
@@ -187,7 +186,7 @@ class Sequential(Disaggregated):
             timeline.left_prefiller(handoff.prefiller.pick)
         if kv is None:
             handoff.source = self.source_without_kv
-        handoff.prefilled(usage)
+        handoff.prefilled(*of_prompt)
         handoff.held(kv)
         return None if handoff.source is KvSource.DECODER else params
 

@@ -174,23 +174,20 @@ class FastConnection(FirstProtocol):
     # How
 
     def _read(self, data: bytes) -> None:
+        self._body.append(data)
         head = read_head(data, self._last)
         if head is None or head.path not in self._intake.paths:
-            self._body.append(data)
             self._leave()
             return
         self._last = head
         self._listener.headers_arrived(self)
         missing_bytes = head.size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:
-            self._body.append(data)
-            self._begin(head, self._intake.parts.clock())
+            self._begin(head, data[head.size_bytes :], self._intake.parts.clock())
         elif missing_bytes < 0 or not self._intake.takes(head):
-            self._body.append(data)
             self._leave()
         else:
             self._head, self._missing_bytes, self._since = head, missing_bytes, self._intake.parts.clock()
-            self._body.append(data)
             if not self._take(len(data)):
                 self._leave()
 
@@ -204,22 +201,21 @@ class FastConnection(FirstProtocol):
             self._let_go()
             self._head = None
             assert self._since is not None
-            self._begin(head, self._since)
+            first, *more = self._body
+            # Copied once, however long it is and however many pieces came.
+            self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since)
 
-    def _begin(self, head: Head, since: float) -> None:
+    def _begin(self, head: Head, body: bytes, since: float) -> None:
         """All of a request is there."""
         self._since = None
-        first, *more = self._body
-        # Copied once, however long it is and however many pieces came.
-        body = b"".join((memoryview(first)[head.size_bytes :], *more)) if more else first[head.size_bytes :]
-        self._request = self._intake.begin(self, head, body)
-        if self._request is None:
+        request = self._request = self._intake.begin(self, head, body)
+        if request is None:
             self._odd += 1
             self._leave()
         else:
             self._odd = 0
             self._body.clear()
-            self._request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
+            request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
 
     def _keep(self, data: bytes) -> None:
         self._pending.append(data)

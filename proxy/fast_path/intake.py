@@ -54,34 +54,33 @@ class Intake:
         """Take changed settings for requests that come from now on."""
         for parts in (self.parts, *self._parts_of.values()):
             parts.settings = settings
-        # A chat that is asked for as a completion waits for its prompt.
-        self.paths = frozenset(self._dialects) - ({Api.CHAT.path} if settings.sglang.chat_sampling else set())
+        # A chat that is asked for as a completion waits for its prompt. Where pages are allowed, every answer says
+        # `Vary: Origin`.
+        waits = {Api.CHAT.path} if settings.sglang.chat_sampling else set()
+        self.paths = frozenset() if settings.listen.cors_origins else frozenset(self._dialects) - waits
         """Of the requests that may be plain."""
+        self._most_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
         self._names = ModelNames(settings.models.aliases)
 
     # What a connection asks
 
     def takes(self, head: Head) -> bool:
         """Whether a body that is still on its way is waited for here."""
-        return head.body_bytes <= min(LONG_BYTES, self.parts.settings.listen.max_body_bytes)
+        return head.body_bytes <= self._most_bytes
 
     def begin(self, client: Client, head: Head, raw: bytes) -> FastRequest | None:
         """The request, to be started; None: it is not plain, and nothing has happened.
 
         Whatever is to be refused is not plain.
         """
-        settings, fields = self.parts.settings, head.fields
-        listen = settings.listen
-        if (
-            self.parts.listener.is_closing
-            or len(raw) > min(LONG_BYTES, listen.max_body_bytes)
-            or self._admission.is_short_of_memory
-            or listen.cors_origins  # where pages are allowed, every answer says `Vary: Origin`
-        ):
+        parts, fields, size_bytes = self.parts, head.fields, len(raw)
+        settings = parts.settings
+        if parts.listener.is_closing or size_bytes > self._most_bytes or self._admission.is_short_of_memory:
             return None
-        if len(raw) > SLIGHT_BYTES and not is_light(raw, most := listen.max_body_elements) and bounds(raw)[0] > most:
+        is_slight, most = size_bytes <= SLIGHT_BYTES, settings.listen.max_body_elements
+        if not is_slight and not is_light(raw, most) and bounds(raw)[0] > most:
             return None
-        dialect, parts = self._dialects[head.path], self.parts
+        dialect = self._dialects[head.path]
         try:
             key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
             document = Document(raw)
@@ -102,7 +101,7 @@ class Intake:
         if waits and not admission.has_place(key.name):
             return None
         in_task = waits or not parts.suspects.memory.is_empty  # it has to be looked up
-        held_bytes = len(raw) if len(raw) <= SLIGHT_BYTES else memory_bytes(raw, document.read_values)
+        held_bytes = size_bytes if is_slight else memory_bytes(raw, document.read_values)
         if not self.buffers.take(held_bytes):
             return None
         quota = None

@@ -44,7 +44,6 @@ class Drain:
         self._without_task: set[CutOff] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def in_flight(self) -> int:
@@ -54,7 +53,6 @@ class Drain:
     def enter(self, request: CutOff) -> None:
         """Count a request that has no task, until it leaves."""
         self._without_task.add(request)
-        self._idle.clear()
 
     def leave(self, request: CutOff) -> None:
         """It is over, or has a task from now on."""
@@ -75,7 +73,6 @@ class Drain:
     def working(self, task: asyncio.Task[Any]) -> Iterator[None]:
         """Count a request as long as its task is in this block."""
         self._tasks.add(task)
-        self._idle.clear()
         try:
             yield
         finally:
@@ -86,7 +83,9 @@ class Drain:
 
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
-        await self._idle.wait()
+        while self.in_flight:
+            self._idle.clear()
+            await self._idle.wait()
 
     def cut_off(self) -> int:
         """End what is in flight, each with an error; how much that is."""

@@ -13,7 +13,7 @@ from proxy.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
 from proxy.upstream.fast_forward import FastForward
-from proxy.wire.document import length_of
+from proxy.wire.document import length_of, pieces_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -92,7 +92,8 @@ class Connection(FastForward):
         self.on_exchanged = on_exchanged
         self._head = head
         self._clock = clock
-        self.exchanges = 0
+        self.is_reused = False
+        """It has carried an exchange before."""
         self.idle_since = 0.0
         self.closed = False
         self.complete = False
@@ -130,19 +131,15 @@ class Connection(FastForward):
 
         `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
         """
-        self.exchanges += 1
         self.complete = self._has_head = False
         self.is_active = self._is_stream = False
         self._head_bytes = 0
-        self._tokens = None
         self._exchange = exchange
         self._quiet_since, self._limit_seconds = self._clock(), answer_seconds
-        if not isinstance(body, bytes):
-            self.transport.writelines((self._head(self.backend, path, length_of(body), headers), *body))
-        elif len(body) > _JOINED_BYTES:
-            self.transport.writelines((self._head(self.backend, path, len(body), headers), body))
-        else:  # uvloop writes one piece with less ado
+        if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes one piece with less ado
             self.transport.write(self._head(self.backend, path, len(body), headers) + body)
+        else:
+            self.transport.writelines((self._head(self.backend, path, length_of(body), headers), *pieces_of(body)))
 
     def release(self) -> None:
         """The exchange is told nothing more; dropped unless its answer has arrived whole."""
@@ -245,7 +242,7 @@ class Connection(FastForward):
                 error = self._error(Failure.BROKEN, "the engine closed the connection in the middle of its answer")
             else:
                 error = self._error(Failure.RESET, "the engine closed the connection without an answer")
-                error.is_stale = self.exchanges > 1
+                error.is_stale = self.is_reused
             self._end(error)
         self.reader.close()
 

@@ -190,6 +190,7 @@ class Upstream:
                 and (connection.address is None or not self._has_left(backend.host, connection.address))
             ):
                 connection.backend = backend  # it may have been added anew since, with other rights
+                connection.is_reused = True
                 self._busy.add(connection)
                 return connection
             connection.abort()
