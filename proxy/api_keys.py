@@ -48,7 +48,7 @@ class UsageRow:
         self._cells[_CELLS_PER_SLOT * slot + _IN_FLIGHT] += in_flight
 
     def count(self, slot: int, minute: int) -> None:
-        """One more request in this minute."""
+        """Count one more request of the key with this slot. `minute`: the whole minutes of the clock of the ApiKeys."""
         index = _CELLS_PER_SLOT * slot + _MINUTES + minute % 2
         cell = self._cells[index]
         self._cells[index] = cell + 1 if cell >> _COUNT_BITS == minute else (minute << _COUNT_BITS) + 1

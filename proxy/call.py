@@ -154,11 +154,13 @@ class Call:
 
     @property
     def served_model(self) -> object:
-        """The same as the engines get it."""
+        """The name of the model as engines get it, with the aliases of the settings applied; None: there is none."""
         return self.changes.get("model", self.values.get("model"))
 
     def members(self, names: Collection[str]) -> dict[str, Any]:
-        """Of the fields as the engines get them those that have one of these names."""
+        """The members of the body that have one of these names, with the values that engines get; absent ones are left
+        out.
+        """
         changes = {name: value for name, value in self.changes.items() if name in names}
         values = self.document.values
         return {name: values[name] for name in names if name in values} | changes
@@ -230,7 +232,9 @@ class Call:
         return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
-        """One prompt and one sample of this call, by these changes."""
+        """The call for one prompt and one sample of this one. `changes`: members of the body that are replaced, see
+        `changed`. `prompt_tokens`: of its prompt; None: as many as this call has.
+        """
         prompt = None if self.prompt is None else self.prompt.changed(changes)
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 

@@ -49,7 +49,9 @@ class Sample:
 
 
 def read(at: float, expositions: Iterable[str]) -> Sample:
-    """One from each gateway. Raises Unknown for what is not a gateway's."""
+    """The sample of all gateways together. `at`: seconds of any monotonic clock. `expositions`: the answers of all
+    gateways to `GET /metrics`, in Prometheus' text format. Raises Unknown where one has no metrics of pdproxy's.
+    """
     sample = Sample(at)
     for text in expositions:
         seen = False

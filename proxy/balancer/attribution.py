@@ -94,7 +94,7 @@ class PairWatch:
         return found
 
     def forget(self, lane: int) -> None:
-        """Another prefiller has this lane now, or the same one has started anew."""
+        """Drop the evidence of a lane: its slot belongs to another prefiller now, or the prefiller was restarted."""
         self._evidence.pop(lane, None)
 
 

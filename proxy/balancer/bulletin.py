@@ -33,7 +33,7 @@ class Bulletin:
             return True
 
     def forget(self, subject: str) -> None:
-        """It is gone; should it come back, everything about it is news."""
+        """Drop what was told of a subject that no longer exists; if it returns, its first word is news again."""
         with self._shared.exclusive():
             words = self._read()
             self._write({known: word for known, word in words.items() if known != subject}, or_only={})

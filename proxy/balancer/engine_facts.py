@@ -196,7 +196,9 @@ def parse_kv_tokens(answer: Any) -> int | None:
 
 
 def parse_ranks(answer: Any) -> int | None:
-    """How many data-parallel ranks are behind its address by the same answer; None: it does not tell."""
+    """How many data-parallel ranks an engine's `/server_info?config_format=json` says are behind its address; None: the
+    answer does not say.
+    """
     if states := _list(answer, "internal_states"):
         return len(states)
     parallel = _member(_member(answer, "vllm_config"), "parallel_config")

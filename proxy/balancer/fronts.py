@@ -35,7 +35,7 @@ def front_of(priority: int, place_seconds: float) -> int:
 
 
 def moved(front: int, seconds: float) -> int:
-    """The same by a clock that is so much ahead; NOBODY stays NOBODY."""
+    """A front by another clock, which is `seconds` ahead of the one it was made with; NOBODY stays NOBODY."""
     if front == NOBODY:
         return NOBODY
     return front_of(front >> _PLACE_BITS, (front & _MOST_PLACE) / 1e6 + AGEING * seconds)
@@ -49,15 +49,15 @@ class Fronts:
         self._cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
 
     def of_worker(self, number: int) -> WorkerFront | None:
-        """One worker's; None: there is nobody else."""
+        """The access of the worker with this number; None: it is the only queue, so nobody has to be told."""
         return WorkerFront(self, number) if len(self._cells) > 1 else None
 
     def put(self, number: int, front: int) -> None:
-        """Of a worker; NOBODY: none waits there."""
+        """Write the front of the worker with this number, as `front_of` makes it; NOBODY: nobody waits there."""
         self._cells[number] = front
 
     def put_guests(self, front: int) -> None:
-        """Of the other gateways, if there may be any."""
+        """Write the first of the fronts of all other gateways. Does nothing where no others are configured."""
         if len(self._cells) > self.workers:
             self._cells[self.workers] = front
 

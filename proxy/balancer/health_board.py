@@ -45,7 +45,7 @@ class HealthBoard:
         return any(cell in bad for cell in self._own(backend))
 
     def own_cells(self) -> bytes:
-        """All that workers see, as it is now: equal, if nothing has changed."""
+        """A copy of the states that this gateway's workers see: two copies are equal if nothing changed in between."""
         return self._cells[: self._workers * self._slots].tobytes()
 
     # What other gateways have found

@@ -84,11 +84,13 @@ class Models:
         return self._served.get(backend, _NOTHING)
 
     def own(self, backend: Backend) -> frozenset[str]:
-        """The same without adapters."""
+        """The names of the models that an instance serves, without its adapters (LoRA); empty: they are not known."""
         return self._own.get(backend, _NOTHING)
 
     def among(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
-        """Those of a role's backends to which a request for a model may go, in their order."""
+        """The backends to which a request for the model `name` may go, in the order given: those known to serve it; if
+        there are none, those of which it is not known what they serve. `backends`: all of one role.
+        """
         known = tuple(backend for backend in backends if name in self._served.get(backend, _NOTHING))
         return known or tuple(backend for backend in backends if not self._served.get(backend))
 

@@ -79,7 +79,9 @@ def unpacked(data: bytes) -> Record:
 
 
 def kind_and_slot(data: bytes) -> tuple[int, int]:
-    """Of a record, which is not looked at further: most are for others. Raises InvalidRecord."""
+    """The kind of a packed record and the prefiller's slot, read without unpacking the rest, as most records are for
+    others. Raises InvalidRecord if the data is too short.
+    """
     try:
         kind, slot = _KIND_AND_SLOT.unpack_from(data)
     except error as problem:
@@ -100,5 +102,7 @@ def translated(record: Record, slot: int, seconds: float) -> Record:
 
 
 def without_keys(record: Record) -> Record:
-    """The same in few bytes: when, and how long, but not what."""
+    """The record without its prefix keys and ends, which are most of its bytes: it still teaches how long prompts take,
+    but not what is cached.
+    """
     return record._replace(keys=(), ends=())

@@ -59,7 +59,7 @@ class CachedPrefixes:
         return len(self._young) + len(self._old)
 
     def hit(self, keys: Sequence[int]) -> int:
-        """How many pieces are probably cached, from the first one on."""
+        """How many leading pieces of a prompt are probably cached. `keys`: of its pieces, in order."""
         if not keys or self._is_gone(keys[0]):
             return 0
         if not self._is_gone(keys[-1]):
@@ -103,7 +103,7 @@ class CachedPrefixes:
         return known
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Nothing has come of these."""
+        """Forget these pieces: the request with which they were sent has failed, so they are not cached."""
         for key in keys:
             self._young.pop(key, None)
             self._old.pop(key, None)

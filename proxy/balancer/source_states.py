@@ -39,7 +39,7 @@ class SourceStates:
         self._states: dict[str, SourceState] = {}
 
     def all(self) -> Mapping[str, SourceState]:
-        """Those of all sources there are, in the order of the settings."""
+        """The state of each source by its origin, such as `file:/etc/engines.yaml`, in the order of the settings."""
         if self._shared.version != self._read_version:
             self._read_version, rows = self._shared.read()
             self._states = {origin: SourceState(*row) for origin, row in rows.items()}
@@ -56,7 +56,7 @@ class SourceStates:
         self._write({**self.all(), origin: SourceState(time.time(), state.failures)})
 
     def failed(self, origin: str, problem: str) -> None:
-        """It could not, because of this."""
+        """A source could not say which instances there are. `problem`: why, in words for operators."""
         state = self.all()[origin]
         failed = replace(state, failures=state.failures + 1, problem=problem[:_MAX_PROBLEM])
         self._write({**self.all(), origin: failed})

@@ -76,7 +76,9 @@ class Canary:
         self._seconds = seconds
 
     async def hand_over(self, prefiller: Backend, decoder: Backend) -> CanaryResult:
-        """Prefill here, decode there."""
+        """Have this pair of engines serve the prompt, and judge whether the KV cache arrived. That an engine failed, or
+        took too long, is the result's `problem`.
+        """
         traits = self._context.settings.connector_traits
         before = await self._counters(decoder)
         call, request, timeline = self._call(prefiller, decoder)
@@ -93,7 +95,7 @@ class Canary:
         return replace(result, kv=kv)
 
     async def alone(self, decoder: Backend) -> CanaryResult | None:
-        """All of it on the decoder. None: engines of this protocol do not do that."""
+        """Have the decoder compute the prompt and write the answer by itself. None: no decoder of this protocol can."""
         call, request, timeline = self._call(None, decoder)
         opening = self._connector.alone(call, request, timeline)
         if opening is None:

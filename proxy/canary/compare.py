@@ -34,7 +34,7 @@ class Agreement(Enum):
 
 
 def agreement(one: Sequence[int] | str, other: Sequence[int] | str) -> Agreement:
-    """Of two answers: both are token ids, or both are text."""
+    """How alike two greedy answers to one prompt are. Both are lists of token ids, or both are text."""
     if one == other:
         return Agreement.SAME
     alike = next(
@@ -63,8 +63,8 @@ def by_counters(
 
 
 def by_usage(cached_tokens: int | None, tokens: int) -> Verdict:
-    """What became of it by what the decoder itself calls cached of a prompt that no cache had. None: it does not tell,
-    which is what vLLM does of 0, too.
+    """The verdict on a hand-over by the decoder's usage: TRANSFERRED or UNKNOWN. The prompt of `tokens` tokens was not
+    in any cache, so `cached_tokens` were fetched; None: it does not tell, as vLLM does not where there are 0.
     """
     return Verdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * tokens else Verdict.UNKNOWN
 

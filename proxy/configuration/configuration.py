@@ -81,7 +81,9 @@ class Configuration:
         return change
 
     def new_keys_stamp(self) -> Stamp | None:
-        """That of the file of client keys, if it is another than when it was read last. A file that has gone is not."""
+        """The stamp of the file of client keys if that has changed since it was read last; None: it has not changed, or
+        does not exist any more.
+        """
         current = self.current()
         stamp = _stamp(current.settings)
         return stamp if stamp != current.keys_stamp else None

@@ -42,7 +42,9 @@ class Attempt:
         return self.timeline.usage.prompt_details
 
     def saw_usage(self, usage: Any) -> None:
-        """Take the decoder's usage. Of the prompt it tells the truth only if it prefilled by itself."""
+        """Take in the `usage` of the decoder's answer. Its figures of the prompt are only believed where the decoder
+        computed the prompt itself: handed-over KV cache counts as cached there.
+        """
         self.timeline.usage.saw_completion(usage)
         if not self.kv_handed_over:
             self.timeline.usage.saw_prompt(usage)

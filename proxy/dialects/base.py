@@ -41,7 +41,7 @@ class Whole(Protocol):
         """JSON, as far as possible in the engine's own bytes."""
 
     def values(self) -> dict[str, Any]:
-        """The same, parsed; some members may be fragments that orjson alone can write."""
+        """The body as Python objects. Long members may be `orjson.Fragment`, which only orjson can write."""
 
 
 class WatchedWhole(Protocol):
@@ -78,7 +78,7 @@ class Rendering(Protocol):
     """How the answer to one streamed client request is written, from the streams of all its units."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """None: the client gets the engine's own bytes."""
+        """What writes the events of one unit. None: the client gets the engine's events byte for byte."""
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """What follows the streams of all units, before `Dialect.done_event`: `usages` of them in their order, None

@@ -94,7 +94,7 @@ class SglangGenerate(Dialect):
         return AnswerSoFar()
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """It must have ended, and not with an error."""
+        """Raise UpstreamError if the whole answer of an engine is an error, or has no finish reason."""
         if told := error_of(values):
             raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
         if finish_of(values) is None:
@@ -195,7 +195,7 @@ class _PrefillerParts:
 
     @property
     def so_far(self) -> sglang.PrefilledParts | None:
-        """None until the prefiller has answered."""
+        """The prefiller's parts if its answer has arrived by now; None: it has not."""
         answer = self._answer.so_far
         if self._parts is None and answer is not None:
             self._parts = sglang.PrefilledParts(answer)

@@ -82,7 +82,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The same."""
+        """`written` as text."""
         return self.written.decode()
 
 
@@ -160,15 +160,15 @@ class Parts(ABC):
 
     @abstractmethod
     def opened(self, part: Part) -> bytes:
-        """A part begins."""
+        """The events that begin a part."""
 
     @abstractmethod
     def said(self, part: Part, text: str) -> bytes:
-        """There is more of it."""
+        """The events for more text of the part that is open, or more of its arguments if it is a tool call."""
 
     @abstractmethod
     def closed(self, part: Part) -> bytes:
-        """It is complete."""
+        """The events that end a part. Each part that was opened is closed before the next one is opened."""
 
     def close(self) -> bytes:
         """The last part is complete."""

@@ -29,7 +29,7 @@ class BodyBuffers:
         return True
 
     def give_back(self, body_bytes: int) -> None:
-        """They are not in memory any more."""
+        """End the account of bytes that `take` has accounted for."""
         self.held_bytes -= body_bytes
 
     def hold(self, body_bytes: int) -> Hold:

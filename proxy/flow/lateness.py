@@ -25,19 +25,19 @@ class Deadlines:
         self._of: dict[Waiter, tuple[float, int, Waiter]] = {}
 
     def add(self, waiter: Waiter) -> None:
-        """It waits."""
+        """Note a unit that begins to wait. One without a deadline is never late."""
         if waiter.late_at < math.inf:
             place = self._of[waiter] = waiter.late_at, next(_ARRIVALS), waiter
             insort(self._places, place)
 
     def remove(self, waiter: Waiter) -> None:
-        """It waits no more."""
+        """Forget a unit that waits no more. Does nothing for one without a deadline."""
         place = self._of.pop(waiter, None)
         if place is not None:
             del self._places[bisect_left(self._places, place)]
 
     def missed(self, now: float) -> Waiter | None:
-        """One for whom it is too late by now; None: there is none."""
+        """The unit whose deadline passed first; None: no deadline has passed. `now`: seconds of the monotonic clock."""
         return self._places[0][-1] if self._places and self._places[0][0] <= now else None
 
 
@@ -53,7 +53,9 @@ class DrainRate:
         self._since: float | None = None  # the last service; None: nobody has waited all the time since then
 
     def serve(self, amount: float, now: float) -> None:
-        """So much has waited and is served. Where nobody waits any more, `stop` follows."""
+        """A unit that had to wait is served. `amount`: its predicted seconds, or 1; `now`: seconds of the monotonic
+        clock. If it was the last that waited, `stop` must follow.
+        """
         if self._since is not None:
             passed = max(0.0, now - self._since)
             kept = math.exp(-passed / _MEMORY_SECONDS)
@@ -67,7 +69,9 @@ class DrainRate:
         self._since = None
 
     def seconds(self, amount: float, now: float) -> float | None:
-        """How long so much will probably take; None: too little has been seen."""
+        """How many seconds it will probably take to serve this amount, in the unit of `serve`; None: fewer than 8
+        services were seen.
+        """
         if self._served < _ENOUGH:
             return None
         standing = 0.0 if self._since is None else max(0.0, now - self._since)

@@ -21,7 +21,9 @@ def queue_full() -> Overloaded:
 
 
 def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
-    """It has waited for so long. `absent`: the role all of whose backends are gone, if that is why."""
+    """For a unit that has waited as long as it may. `absent`: the role of which no backend is left, if that is why
+    there was no room; None: there were backends, and all were full.
+    """
     if absent is not None:
         nobody = NoBackendAvailable(absent)
         nobody.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
@@ -36,7 +38,7 @@ def too_late(wanted_seconds: float) -> GatewayError:
 
 
 def too_long_a_wait(predicted_seconds: float, may_wait_seconds: float) -> GatewayError:
-    """It would probably wait longer than it may."""
+    """For a unit that is predicted to wait for longer than it may: 429, whose Retry-After is the difference."""
     error = GatewayError(
         f"this request would probably wait for {predicted_seconds:.1f} s, and {may_wait_seconds:.1f} s are the limit",
         code="queue_predicted",

@@ -45,7 +45,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
         return head.size_bytes
 
     def end(self, connection: ConnectionT) -> None:
-        """They are complete, or expected no longer. Does nothing where none are."""
+        """The headers on a connection are complete, or no longer expected. Does nothing where none were expected."""
         if self._heads.pop(connection, None) is not None and not self._heads:
             self._nobody.set()
 

@@ -220,11 +220,11 @@ class HttpListener:
         first.door.set_protocol(first)
 
     def headers_arrived(self, connection: FirstProtocol) -> None:
-        """Those of a request are whole."""
+        """A connection has received all headers of a request: their deadline no longer counts."""
         self._heads.end(connection.door)
 
     def forget(self, connection: Connection | FirstProtocol) -> None:
-        """It is closed."""
+        """Drop a connection that was closed."""
         self._heads.end(connection.door)
         self._turned_away.pop(connection, None)
         self._first.discard(cast("FirstProtocol", connection))

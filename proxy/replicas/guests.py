@@ -46,7 +46,7 @@ class Guests:
         self._verdicts = frozenset()
 
     def charge(self, charges: Mapping[int, Charge]) -> None:
-        """All that they have, by slot."""
+        """Replace the load of all other gateways: their sum, by the instance's slot here. Other slots have none."""
         for slot in self._charged - charges.keys():
             self._row.charge(slot, 0, 0, 0)
         self._charged = set()
@@ -63,7 +63,9 @@ class Guests:
         self._fronts.put_guests(front)
 
     def use(self, used: Mapping[int, Used], now: float) -> None:
-        """All that they have let in, by slot of the client key. `now`: seconds of the clock of the ApiKeys."""
+        """Replace what all other gateways have let in: by slot of the client key, requests in flight and in the last
+        minute. `now`: seconds of the clock of the ApiKeys.
+        """
         minute = minute_of(now)[0]
         for slot in self._keys_charged - used.keys():
             self._key_row.charge(slot, 0, minute, 0)
@@ -72,7 +74,9 @@ class Guests:
         self._keys_charged = set(used)
 
     def note_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:
-        """All that they have found: slots of instances, by whom, and its number of that. Whether something is new."""
+        """Replace which instances other gateways have found of no use. Each verdict: the instance's slot here, the name
+        of the gateway, and the number of its verdict. Returns whether one is new.
+        """
         before, self._verdicts = self._verdicts, verdicts
         for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
             self._board.absolve(slot)

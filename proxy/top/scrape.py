@@ -57,7 +57,9 @@ def rate(before: Scrape, after: Scrape, name: str, **wanted: str) -> float:
 
 
 def quantile(before: Scrape, after: Scrape, name: str, share: float) -> float | None:
-    """Of what a histogram has observed between the two, as Prometheus' histogram_quantile has it; None: nothing."""
+    """The quantile `share` (0.99: the 99th percentile) of what a histogram has observed between two scrapes, in the
+    histogram's unit, interpolated as by Prometheus' histogram_quantile; None: it has observed nothing.
+    """
     buckets: dict[float, float] = {}
     for labels, count in growth(before, after, f"{name}_bucket").items():
         bound = float(dict(labels)["le"])

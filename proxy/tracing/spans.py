@@ -67,7 +67,7 @@ def model_of(record: RequestRecord) -> str | None:
 
 
 def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
-    """What is known when it is over."""
+    """The attributes of a request's own span when it has ended: tokens, attempts and outcome."""
     prompt, cached, completion = record.tokens
     timelines, outcome = record.timelines, record.outcome
     found: Attributes = {
@@ -173,7 +173,9 @@ def is_sent_in(leg: TracedLeg, attempt: AttemptRecord, began: float, ended: floa
 
 
 def of_leg(traced: Traced, record: RequestRecord, leg: TracedLeg, *, is_of_attempt: bool) -> Attributes:
-    """One request to one engine. `is_of_attempt`: False for what is asked besides."""
+    """The attributes of the span of one request to one engine. `is_of_attempt`: it belongs to an attempt, and is not an
+    extra question such as the release of KV cache.
+    """
     backend, role = leg.backend, leg.backend.role
     found: Attributes = {
         "http.request.method": "POST",

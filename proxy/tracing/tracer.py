@@ -97,7 +97,9 @@ class _RequestSpans:
         self._zero = zero
 
     def make(self, legs: Sequence[TracedLeg]) -> None:
-        """All of them, which then are on their way to the collector."""
+        """Make the spans of queueing, of attempts and of `legs` (each request to an engine), and end the request's own.
+        The exporter gets each span as it ends.
+        """
         record, root, traced = self._record, self._root, self._tracer.traced
         left = list(legs)
         for unit, timeline in enumerate(record.timelines):

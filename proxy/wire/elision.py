@@ -41,7 +41,7 @@ def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable
 
 
 def text_bytes(text: str) -> int:
-    """Of a string that is complete."""
+    """How many bytes a string has in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

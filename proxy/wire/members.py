@@ -132,7 +132,9 @@ class Members(Mapping[str, Any]):
 
 
 def spans_of(raw: bytes | bytearray) -> Spans:
-    """Of a text that has been read before. Raises NotAnObject, TooManyMembers."""
+    """Where the members of a JSON object are. `raw` was read before: whether it is UTF-8 is not checked again. Raises
+    NotAnObject, TooManyMembers.
+    """
     try:
         return _spans(raw, _members_of(raw))
     except (msgspec.DecodeError, RecursionError):

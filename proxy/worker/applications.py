@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def application(basis: Basis) -> web.Application:
-    """One without routes."""
+    """An application without routes, which answers errors in the gateway's words and counts refused requests."""
     app = web.Application()
     replies.install(app, basis.metrics)
     return app
@@ -26,7 +26,9 @@ def application(basis: Basis) -> web.Application:
 def http_listener(
     basis: Basis, app: web.Application, limits: Callable[[Settings], Listen] = lambda settings: settings.listen
 ) -> HttpListener:
-    """One that does not listen yet."""
+    """A listener for an application, which does not listen yet. `limits`: picks those of the settings that hold for it,
+    also after a reload.
+    """
     made = HttpListener(app, limits(basis.settings), basis.metrics)
     basis.live.add(lambda new: made.configure(limits(new)))
     return made

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) -> AsyncIterator[None]:
-    """One worker does it for all; one that takes its place is the 0th, too. Leaving ends it."""
+    """Within the block, worker 0 subscribes to the KV events of all engines and tells the other workers by the journal.
+    Does nothing in other workers, or where KV events are not configured.
+    """
     settings, journal = basis.settings.kv_events, basis.shared.journal
     if settings.endpoint is None or basis.index != 0 or Role.PREFILL not in engines.serving:
         yield

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
-    """One worker does it for all. Leaving takes back what the others were told."""
+    """Within the block, one worker exchanges loads with the other gateways for all workers; leaving it withdraws what
+    they were told. Does nothing in other workers, or without `replicas.url`.
+    """
     shared, settings = basis.shared, basis.settings
     if settings.replicas.url is None or basis.index != EXCHANGER:
         yield

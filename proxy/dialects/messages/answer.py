@@ -57,7 +57,9 @@ class MessageEvents(Parts):
         self._uses: list[dict[str, Any]] = []
 
     def anew(self, attempt: AnsweredAttempt) -> None:
-        """What is known of the prompt. Where no prefiller tells, the end does."""
+        """Begin anew with another attempt, and note the prompt tokens for `message_start`: as the prefiller told them,
+        otherwise as they were estimated; the usage at the end has the true ones.
+        """
         self._uses.clear()
         tokens = attempt.prompt_tokens
         known = self._call.prompt_tokens if tokens is None else tokens

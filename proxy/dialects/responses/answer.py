@@ -90,7 +90,7 @@ class ResponseEvents(Parts):
                 return self._about("response.function_call_arguments.delta", part, delta=text)
 
     def closed(self, part: Part) -> bytes:
-        """All that the part has become."""
+        """The events that end a part: its whole text or arguments, and its complete output item."""
         item = self._items.item(part, is_cut=self.finish_reason in _INCOMPLETE)
         self._output.append(item)
         text = part.text
