@@ -14,6 +14,7 @@ from proxy.balancer import slow_start
 from proxy.balancer.choice import PREFERRED
 from proxy.balancer.pick import Candidate, Policy
 from proxy.balancer.policies import WEIGHTS
+from proxy.balancer.scoreboard import SlotReader
 from proxy.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Chooser:
         self.candidates: tuple[Candidate, ...] = ()
         self.looked: Looked | str = ""
         """What led to the last choice; see choice.Pick."""
-        self._slots: tuple[int, ...] = ()  # theirs
+        self._reader = SlotReader(scoreboard, ())  # of theirs
         self.passes_over = False
         """Some of them may have to be passed over, whatever the policy says: they are short of KV memory."""
         self.has_limits = False
@@ -65,7 +66,7 @@ class Chooser:
         """
         both = zip(backends, limits, strict=True)
         self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
-        self._slots = tuple(backend.slot for backend in backends)
+        self._reader = SlotReader(self._scoreboard, [backend.slot for backend in backends])
         self.has_limits = any(limit is not None for limit in limits)
         self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
 
@@ -128,15 +129,15 @@ class Chooser:
         """The one among these, at least one, that the policy chooses, with room if there is any. What `choose` comes to
         for a request without `avoid` and `prefer`, while no backend is passed over.
         """
+        policy, reader = self.policy, self._reader
         asked = self._spared(candidates) if self._is_any_slow else candidates
-        slots = self._slots if asked is self.candidates else [candidate.backend.slot for candidate in asked]
-        weights = self._scoreboard.weigh(slots, self._per_compute, self._per_kv)
-        if self._is_any_slow and self.policy.weighs_load:
+        if asked is not self.candidates:
+            reader = SlotReader(self._scoreboard, [candidate.backend.slot for candidate in asked])
+        weights = reader.weights(self._per_compute, self._per_kv)
+        if self._is_any_slow and policy.weighs_load:
             weights = self._slowed(asked, weights, request)
-        for candidate, weight in zip(asked, weights, strict=True):
-            candidate.weight = weight
-        chosen = self.policy.choose(asked, request)
-        self.looked = self.policy, asked, weights, self.policy.noted
+        chosen = policy.choose(asked, weights, request)
+        self.looked = policy, asked, weights, policy.noted
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:

@@ -7,6 +7,7 @@ it had when it made most tokens a second: requests wait in the gateway's queue i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
@@ -14,6 +15,8 @@ from proxy.balancer.choice import EQUAL, LEAST_SECONDS
 from proxy.balancer.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.pick import Tracker
 from proxy.balancer.policies import LeastTokens
+from proxy.balancer.scoreboard import SlotReader
+from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     _Noted = tuple[Sequence[int], tuple[float, float, float], Sequence[float], bool]
     """Of candidates: the answers that they write; how a token's cost is made of that; how slow each is; and whether
     several were equal."""
+
+_share_percent = attrgetter("share_percent")
 
 # What was learned is taken for choosing now and then.
 _LOOK_SECONDS: Final = 1.0
@@ -87,7 +92,7 @@ class _Answer(Tracker):
 class _Bounds:
     """What is learned, and told by engines, of candidates, each in its place."""
 
-    slots: list[int]
+    reader: SlotReader
     streams: list[float]
     """The most that they should have."""
     kv: list[float]
@@ -114,27 +119,27 @@ class LeastDecodeSeconds(LeastTokens):
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
         self._held = 0.0  # KV tokens that a stream is charged with, lately
         self._candidates: Sequence[Candidate] = ()
-        self._bounds = _Bounds([], [], [], [])
+        self._bounds: _Bounds  # of these
         self._due = 0.0  # when to look again
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The one where a token then takes least, all that are written there taken together; of equal ones in turn."""
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
-        running = candidates[0].scoreboard.running_of(bounds.slots)
-        held = sum([candidate.weight for candidate in candidates]) / (sum(running) or 1) or 1.0
+        running = bounds.reader.running()
+        held = sum(weights) / (sum(running) or 1) or 1.0
         share, slope, step = _KV_SHARE / held, 2 * self.pace.slope, self.pace.step + self.pace.slope
+        loads = [streams + share * weight for streams, weight in zip(running, weights, strict=True)]
+        percents = list(map(_share_percent, candidates))
+        if min(percents) < FULL:
+            both = zip(loads, percents, strict=True)
+            loads = [load if percent == FULL else (load + 1) * FULL / percent - 1 for load, percent in both]
+        scores = [(step + slope * load) * slower for load, slower in zip(loads, bounds.slowness, strict=True)]
+        if not bounds.is_open:
+            for place, candidate in enumerate(candidates):
+                if self._is_full(bounds, place, candidate.backend, running[place], weights[place]):
+                    scores[place] += _FULL_SCORE
         least, equal = _ANY, []
-        for place, candidate in enumerate(candidates):
-            streams = running[place]
-            load = streams + share * candidate.weight
-            if candidate.share_percent < 100:
-                load = (load + 1) * 100 / candidate.share_percent - 1
-            score = (step + slope * load) * bounds.slowness[place]
-            most = bounds.kv[place]
-            if streams >= bounds.streams[place] or (
-                candidate.weight + self._held > most and self._kv(candidate.backend, candidate.weight, streams) > most
-            ):
-                score += _FULL_SCORE
+        for candidate, score in zip(candidates, scores, strict=True):
             if score < least * (1 - _TIE):
                 least, equal = score, [candidate]
             elif score <= least * (1 + _TIE):
@@ -163,14 +168,10 @@ class LeastDecodeSeconds(LeastTokens):
         bounds = self._bounds
         if bounds.is_open:
             return True
-        scoreboard = candidates[0].scoreboard
-        running = scoreboard.running_of(bounds.slots)
-        held = scoreboard.weigh(bounds.slots, 0, 1) if bounds.has_kv else running
-        for place, streams in enumerate(running):
-            most = bounds.kv[place]
-            if streams < bounds.streams[place] and (
-                held[place] + self._held <= most or self._kv(candidates[place].backend, held[place], streams) <= most
-            ):
+        running = bounds.reader.running()
+        held = bounds.reader.weights(0, 1) if bounds.has_kv else running
+        for place, candidate in enumerate(candidates):
+            if not self._is_full(bounds, place, candidate.backend, running[place], held[place]):
                 return True
         return False
 
@@ -225,6 +226,13 @@ class LeastDecodeSeconds(LeastTokens):
         if now >= self._due:
             self._look(self._candidates)
 
+    def _is_full(self, bounds: _Bounds, place: int, backend: Backend, running: int, held: int) -> bool:
+        """Whether one more answer is too much for a candidate that writes so many and holds so many KV tokens."""
+        most = bounds.kv[place]
+        return running >= bounds.streams[place] or (
+            held + self._held > most and self._kv(backend, held, running) > most
+        )
+
     def _kv(self, backend: Backend, charged: int, running: int) -> float:
         """KV tokens that it will hold with one more answer: less than it is charged with, as those whose prefill is
         still under way come when others have ended.
@@ -254,17 +262,17 @@ class LeastDecodeSeconds(LeastTokens):
         for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
             del self._decoders[name]
             self.pace.forget(name)
-        self._candidates, self._bounds = candidates, self._bounds_of(candidates)
+        if candidates:
+            self._candidates, self._bounds = candidates, self._bounds_of(candidates)
 
     def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
         pace = self.pace
         most = [pace.most] * len(candidates)
-        if most:
-            most[int(self._due / TRUSTED_SECONDS) % len(most)] = pace.scout
+        most[int(self._due / TRUSTED_SECONDS) % len(most)] = pace.scout
         backends = [candidate.backend for candidate in candidates]
         facts = [self.context.facts(backend) for backend in backends]
         return _Bounds(
-            slots=[backend.slot for backend in backends],
+            reader=SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends]),
             streams=[
                 bound if candidate.limit is None else min(bound, candidate.limit)
                 for candidate, bound in zip(candidates, most, strict=True)

@@ -69,23 +69,26 @@ class LeastSeconds(LeastTokens):
 
     # Where it goes
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The soonest done; of those that cannot be told apart the one to which a session's prompts go, or else those
         that begin alike, or which is least loaded. That is by a hash: gateways that do not talk agree, also on what
         keys do not show, such as pictures whose addresses change.
         """
         prefillers = self._prefillers.known(candidates)
         decided, self._decided = self._decided, None
-        if decided is not None and decided[0] is (request.subject or request):
-            both = zip(candidates, prefillers, strict=True)
-            if free := [candidate for candidate, prefiller in both if prefiller in decided[1]]:
-                candidates = free
-                prefillers = [self._prefillers.of(candidate.backend) for candidate in free]
+        if (
+            decided is not None
+            and decided[0] is (request.subject or request)
+            and (free := [place for place, prefiller in enumerate(prefillers) if prefiller in decided[1]])
+        ):
+            candidates = [candidates[place] for place in free]
+            weights = [weights[place] for place in free]
+            prefillers = [prefillers[place] for place in free]
         asked = self._asked.get(id(request.subject or request)) or ask(request)
         now = self.context.clock()
         waits = [
-            prefiller.left(candidate.weight * _SECONDS_PER_WEIGHT, now) if candidate.weight else 0.0
-            for candidate, prefiller in zip(candidates, prefillers, strict=True)
+            prefiller.left(weight * _SECONDS_PER_WEIGHT, now) if weight else 0.0
+            for weight, prefiller in zip(weights, prefillers, strict=True)
         ]
         work = self._prefillers.work(prefillers, asked)
         scores, near = self._scores(waits, work)
@@ -93,8 +96,8 @@ class LeastSeconds(LeastTokens):
         if len(equal) == 1:
             place = equal[0]
         elif not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
-            tied = candidates if len(equal) == len(candidates) else [candidates[place] for place in equal]
-            place = equal[tied.index(super().choose(tied, request))]
+            tied = [candidates[place] for place in equal]
+            place = equal[tied.index(super().choose(tied, [weights[place] for place in equal], request))]
         elif asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
             place = scores.index(min(scores))
         else:
@@ -164,7 +167,7 @@ class LeastSeconds(LeastTokens):
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """What all have to do already, and the prompt's work."""
         prefillers = self._prefillers.known(candidates)
-        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
+        loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         return min(map(float.__add__, waits, self._prefillers.work(prefillers, ask(request))))
 
@@ -178,7 +181,7 @@ class LeastSeconds(LeastTokens):
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether a prompt that went to one of them now would begin almost at once."""
         prefillers = self._prefillers.known(candidates)
-        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
+        loads = self._prefillers.reader.compute()
         self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
         if not any(loads):
             self._has_room_everywhere = True
@@ -206,7 +209,7 @@ class LeastSeconds(LeastTokens):
         with, each behind those that wait for the same.
         """
         prefillers = self._prefillers.known(candidates)
-        loads = candidates[0].scoreboard.compute(self._prefillers.slots)
+        loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         gathers = list(map(self._gathers, prefillers, waits))

@@ -7,6 +7,7 @@ So that a long prompt does not hold up short ones, as the hybrid proxy of vLLM-A
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies import LeastTokens
@@ -37,19 +38,20 @@ class LengthGroups(LeastTokens):
         """See Policy.configure."""
         self._long_tokens, self._longest_tokens = settings.long_prompt_tokens, settings.longest_prompt_tokens
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """Only how long its prompt is matters."""
         if len(candidates) == 1:
             return candidates[0]
         half = (len(candidates) + 1) // 2
-        own, other = candidates[:half], candidates[half:]
+        own, other = slice(half), slice(half, None)
         if is_long := request.prompt_tokens >= self._long_tokens:
             own, other = other, own
         first, last = (0, self._long_tokens) if is_long else (self._long_tokens, self._longest_tokens)
-        freer = 1.0 - _mean(other) / mine if (mine := _mean(own)) > 0 else 0.0
+        # The example adds the loads up, which is the same for halves of one size.
+        freer = 1.0 - fmean(weights[other]) / mine if (mine := fmean(weights[own])) > 0 else 0.0
         if freer * nearness(request.prompt_tokens, first, last) > _GOES_OVER_ABOVE:
             own = other
-        return super().choose(own, request)
+        return super().choose(candidates[own], weights[own], request)
 
 
 def nearness(length: int, first: int, last: int) -> float:
@@ -59,8 +61,3 @@ def nearness(length: int, first: int, last: int) -> float:
     half = (last - first) / 2
     beyond = (abs(length - (first + last) / 2) - half) / half
     return min(1.0, math.exp(-_AFFINITY_STRENGTH * beyond))
-
-
-def _mean(candidates: Sequence[Candidate]) -> float:
-    """Of their weights: the example adds them up, which is the same for halves of one size."""
-    return sum(candidate.weight for candidate in candidates) / len(candidates)

@@ -57,8 +57,10 @@ class Members:
         """When the last one ceased to take connections that was up; None: some do."""
         self._role = role
         self._roster = roster
+        self._versions = roster.versions
         self._health = health
         self._pinned_kv = pinned_kv
+        self._expiries = () if pinned_kv is None else pinned_kv.expiries
         self._notes = notes
         self._on_transition = on_transition
         self._on_change = on_change
@@ -71,13 +73,20 @@ class Members:
         """Recompute who there is, only when roster or health have changed: every pick and every scrape comes by here,
         and in each worker at least the prober.
         """
-        if self._pinned_kv is not None and self._pinned_kv.expiries:
+        health = self._health
+        if (
+            self._versions[0] == self.seen_roster
+            and health.version == self.seen_health
+            and health.due == math.inf
+            and not self._expiries
+        ):
+            return
+        if self._pinned_kv is not None:
             self._pinned_kv.expire()
-        if self._health.due != math.inf:
-            for transition in self._health.advance():
-                self._on_transition(transition)
-        roster_version = self._roster.versions[0]  # read before the members: another worker may change them meanwhile
-        if roster_version == self.seen_roster and self._health.version == self.seen_health:
+        for transition in health.advance():
+            self._on_transition(transition)
+        roster_version = self._versions[0]  # read before the members: another worker may change them meanwhile
+        if roster_version == self.seen_roster and health.version == self.seen_health:
             return
         members = self._roster.members(self._role)
         self._meet(members)

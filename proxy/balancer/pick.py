@@ -135,14 +135,12 @@ class PickRequest:
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An eligible backend, as a policy sees it. The chooser keeps it up to date; `weight` is that of this moment."""
+    """An eligible backend, as a policy sees it. The chooser keeps it up to date."""
 
     backend: Backend
     limit: int | None
     """Requests it works on at a time; None: any number."""
     scoreboard: Scoreboard = field(repr=False)
-    weight: int = 0
-    """Its load in one number, lower is freer. It is raised where the backend is to get less than its share."""
     share_percent: int = 100
     """How many of the requests that it would get otherwise: less than 100 by its weight, or while it starts slowly."""
 
@@ -244,8 +242,9 @@ class Policy(ABC):
         """Take settings, which may be changed ones."""
 
     @abstractmethod
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """One of the candidates, which come in slot order, and never none.
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        """One of the candidates, which come in slot order, and never none. `weights`: the load of each in one number,
+        lower is freer; it is raised where the backend is to get less than its share.
 
         It may be asked a second time for one pick, without those that have no room, and for picks that come to nothing:
         what is remembered of a request is for `track` to remember.

@@ -59,14 +59,10 @@ class LeastTokens(_Turns):
 
     label = "least_tokens"
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
-        lowest, equal = candidates[0].weight, [candidates[0]]
-        for candidate in candidates[1:]:
-            if candidate.weight < lowest:
-                lowest, equal = candidate.weight, [candidate]
-            elif candidate.weight == lowest:
-                equal.append(candidate)
+        lowest = min(weights)
+        equal = [candidate for candidate, weight in zip(candidates, weights, strict=True) if weight == lowest]
         if len(equal) > 1:
             return self._take_turn(equal)
         self._last_slot = equal[0].backend.slot
@@ -79,7 +75,7 @@ class RoundRobin(_Turns):
     label = "round_robin"
     weighs_load = False
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         return self._take_turn(candidates)
 
@@ -89,14 +85,14 @@ class PowerOfTwo(Policy):
 
     label = "power_of_two"
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         count, draw = len(candidates), self.context.rng.randrange
         if count == 1:
             return candidates[0]
         place = draw(count)
-        first, second = candidates[place], candidates[(place + draw(1, count)) % count]
-        return second if second.weight < first.weight else first
+        other = (place + draw(1, count)) % count
+        return candidates[other if weights[other] < weights[place] else place]
 
 
 class Random(Policy):
@@ -105,6 +101,6 @@ class Random(Policy):
     label = "random"
     weighs_load = False
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         return self.context.rng.choice(candidates)

@@ -7,7 +7,6 @@ gets the next lease there is, and no other until that one has told something.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -91,8 +90,6 @@ class Pool:
         come, come back or gone."""
         self._scoreboard = scoreboard
         self._health = health
-        self._roster_versions = roster.versions
-        self._pinned_kv = pinned_kv
         on_transition = on_transition or _nobody_asks
         self._tell_change = on_change or _nobody_listens
         self._clock = clock
@@ -155,27 +152,23 @@ class Pool:
         """The backend for a lease, with why, and the number of the trial that the lease is, 0 if it is none: see Lease.
         Raises NoBackendAvailable.
         """
-        members, health, chooser = self._members, self._health, self._chooser
-        # What `refresh` looks at, without a call: every request comes by here.
-        if (
-            members.seen_roster != self._roster_versions[0]
-            or members.seen_health != health.version
-            or health.due != math.inf
-            or (self._pinned_kv is not None and self._pinned_kv.expiries)
-        ):
-            members.refresh()
-        if members.awaiting_trial:
-            avoid = request.avoid
-            is_wanted_elsewhere = not request.proves_generation or (
-                request.prefer is not None and request.prefer in members.eligible
-            )
-            if not is_wanted_elsewhere or all(backend in avoid for backend in members.eligible):
-                for backend in members.awaiting_trial:
-                    if backend not in avoid:
-                        return (backend, TRIAL), health.begin_trial(backend)
+        members, chooser = self._members, self._chooser
+        members.refresh()
+        if members.awaiting_trial and (trial := self._trial_for(request)) is not None:
+            return (trial, TRIAL), self._health.begin_trial(trial)
         if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
             return (chooser.choose(request), chooser.looked), 0
         return (chooser.ask(chooser.candidates, request).backend, chooser.looked), 0
+
+    def _trial_for(self, request: PickRequest) -> Backend | None:
+        """The backend for which a request is a trial; None: it is none."""
+        members, avoid = self._members, request.avoid
+        is_wanted_elsewhere = not request.proves_generation or (
+            request.prefer is not None and request.prefer in members.eligible
+        )
+        if is_wanted_elsewhere and not all(backend in avoid for backend in members.eligible):
+            return None
+        return next((backend for backend in members.awaiting_trial if backend not in avoid), None)
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""

@@ -9,6 +9,7 @@ from proxy.balancer.concurrency import LEAST_WAIT_SECONDS, Concurrency
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.prefill_samples import Step
 from proxy.balancer.prefiller import Prefiller, hear
+from proxy.balancer.scoreboard import SlotReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ class Prefillers:
 
     def __init__(self, context: PolicyContext) -> None:
         self.cost = PrefillCost()
-        self.slots: list[int] = []
+        self.reader: SlotReader
         """Of the candidates that were asked about last."""
         self._clock = context.clock
         self._facts = context.facts
@@ -67,7 +68,9 @@ class Prefillers:
             self._known = [self.of(candidate.backend) for candidate in candidates]
             for prefiller in self._known:
                 self._take_facts(prefiller)
-            self.slots = [candidate.backend.slot for candidate in candidates]
+            if candidates:
+                slots = [candidate.backend.slot for candidate in candidates]
+                self.reader = SlotReader(candidates[0].scoreboard, slots)
         if self._journal is not None:
             self.listen()
         return self._known

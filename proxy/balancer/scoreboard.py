@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Set
+    from collections.abc import Callable, Iterable, Sequence, Set
 
     from proxy.backend import Backend
 
@@ -161,12 +162,20 @@ class Scoreboard:
             return self._cells[CELLS_PER_SLOT * slot + RUNNING]
         return self._sum(slot, RUNNING)
 
-    def running_of(self, slots: Iterable[int]) -> list[int]:
-        """`running` of every slot asked for, in one pass."""
-        cells, width = self._cells, self._width
+    def reader(self, slots: Sequence[int], *kinds: int) -> Callable[[], Sequence[int]]:
+        """What reads the cells of some kinds, one slot's after the other's, as sums over all rows. Both ascend."""
+        first = CELLS_PER_SLOT * slots[0] if slots else 0
+        form, at = "", first
+        for slot in slots:
+            for kind in kinds:
+                cell = CELLS_PER_SLOT * slot + kind
+                form += f"{_CELL_BYTES * (cell - at)}xq"
+                at = cell + 1
+        read, cells = Struct(form).unpack_from, self._cells
+        starts = [_CELL_BYTES * (row * self._width + first) for row in range(self.rows)]
         if self.rows == 1:
-            return [cells[CELLS_PER_SLOT * slot + RUNNING] for slot in slots]
-        return [sum(cells[CELLS_PER_SLOT * slot + RUNNING :: width]) for slot in slots]
+            return partial(read, cells, starts[0])
+        return lambda: list(map(sum, zip(*[read(cells, start) for start in starts], strict=True)))
 
     def pinned(self, slot: int) -> Pinned:
         """The pinned KV of all workers: sums, and the oldest."""
@@ -202,30 +211,6 @@ class Scoreboard:
                 by_lane[lane] = Handovers(count, sum(self._lanes[first + 2 * lane + 1] for first in firsts))
         return by_lane
 
-    def weigh(self, slots: Iterable[int], per_compute: int, per_kv: int) -> list[int]:
-        """`per_compute * compute + per_kv * (kv + pinned tokens)` of every slot asked for.
-
-        One pass over plain integers, because every pick pays for it: a Load per candidate would triple its price.
-        """
-        cells, width = self._cells, self._width
-        weights = []
-        for slot in slots:
-            first = CELLS_PER_SLOT * slot
-            if self.rows == 1:
-                compute, kv = cells[first + COMPUTE], cells[first + KV] + cells[first + _PINNED_TOKENS]
-            else:
-                compute = sum(cells[first + COMPUTE :: width])
-                kv = sum(cells[first + KV :: width]) + sum(cells[first + _PINNED_TOKENS :: width])
-            weights.append(per_compute * compute + per_kv * kv)
-        return weights
-
-    def compute(self, slots: Iterable[int]) -> list[int]:
-        """Only the compute of every slot asked for."""
-        cells, width = self._cells, self._width
-        if self.rows == 1:
-            return [cells[CELLS_PER_SLOT * slot + COMPUTE] for slot in slots]
-        return [sum(cells[CELLS_PER_SLOT * slot + COMPUTE :: width]) for slot in slots]
-
     def erase(self, number: int) -> None:
         """Forget what a row had been charged with. Only for a worker that is dead, as it would go on from zero, or by
         the guest that writes it.
@@ -253,3 +238,24 @@ class Scoreboard:
 
     def _sum(self, slot: int, kind: int) -> int:
         return sum(self._column(slot, kind))
+
+
+class SlotReader:
+    """Reads some slots, which ascend, as every pick does: in one pass over plain integers, because a Load for each
+    would triple its price. To be made once for slots that are read again and again.
+    """
+
+    __slots__ = ("compute", "running", "_loads")
+
+    def __init__(self, scoreboard: Scoreboard, slots: Sequence[int]) -> None:
+        self.running = scoreboard.reader(slots, RUNNING)
+        """Scoreboard.running of each slot."""
+        self.compute = scoreboard.reader(slots, COMPUTE)
+        """The compute of each."""
+        self._loads = scoreboard.reader(slots, COMPUTE, KV, _PINNED_TOKENS)
+
+    def weights(self, per_compute: int, per_kv: int) -> list[int]:
+        """`per_compute * compute + per_kv * (kv + pinned tokens)` of each."""
+        loads = self._loads()
+        each = zip(loads[::3], loads[1::3], loads[2::3], strict=True)
+        return [per_compute * compute + per_kv * (kv + pinned) for compute, kv, pinned in each]

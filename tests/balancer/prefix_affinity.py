@@ -27,7 +27,7 @@ class PrefixAffinity(Policy):
         self.under_way = 0
         """Requests that began and have not ended."""
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """By what has to be computed until the prompt has been; among equals the one that has the least to forget."""
 
         def cost(candidate: Candidate) -> tuple[int, int]:

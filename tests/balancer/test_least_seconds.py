@@ -331,7 +331,7 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
     other.policy._prefillers.known(candidates)
     waits = other.policy._waits(
         other.policy._prefillers.known(candidates),
-        other.scoreboard.compute(other.policy._prefillers.slots),
+        other.policy._prefillers.reader.compute(),
         other.clock(),
     )
     assert all(0.2 < wait < 1.2 for wait in waits)

@@ -34,12 +34,9 @@ class Prompt:
 
 
 def chosen(weights: list[int], prompt_tokens: int, policy: LengthGroups | None = None) -> int:
-    candidates = [
-        Candidate(Backend(Role.DECODE, "d", port, slot=port), None, BOARD, weight)
-        for port, weight in enumerate(weights)
-    ]
+    candidates = [Candidate(Backend(Role.DECODE, "d", port, slot=port), None, BOARD) for port in range(len(weights))]
     request = PickRequest(Load(), Load(), Prompt(prompt_tokens))
-    return (policy or LengthGroups()).choose(candidates, request).backend.port
+    return (policy or LengthGroups()).choose(candidates, weights, request).backend.port
 
 
 @pytest.mark.parametrize(("prompt_tokens", "half"), [(SHORT, {0, 1}), (LONG, {2, 3}), (32 * 1024, {2, 3})])

@@ -30,11 +30,11 @@ class Listening(Policy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Sequence[Candidate], PickRequest]] = []
+        self.seen: list[tuple[Sequence[Candidate], Sequence[int], PickRequest]] = []
         self.heard: list[tuple[object, ...]] = []
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        self.seen.append((candidates, request))
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        self.seen.append((candidates, weights, request))
         return candidates[-1]
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
@@ -86,7 +86,7 @@ def test_a_call_is_shown_to_the_policies_of_all_roles_by_one_request(balancer: B
     with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
         assert balancer.books(decoder.backend) == (1, call.pick_request().decode)
         assert balancer.books(prefiller.backend) == (1, call.pick_request().prefill)
-    (_, of_decoder), (_, of_prefiller) = listening.seen
+    (*_, of_decoder), (*_, of_prefiller) = listening.seen
     assert of_decoder is of_prefiller is request
     assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)
     assert (request.session, request.first_token_seconds) == ("a", 1.5)
@@ -135,12 +135,12 @@ def test_candidates_come_with_their_limits_and_what_they_work_on(balancer: Balan
     one, two = pool.backends()
     with pool.lease(PickRequest.of(Load(5, 6), avoid=[two])), pool.lease(PickRequest.of(Load(7, 8), avoid=[one])):
         pool.pick()
-        candidates = policy.seen[-1][0]
+        candidates, weights, _ = policy.seen[-1]
         assert [(each.backend, each.limit, each.running, each.has_room) for each in candidates] == [
             *[(one, 4, 1, True), (two, 4, 1, True)]
         ]
         assert [each.load for each in candidates] == [Load(50, 6), Load(7, 8)]
-        assert [each.weight for each in candidates] == [56, 15]
+        assert weights == [56, 15]
 
 
 def test_a_policy_is_asked_again_without_those_that_have_no_room(balancer: Balancer) -> None:
@@ -151,7 +151,7 @@ def test_a_policy_is_asked_again_without_those_that_have_no_room(balancer: Balan
     with pool.lease(PickRequest.of(NOTHING)) as lease:
         assert lease.backend == two
         assert pool.pick() == one
-        assert [len(candidates) for candidates, _ in policy.seen] == [2, 2, 1]
+        assert [len(candidates) for candidates, *_ in policy.seen] == [2, 2, 1]
         with pool.lease(PickRequest.of(NOTHING)):
             assert pool.pick() == two  # all are full
 

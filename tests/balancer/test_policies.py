@@ -25,9 +25,8 @@ BOARD = Scoreboard(slots=8)
 
 
 def choose(policy: Policy, backends: Sequence[Backend], weights: Sequence[int]) -> Backend:
-    both = zip(backends, weights, strict=True)
-    candidates = [Candidate(backend, None, BOARD, weight) for backend, weight in both]
-    return policy.choose(candidates, PickRequest.of(Load())).backend
+    candidates = [Candidate(backend, None, BOARD) for backend in backends]
+    return policy.choose(candidates, weights, PickRequest.of(Load())).backend
 
 
 def drawing(seed: int) -> PolicyContext:

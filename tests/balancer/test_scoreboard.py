@@ -12,7 +12,7 @@ from proxy.balancer.health import Health
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard
+from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader
 
 
 def test_a_fresh_scoreboard_is_zero() -> None:
@@ -44,14 +44,16 @@ def test_weights_of_several_slots_agree_with_their_loads(workers: int) -> None:
     board = Scoreboard(workers, slots=5)
     for worker in range(workers):
         for slot in range(5):
-            board.row(worker).add(slot, requests=1, compute=slot + worker, kv=100 * slot)
+            board.row(worker).add(slot, requests=1, running=2, compute=slot + worker, kv=100 * slot)
             board.row(worker).set_pinned(slot, Pinned(1, 7 * slot, 1.0))
-    slots = [4, 0, 2]
+    slots = [0, 2, 4]
     loads = [board.load(slot) for slot in slots]
     pinned = [7 * slot * workers for slot in slots]
-    assert board.weigh(slots, 10, 3) == [
+    assert SlotReader(board, slots).weights(10, 3) == [
         10 * load.compute + 3 * (load.kv + tokens) for load, tokens in zip(loads, pinned, strict=True)
     ]
+    assert list(SlotReader(board, slots).compute()) == [load.compute for load in loads]
+    assert list(SlotReader(board, slots).running()) == [board.running(slot) for slot in slots] == [2 * workers] * 3
 
 
 def test_what_is_pinned_is_the_sum_over_the_workers_and_the_oldest_of_all() -> None:
@@ -148,7 +150,7 @@ def test_load_from_elsewhere_is_the_row_of_a_guest() -> None:
     replica.publish(1, 3, Load(compute=100, kv=10))
     replica.publish(1, 2, Load(compute=70, kv=20))
     assert (board.running(1), board.load(1)) == (3, Load(compute=75, kv=25))
-    assert board.weigh([0, 1], 10, 3) == [0, 825]
+    assert SlotReader(board, [0, 1]).weights(10, 3) == [0, 825]
     assert board.requests(1) == 1  # an instance that is removed is not kept by the requests of others
     replica.lose_sight()
     assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))
@@ -161,7 +163,7 @@ def test_a_guest_in_a_process_of_its_own_is_heard_by_all_workers() -> None:
         Replica(board, 1).publish(0, 1, Load(compute=9))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert board.weigh([0, 1], 1, 1) == [9, 0]
+    assert SlotReader(board, [0, 1]).weights(1, 1) == [9, 0]
     assert board.running(0) == 1
 
 

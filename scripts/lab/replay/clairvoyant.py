@@ -39,7 +39,7 @@ class Clairvoyant(Policy):
         self._cost = cost
         self._busy = 0.0
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The least score."""
         return candidates[self._best(candidates, self._waits(candidates), request)]
 
@@ -93,7 +93,7 @@ class ClairvoyantDecode(Policy):
         self._kv_tokens = machine.decode.kv_tokens
         self._most = min(machine.decode.max_num_seqs, machine.cost.knee or machine.decode.max_num_seqs)
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """Of those with memory, if there are any, the one with the shortest step."""
         kv_tokens = self._kv_tokens - self.cost_of(candidates[0].backend, request).kv
         roomy = [each for each in candidates if each.load.kv <= kv_tokens]

@@ -80,7 +80,7 @@ class _Knowing(Policy):
 class LeastRequests(LeastTokens):
     """The fewest requests; equal ones take turns."""
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         fewest = min(candidate.running for candidate in candidates)
         return self._take_turn([candidate for candidate in candidates if candidate.running == fewest])
@@ -94,7 +94,7 @@ class CacheAware(_Knowing):
     # max_tree_size is 2^24 characters.
     blocks = 2**24 // (4 * BLOCK_TOKENS)
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """See above."""
         running = [candidate.running for candidate in candidates]
         if max(running) - min(running) > 64 and max(running) > 1.5 * min(running):
@@ -120,7 +120,7 @@ class AscendExample(Policy):
     0.3 of that for each whose KV is held; of equals the first.
     """
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """See above."""
         return min(candidates, key=lambda candidate: candidate.load.compute + 0.3 * candidate.load.kv)
 
@@ -141,7 +141,7 @@ class AscendExampleDecode(AscendExample):
 class _LeastSum(_Knowing):
     """The least of what is under way there and of what this prompt would cost there."""
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """See above."""
         return min(candidates, key=lambda each: each.load.compute + self.cost_of(each.backend, request).compute)
 
@@ -159,7 +159,7 @@ class Dynamo(_LeastSum):
 class LeastKv(LeastTokens):
     """Dynamo's decoders: the fewest blocks in use; equal ones take turns."""
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         fewest = min(candidate.load.kv for candidate in candidates)
         return self._take_turn([candidate for candidate in candidates if candidate.load.kv == fewest])
@@ -176,7 +176,7 @@ class LlmD(_Knowing):
     blocks = 31_250 * 64 // BLOCK_TOKENS
     kv_tokens = 1_000_000
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """See above."""
         running = [candidate.running for candidate in candidates]
         least, most = min(running), max(running)
@@ -192,7 +192,7 @@ class LlmD(_Knowing):
 class LoadAware(_Knowing):
     """production-stack's `loadaware` router: the matched share less what the load is above the mean, as its part."""
 
-    def choose(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """See above."""
         mean = sum(candidate.running for candidate in candidates) / len(candidates) or 1.0
         return max(candidates, key=lambda each: self.match(each, request) - (each.running - mean) / mean)

@@ -69,8 +69,8 @@ def test_a_decoder_has_no_room_past_its_knee_and_an_answer_goes_where_it_fits() 
 
     row.add(0, requests=2, running=2, kv=100)
     row.add(1, requests=1, running=1, kv=3000)
-    assert policy.choose(candidates, wanted(1000, 500)).backend.slot == 1
-    assert policy.choose(candidates, wanted(1000, 1500)).backend.slot == 0
+    assert policy.choose(candidates, [0, 0], wanted(1000, 500)).backend.slot == 1
+    assert policy.choose(candidates, [0, 0], wanted(1000, 1500)).backend.slot == 0
     assert policy.has_room(candidates)
     row.add(1, requests=1, running=1, kv=100)
     assert not policy.has_room(candidates)

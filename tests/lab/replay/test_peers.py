@@ -41,7 +41,7 @@ class Bench:
             self.row.add(backend.slot, requests=-running, running=-running, compute=-load.compute, kv=-load.kv)
 
     def chosen(self, request: PickRequest) -> int:
-        return self.policy.choose(self.candidates, request).backend.slot
+        return self.policy.choose(self.candidates, [0] * len(self.candidates), request).backend.slot
 
 
 def prompt(tokens: int, *blocks: int) -> PickRequest:
