@@ -126,8 +126,9 @@ class JsonFormatter(LineFormatter):
             line = orjson.dumps({"time": timestamp(created), **_REQUEST, **fields}, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:
             return super().request(created, fields)
-        is_plain = len(line) <= MAX_VALUE_CHARS and line.isascii() and b"\x7f" not in line
-        return line if is_plain and fields.get("error") is None else super().request(created, fields)
+        if fields.get("error") is None and len(line) <= MAX_VALUE_CHARS and line.isascii() and b"\x7f" not in line:
+            return line
+        return super().request(created, fields)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
         return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line

@@ -48,14 +48,16 @@ class LineWriter:
         """Keep lines for the next flush; False when one had to be dropped."""
         is_kept = True
         for line in lines:
-            if self._kept_bytes + len(line) > self._max_kept_bytes:
+            kept_bytes = self._kept_bytes + len(line)
+            if kept_bytes > self._max_kept_bytes:
                 self.flush()
-                if self._kept_bytes + len(line) > self._max_kept_bytes:
+                kept_bytes = self._kept_bytes + len(line)
+                if kept_bytes > self._max_kept_bytes:
                     self.dropped += 1
                     is_kept = False
                     continue
             self._kept.append(line)
-            self._kept_bytes += len(line)
+            self._kept_bytes = kept_bytes
         return is_kept
 
     def flush(self) -> bool:

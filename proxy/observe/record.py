@@ -54,7 +54,7 @@ class RequestRecord:
     """None: it is not sampled."""
     outcome: Outcome
     """This and the next three: there when it is closed."""
-    stage_seconds: Sequence[dict[Stage, float]]
+    stage_seconds: list[dict[Stage, float]]
     """Spent in each stage, of each unit."""
     tokens: tuple[int, int, int]
     """Prompt, cached and completion tokens as far as engines reported them."""
@@ -97,9 +97,10 @@ class RequestRecord:
     def close(self) -> None:
         """It is over: work out what all who tell of it ask for."""
         self.outcome = outcome_of(self)
-        self.stage_seconds = [timeline.seconds for timeline in self.timelines]
+        self.stage_seconds = []
         prompt = cached = completion = 0
         for timeline in self.timelines:
+            self.stage_seconds.append(timeline.seconds)
             usage = timeline.usage
             prompt += usage.prompt_tokens or 0
             if usage.prompt_details:

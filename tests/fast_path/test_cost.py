@@ -45,7 +45,7 @@ BOUNDS: Final = {
     STREAM: (275, 345),
     WHOLE: (262, 285),
     TOKEN: (2.85, 15),
-    SETTLED: (33, 38),
+    SETTLED: (29, 35),
 }
 # Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
 LEFT_BLOCKS: Final = 1.0
