@@ -9,9 +9,12 @@ import msgspec
 from proxy.flow.admission import Admission
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp import web
 
     from proxy.backend import Role
+    from proxy.balancer.pick import PickRequest
     from proxy.flow.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -26,7 +29,7 @@ class RoleQueue:
         self.pool = lane.first
         self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         return not self.pool.is_restarting()
 
     def _absent(self) -> Role | None:

@@ -81,24 +81,15 @@ class Chooser:
         self.holds_queue = type(policy).has_room is not Policy.has_room
         """Whether the policy has a say in who has room."""
 
-    def has_room(self) -> bool:
-        """Whether the policy would send something to some candidate below its limit, or there are none."""
-        if self.holds_queue:
-            return not self.candidates or self.policy.has_room(self.candidates)
-        if not self.has_limits:
-            return True
-        running = self._scoreboard.running
-        for candidate in self.candidates:
-            if candidate.limit is None or running(candidate.backend.slot) < candidate.limit:
-                return True
-        return False
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether a request that nobody is in front of goes now: it need not wait for a better place."""
-        candidates, policy = self.candidates, self.policy
-        if not self.holds_queue or not candidates or policy.has_room_everywhere(candidates):
-            return True
-        return policy.first_to_go(candidates, [request()]) is not None
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        """Whether the policy would send something to some candidate below its limit, or there are none. `request`: or
+        this one, that nobody is in front of.
+        """
+        candidates = self.candidates
+        if self.holds_queue and candidates:
+            policy = self.policy
+            return policy.has_room(candidates) if request is None else policy.lets_go(candidates, request)
+        return not self.has_limits or any(candidate.has_room for candidate in candidates)
 
     def work_seconds(self, request: PickRequest) -> float:
         """See Policy.work_seconds."""

@@ -22,7 +22,7 @@ from proxy.balancer.prefiller import Prefiller
 from proxy.balancer.prefillers import Prefillers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.choice import Columns
@@ -62,7 +62,6 @@ class LeastSeconds(LeastTokens):
         super().__init__(context)
         self._prefillers = Prefillers(self.context)
         self._busy = 0.0
-        self._has_room_everywhere = False
         self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
         self._chosen: _Choice | None = None
@@ -91,8 +90,10 @@ class LeastSeconds(LeastTokens):
             for weight, prefiller in zip(weights, prefillers, strict=True)
         ]
         work = self._prefillers.work(prefillers, asked)
-        scores, near = self._scores(waits, work)
-        equal = [place for place, score in enumerate(scores) if score <= near]
+        equal = [0]
+        if len(candidates) > 1:
+            scores, near = self._scores(waits, work)
+            equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             place = equal[0]
         elif not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
@@ -180,20 +181,14 @@ class LeastSeconds(LeastTokens):
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether a prompt that went to one of them now would begin almost at once."""
-        prefillers = self._prefillers.known(candidates)
-        loads = self._prefillers.reader.compute()
-        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
-        if not any(loads):
-            self._has_room_everywhere = True
-            return True
-        waits = self._waits(prefillers, loads, self.context.clock())
-        free = list(map(self._is_free, candidates, prefillers, waits, loads))
-        self._has_room_everywhere = False not in free
-        return True in free or (bool(self._asked) and any(map(self._gathers, prefillers, waits)))
+        return self._has_room(candidates) is not False
 
-    def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
-        """What `has_room` has found, which was asked just before."""
-        return self._has_room_everywhere
+    def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+        """See Policy. Where there is room everywhere, nothing is better."""
+        has_room = self._has_room(candidates)
+        if has_room is None:
+            return self.first_to_go(candidates, [request()]) is not None
+        return has_room
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least. It waits from now on."""
@@ -234,11 +229,11 @@ class LeastSeconds(LeastTokens):
         """Whether what it has is soon done; or it is to be found out whether it computes more at a time, for which it
         must be known what prompts take alone.
         """
+        if not load:
+            return True
         limit = candidate.limit
-        if limit is not None and load and not candidate.has_room:
+        if (limit is not None and not candidate.has_room) or self._prefillers.needs_lessons:
             return False
-        if self._prefillers.needs_lessons:
-            return not load
         if wait < self.ahead_seconds:
             return True
         if limit == 1:
@@ -269,6 +264,19 @@ class LeastSeconds(LeastTokens):
         return prefiller.behind * (seconds - shared) < shared * (1 + share)
 
     # How
+
+    def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
+        """Whether all of them have room; None: some have."""
+        prefillers = self._prefillers.known(candidates)
+        loads = self._prefillers.reader.compute()
+        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
+        if not any(loads):
+            return True
+        waits = self._waits(prefillers, loads, self.context.clock())
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        if False not in free:
+            return True
+        return None if True in free or (self._asked and any(map(self._gathers, prefillers, waits))) else False
 
     def _scores(self, waits: Sequence[float], work: Sequence[float]) -> tuple[list[float], float]:
         """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least."""

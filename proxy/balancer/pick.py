@@ -286,15 +286,13 @@ class Policy(ABC):
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Whether some request might go to one of them now rather than wait; one that is at its limit does not count.
-        A policy that overrides this holds the queue: only then the next two are asked.
+        A policy that overrides this holds the queue: only then the next four are asked.
         """
         return any(candidate.has_room for candidate in candidates)
 
-    def has_room_everywhere(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether a request that nobody is in front of goes now, wherever it is sent; False: `first_to_go` is asked.
-        `has_room` was asked just before.
-        """
-        return False
+    def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+        """Whether a request that nobody is in front of goes now: there is room, and nothing better to wait for."""
+        return self.has_room(candidates) and self.first_to_go(candidates, [request()]) is not None
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn. It waits

@@ -228,17 +228,16 @@ class Pool:
         facts = self._health.of(backend).facts
         return None if facts is None else facts.max_num_seqs
 
-    def has_room(self) -> bool:
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         """Whether some eligible backend is below its limit. True also where none is eligible, unless they are only
-        restarting: a lease that fails at once is nothing to wait for.
+        restarting: a lease that fails at once is nothing to wait for. `request`: of one that nobody is in front of,
+        whether it need not wait for a better place, by the policy.
         """
-        self._members.refresh()
-        if self._members.gone_at is not None and self.is_restarting():
+        members = self._members
+        members.refresh()
+        if members.gone_at is not None and self.is_restarting():
             return False
-        chooser = self._chooser
-        if not chooser.has_limits and not chooser.holds_queue:
-            return True
-        return bool(self._members.awaiting_trial) or chooser.has_room()
+        return bool(members.awaiting_trial) or self._chooser.has_room(request)
 
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes where it takes least, by the policy; 0: it does not know."""
@@ -261,15 +260,6 @@ class Pool:
     def waits_no_more(self, request: PickRequest) -> None:
         """It has left the queue: for a lease, or for good."""
         self._chooser.policy.waits_no_more(request)
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether a request that nobody is in front of goes now, by the policy, where there is room: `has_room` was
-        asked just before.
-        """
-        chooser = self._chooser
-        if not chooser.holds_queue:
-            return True
-        return bool(self._members.awaiting_trial) or chooser.lets_go(request)
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""

@@ -188,10 +188,11 @@ class Prefiller:
             others.clear()  # some ends were missed
         if self.concurrency.lanes > 1:
             return self._lane_left(now)
-        at, seconds, charged = now, 0.0, 0.0
-        if self._sent:
-            at, seconds, charged = self._began, self._step_seconds, self._step_charged
-        if others and (not self._sent or others[0][0] < next(iter(self._sent)).at):
+        sent = self._sent
+        if not sent and not others:
+            return load
+        at, seconds, charged = self._began, self._step_seconds, self._step_charged
+        if others and (not sent or others[0][0] < next(iter(sent)).at):
             at, charged, _ = others[0]
             seconds = charged
         left = _left(seconds, now - max(at, self._answered_at))

@@ -97,7 +97,7 @@ class Intake:
         except (GatewayError, InvalidDocument):
             return None
         admission = parts.gateway.admission
-        waits = not admission.is_open or not admission.lets_go(call.pick_request)
+        waits = not admission.lets_in(call.pick_request)
         if waits and not admission.has_place(key.name):
             return None
         in_task = waits or not parts.suspects.memory.is_empty  # it has to be looked up

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from proxy.errors import overloaded
 from proxy.flow.buffers import BodyBuffers
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
 
+
+class HasRoom(Protocol):
+    """See Admission."""
+
+    def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        """See Admission."""
+
+
 # So many of those who wait are looked at for one to whom what is free is best.
 _FRONT: Final = 64
 
@@ -41,7 +49,8 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 class Admission:
     """Owns the queue and the account of what is held. One per worker.
 
-    `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible.
+    `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible. If it is
+    given a request that nobody is in front of: and whether that need not wait for a better place.
     `full`: the role, if any, in which there is no room. `absent`: the role, if any, all of whose backends are gone, so
     that there will be no room.
     """
@@ -49,7 +58,7 @@ class Admission:
     def __init__(
         self,
         limits: Limits,
-        has_room: Callable[[], bool],
+        has_room: HasRoom,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         absent: Callable[[], Role | None] = lambda: None,
@@ -152,7 +161,7 @@ class Admission:
         return Entry(self, key, patient, on_wait, request, since)
 
     def enter(self, key: str) -> None:
-        """Let a unit in that would find room at once; see `is_open`. To be left by `leave`."""
+        """Let a unit in that would find room at once; see `lets_in`. To be left by `leave`."""
         self._running[key] = self._running.get(key, 0) + 1
 
     def leave(self, key: str) -> None:
@@ -163,14 +172,9 @@ class Admission:
         else:
             del self._running[key]
 
-    @property
-    def is_open(self) -> bool:
+    def lets_in(self, request: Callable[[], PickRequest]) -> bool:
         """Whether a unit that came now would be let in at once."""
-        return not self._lines and not self.is_short_of_memory and self._has_room()
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether a unit that would find room at once, see `is_open`, need not wait for a better place."""
-        return self._line_up.lets_go(request)
+        return not self._lines and not self.is_short_of_memory and self._has_room(request)
 
     def readmit(self, key: str) -> Entry:
         """Let a unit in that has been in: it waits for nobody."""
@@ -367,11 +371,7 @@ class Entry:
 
     async def __aenter__(self) -> Self:
         admission, key, request = self._admission, self.key, self.request
-        if not self._has_been_in and (
-            admission._lines
-            or not admission._has_room()
-            or (request is not None and not admission._line_up.lets_go(request))
-        ):
+        if not self._has_been_in and (admission._lines or not admission._has_room(request)):
             if self._on_wait is not None:
                 self._on_wait()
             admission._count_wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from proxy.balancer.pool import Pool
 from proxy.dialects.base import Unit
 from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
@@ -19,10 +18,11 @@ from proxy.resume.sglang import SGLANG
 from proxy.resume.vllm import VLLM
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.backend import Role
     from proxy.balancer.fronts import WorkerFront
+    from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
     from proxy.call import Call
     from proxy.connectors.base import Connector
@@ -163,9 +163,13 @@ class Gateway:
         with self._parts.suspects.watch(answer.delivery.call, 1) as suspicion:
             await AttemptLoop(self._parts, answer, record, suspicion, begun).run()
 
-    def _has_room(self) -> bool:
-        """Whether one more unit would find room in every role, or would fail at once."""
-        return all(map(Pool.has_room, self._serving))
+    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        """Whether one more unit would find room in every role, or would fail at once. See Admission."""
+        line_up = self._pools.prefill
+        for pool in self._serving:  # noqa: SIM110 - without a call for each
+            if not pool.has_room(request if pool is line_up else None):
+                return False
+        return True
 
     def _full(self) -> Role | None:
         """A role in which there is no room, None if there is room in each."""

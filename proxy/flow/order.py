@@ -20,7 +20,7 @@ from proxy.balancer.fronts import AGEING
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from proxy.balancer.pick import PickRequest
     from proxy.errors import GatewayError
@@ -37,9 +37,6 @@ class LineUp(Protocol):
     def holds_queue(self) -> bool:
         """Whether it has a say in that now: otherwise they go in turn, and it is not asked for more."""
 
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Whether one that nobody is in front of need not wait, where there is room."""
-
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes: of one key's units those with less work go first, see AGEING."""
 
@@ -54,10 +51,6 @@ class InTurn:
     """In the order of their arrival."""
 
     holds_queue = False
-
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        """Always."""
-        return True
 
     def work_seconds(self, request: PickRequest) -> float:
         """All the same."""

@@ -20,9 +20,10 @@ from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from proxy.balancer.fronts import WorkerFront
+    from proxy.balancer.pick import PickRequest
 
 
 class Unit:
@@ -80,7 +81,7 @@ class Gate:
         self.units: list[Unit] = []
         self.admitted: list[Unit] = []
 
-    def has_room(self) -> bool:
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         self.asked += 1
         return self.taken < self.places
 

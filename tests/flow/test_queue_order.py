@@ -46,7 +46,7 @@ class Counter:
         self.served: list[str] = []
         self.left: list[PickRequest] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.admission = Admission(Limits(), lambda: bool(self.open), Metrics(), self.clock, line_up=self)
+        self.admission = Admission(Limits(), self.has_room, Metrics(), self.clock, line_up=self)
 
     def work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill.compute)
@@ -54,8 +54,8 @@ class Counter:
     def waits_no_more(self, request: PickRequest) -> None:
         self.left.append(request)
 
-    def lets_go(self, request: Callable[[], PickRequest]) -> bool:
-        return self.first_to_go([request()]) is not None
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        return bool(self.open) and (request is None or self.first_to_go([request()]) is not None)
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)

@@ -91,7 +91,7 @@ def _microseconds(
 
 
 def _serve(pool: Pool, call: Call) -> None:
-    if not pool.has_room() or not pool.lets_go(call.pick_request):
+    if not pool.has_room(call.pick_request):
         raise RuntimeError("idle instances have no room")
     with pool.lease(call.pick_request()) as lease:
         lease.tell(call.prompt_tokens, call.prompt_tokens // 2)

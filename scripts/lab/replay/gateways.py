@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.engine_facts import EngineFacts
     from proxy.balancer.fronts import WorkerFront
-    from proxy.balancer.pick import Policy
+    from proxy.balancer.pick import PickRequest, Policy
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
@@ -98,8 +98,8 @@ class Worker:
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
 
-    def _has_room(self) -> bool:
-        return self.pools.decode.has_room() and self.pools.prefill.has_room()
+    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        return self.pools.decode.has_room() and self.pools.prefill.has_room(request)
 
 
 @dataclass(frozen=True, slots=True)
