@@ -41,7 +41,7 @@ class Usage:
 
     def saw_completion(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the answer."""
-        if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
+        if isinstance(usage, dict) and type(tokens := usage.get("completion_tokens")) is int and tokens >= 0:
             self.completion_tokens = tokens
 
 
@@ -53,4 +53,7 @@ def told_of_prompt(usage: Any) -> Told:
         return None, None
     tokens, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return (tokens if isinstance(tokens, int) else None), (cached if isinstance(cached, int) else None)
+    return (
+        tokens if type(tokens) is int and tokens >= 0 else None,  # a bool is no number of tokens
+        cached if type(cached) is int and cached >= 0 else None,
+    )

@@ -8,6 +8,7 @@ who come after it.
 
 from __future__ import annotations
 
+from math import inf
 from operator import add
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
@@ -75,14 +76,9 @@ class LeastSeconds(LeastTokens):
         """
         prefillers = self._prefillers.known(candidates)
         decided, self._decided = self._decided, None
-        if (
-            decided is not None
-            and decided[0] is (request.subject or request)
-            and (free := [place for place, prefiller in enumerate(prefillers) if prefiller in decided[1]])
-        ):
-            candidates = [candidates[place] for place in free]
-            weights = [weights[place] for place in free]
-            prefillers = [prefillers[place] for place in free]
+        among = None
+        if decided is not None and decided[0] is (request.subject or request):
+            among = [prefiller in decided[1] for prefiller in prefillers]
         asked = self._asked.get(id(request.subject or request)) or ask(request)
         now = self.context.clock()
         waits = [
@@ -92,7 +88,7 @@ class LeastSeconds(LeastTokens):
         work = self._prefillers.work(prefillers, asked)
         equal = [0]
         if len(candidates) > 1:
-            scores, near = self._scores(waits, work)
+            scores, near = self._scores(waits, work, among)
             equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             place = equal[0]
@@ -278,10 +274,17 @@ class LeastSeconds(LeastTokens):
             return True
         return None if True in free or (self._asked and any(map(self._gathers, prefillers, waits))) else False
 
-    def _scores(self, waits: Sequence[float], work: Sequence[float]) -> tuple[list[float], float]:
-        """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least."""
+    def _scores(
+        self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
+    ) -> tuple[list[float], float]:
+        """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least.
+
+        `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
+        """
         counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
         scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        if among is not None and True in among:
+            scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
         least = min(scores)
         return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
 

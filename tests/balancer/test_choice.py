@@ -11,7 +11,7 @@ from proxy.balancer.choice import REASONS, figures, reason
 from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, UpstreamError
 from proxy.settings.policies import POLICIES
-from tests.balancer.test_least_seconds import Prefillers, prompt
+from tests.balancer.test_least_seconds import Prefillers, one_at_a_time, prompt
 
 if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
@@ -58,6 +58,23 @@ def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_s
         assert known.columns["cached_tokens"][place] == pytest.approx(4 * 512)
         assert known.columns["work_seconds"][place] == min(known.columns["work_seconds"])
         assert why(prefillers.pool, prompt(*range(100, 120))) == "least_seconds"  # it has to wait where the other is
+
+
+def test_of_a_request_that_has_waited_all_are_told_and_not_only_who_was_free(balancer: Balancer) -> None:
+    prefillers = Prefillers(balancer)
+    prefillers.teach()
+    one_at_a_time(prefillers)
+    prefillers.begin(prompt(*range(1, 30)))
+    waiting = prompt(*range(500, 504))
+    assert prefillers.pool.first_to_go([waiting]) == 0
+    lease = prefillers.begin(waiting)
+    assert reason(lease.pick) == "least_seconds"
+    known = figures(lease.pick)
+    assert known is not None
+    place = list(known.backends).index(lease.backend)
+    assert known.columns["wait_seconds"][place] == 0.0
+    assert known.columns["wait_seconds"][1 - place] > 0.0
+    assert all(len(column) == 2 for column in (known.order, *known.columns.values()))
 
 
 def test_there_may_be_nothing_to_choose(balancer: Balancer) -> None:

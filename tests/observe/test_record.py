@@ -162,6 +162,8 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
         ({"prompt_tokens": 10, "completion_tokens": 3}, (10, 3)),
         ({"prompt_tokens": 10}, (10, None)),
         ({"prompt_tokens": "10", "completion_tokens": None}, (None, None)),
+        ({"prompt_tokens": -10, "completion_tokens": -3}, (None, None)),
+        ({"prompt_tokens": True, "completion_tokens": True}, (None, None)),
         ({}, (None, None)),
         (None, (None, None)),
         ([1], (None, None)),
@@ -172,6 +174,13 @@ def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, i
     for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
         take(usage)
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == expected
+
+
+def test_cached_tokens_are_taken_for_what_they_are() -> None:
+    for said, taken in ((7, 7), (0, 0), (-7, None), (True, None), (7.0, None), (None, None)):
+        usage = Timeline().usage
+        assert usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
+        assert usage.cached_tokens == taken
 
 
 def test_a_usage_without_numbers_forgets_nothing() -> None:
