@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,21 +24,20 @@ class Watch(Enum):
     IDS = auto()  # it goes on from its token ids
 
 
-@dataclass(frozen=True, slots=True)
 class Watching:
     """How one answer is watched, and on whose engines."""
 
-    engine: Engine
-    watch: Watch
+    __slots__ = ("engine", "is_close", "watch")
 
-    @property
-    def is_close(self) -> bool:
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine = engine
+        self.watch = watch
+        self.is_close = watch is not Watch.NOT
         """Whether it is watched at all."""
-        return self.watch is not Watch.NOT
 
     def observed(self, call: Call) -> Call:
         """The call as it is sent to engines."""
-        return call if self.watch is Watch.NOT else self.engine.observed(call, self.watch)
+        return self.engine.observed(call, self.watch) if self.is_close else call
 
 
 class Engine(ABC):

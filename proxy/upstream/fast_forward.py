@@ -72,15 +72,15 @@ class Ticks(Protocol):
 def _matcher(
     between: bytes | None, skips: frozenset[bytes], *, hides_ids: bool
 ) -> Callable[[bytes, int], re.Match[bytes] | None]:
-    """Matches a token's text and what is behind it, up to the quote or the end of the list with its id, which is group
-    1. See Tokens.
+    """Matches a token's text and what is behind it, up to the quote, or to the end of the list with its id: that is
+    group 2, and group 1 what is before it. See Tokens.
     """
     if between is None:
         return re.compile(_TEXT + b'"').match
     skipped = rb"(?!(?:%b)\])" % b"|".join(sorted(skips)) if skips else b""
     least = 1 if hides_ids else 0  # there is no room for `null` in `[7]`
     return re.compile(
-        rb"%b%b(\[%b[1-9][0-9]{%d,%d}\])" % (_TEXT, re.escape(between[:-1]), skipped, least, _MAX_DIGITS - 1)
+        rb"(%b%b)(\[%b[1-9][0-9]{%d,%d}\])" % (_TEXT, re.escape(between[:-1]), skipped, least, _MAX_DIGITS - 1)
     ).match
 
 
@@ -159,7 +159,7 @@ class FastForward(asyncio.Protocol):
         if (journal := tokens.journal) is not None:
             journal.append(token[0])
         if tokens.hides_ids:
-            data = data[: token.start(1)] + _NULLS[len(token[1])] + tokens.behind
+            data = before + token[1] + _NULLS[len(token[2])] + tokens.behind
         self.is_active = True
         if (output := tokens.output) is not None and not output.is_closing():
             output.write(data)
