@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxy.wire.openai import prompt_details
-
 Told = tuple[int | None, int | None]
 """See told_of_prompt."""
 
@@ -34,7 +32,8 @@ class Usage:
         if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
             if tokens is not None:
                 self.prompt_tokens = tokens
-            self.prompt_details = prompt_details(usage)
+            details = usage.get("prompt_tokens_details")
+            self.prompt_details = details if isinstance(details, dict) else None
             self.cached_tokens = cached
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
         return told

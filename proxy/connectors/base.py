@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from proxy.wire.openai import Api
 
 
+new_attempt_id: Final = new_id
+"""The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id, which
+may collide with a live one, is never used."""
+
 # Slower than this no decoder writes an answer, or somebody would have noticed.
 _SECONDS_PER_TOKEN: Final = 1.0
 
@@ -118,13 +122,6 @@ class Connector(ABC):
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """The attempt of `open`, as legs that its caller sends; see connectors.legs. None: it goes otherwise."""
         return None
-
-
-def new_attempt_id() -> str:
-    """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id,
-    which may collide with a live one, is never used.
-    """
-    return new_id()
 
 
 def prefill_seconds(timeouts: Timeouts, call: Call) -> float:

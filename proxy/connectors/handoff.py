@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from proxy import logs
 from proxy.balancer.handovers import LEAST_TOKENS
@@ -50,6 +50,9 @@ class KvState(Enum):
     """The decoder works with it, or at least works."""
     LOST = "lost"
     """The decoder has given up before its first output."""
+
+
+_SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
 
 
 class LocalKv:
@@ -111,7 +114,7 @@ class KvHandoff:
     @property
     def is_settled(self) -> bool:
         """The decoder has said something: that it has the KV, or that it gave up."""
-        return self.state in (KvState.ARRIVED, KvState.LOST)
+        return self.state in _SETTLED
 
     def prefilled(self, tokens: int | None, cached: int | None) -> None:
         """The prefiller has done its work, and this is what its answer tells of the prompt; see told_of_prompt."""
@@ -133,7 +136,7 @@ class KvHandoff:
 
     def arrived(self) -> None:
         """The decoder has sent its first output. May be called again."""
-        if self.is_settled:
+        if self.state in _SETTLED:
             return
         self.state = KvState.ARRIVED
         prefiller, decoder = self.prefiller.backend, self.decoder.backend

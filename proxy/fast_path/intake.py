@@ -84,7 +84,8 @@ class Intake:
         try:
             key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
             document = Document(raw)
-            call = dialect.parse(document, settings.cost, self._passed_on(fields, key))
+            headers = {} if _PASSED_ON.isdisjoint(fields) else self._passed_on(fields, key)
+            call = dialect.parse(document, settings.cost, headers)
             if self._models.is_mixed:
                 parts = self._in_lane(call)
             if (
@@ -130,8 +131,6 @@ class Intake:
     @staticmethod
     def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
         """The headers that reach the engines."""
-        if _PASSED_ON.isdisjoint(fields):
-            return {}
         headers = {name: fields[name] for name in PASSED_ON if name in fields}
         if key is ANONYMOUS:
             credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))

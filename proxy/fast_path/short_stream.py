@@ -67,7 +67,7 @@ class ShortStream:
         *("seen", "sent_bytes", "unsent", "usage", "writes", "written_at"),
         *("_attempt", "_client", "_owner", "_record", "_relay"),
         *("_hides_ids", "_include_usage", "_idle_seconds"),
-        *("_held", "_parts", "_is_finished", "_is_done", "_has_prompt"),
+        *("_held", "_parts", "_is_finished", "_is_done", "_is_whole", "_has_prompt"),
     )
 
     def __init__(
@@ -105,7 +105,7 @@ class ShortStream:
         self._held = b""
         """The role chunk, until there is a part of the answer."""
         self._parts = 0
-        self._is_finished = self._is_done = self._has_prompt = False
+        self._is_finished = self._is_done = self._is_whole = self._has_prompt = False
 
     # Sink
 
@@ -120,7 +120,7 @@ class ShortStream:
         self.seen.append(data)
         has_parts = self._parts > before
         if output:
-            if self._is_done and self._attempt.response.is_whole:
+            if self._is_whole:
                 self.unsent = output
             else:
                 self.sent_bytes += len(output)
@@ -240,8 +240,10 @@ class ShortStream:
             self._owner.first_output()
             if not is_done:
                 attempt.response.limit_silence(self._idle_seconds)
-        if is_done and not attempt.response.is_whole:
-            attempt.response.limit_silence(END_MARK_SECONDS)
+        if is_done:
+            self._is_whole = attempt.response.is_whole
+            if not self._is_whole:
+                attempt.response.limit_silence(END_MARK_SECONDS)
         self._parts, self._is_finished, self._is_done, self._has_prompt = parts, is_finished, is_done, has_prompt
         self._held, self.usage = held, usage
         return b"".join(output)
