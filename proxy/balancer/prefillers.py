@@ -66,7 +66,10 @@ class Prefillers:
         if candidates is not self._candidates:
             self._candidates = candidates
             self._known = [self.of(candidate.backend) for candidate in candidates]
-            for prefiller in self._known:
+            for prefiller, candidate in zip(self._known, candidates, strict=True):
+                if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
+                    prefiller.backend = candidate.backend
+                    self._by_slot[candidate.backend.slot] = prefiller
                 self._take_facts(prefiller)
             if candidates:
                 slots = [candidate.backend.slot for candidate in candidates]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,6 +66,8 @@ class Prefillers:
             limits=PoolLimits(max_running=max_running),
         )
         self.scoreboard = balancer.scoreboard
+        self.roster = balancer.roster
+        self.health = balancer.health
 
     def begin(self, request: PickRequest) -> Lease:
         return self.pool.lease(request).__enter__()
@@ -256,6 +258,28 @@ def test_a_conversation_goes_where_another_worker_has_sent_it(workers: list[Pref
         asked = range(1000 * number, 1000 * number + 8)
         first = workers[number % 2].serve(prompt(*asked))
         assert workers[1 - number % 2].serve(prompt(*asked, 10**8), cached=8 * PIECE) == first
+
+
+def test_workers_mean_the_same_instance_when_one_has_come_back_in_another_slot(workers: list[Prefillers]) -> None:
+    one, other = workers
+    back = one.pool.backends()[0]
+    assert other.serve(prompt(7)).port in (1, 2)
+    roster = one.roster
+    assert roster.remove(Role.PREFILL, back.host, back.port)
+    assert roster.finalize() == [back]
+    for port in (3, back.port):  # the first of them takes its slot
+        added = Backend(Role.PREFILL, back.host, port)
+        assert roster.add(added)
+        for worker in workers:
+            assert added in worker.pool.backends()
+            worker.health.on_probe(added, True, "test")
+            assert added in worker.pool.eligible()
+            worker.serve(prompt(port))
+    assert one.pool.backends()[-1] == back
+    one.clock.now += 60.0  # no slow start any more
+    asked = range(500, 508)
+    assert one.serve(replace(prompt(*asked), prefer=back)) == back
+    assert other.serve(prompt(*asked, 509), cached=8 * PIECE) == back
 
 
 def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None:
