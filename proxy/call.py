@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
@@ -39,9 +41,10 @@ FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
 # How urgent a request is, for the queue, whatever engines make of the member `priority`; lower goes first.
 PRIORITY_HEADER: Final = "x-request-priority"
 
-
 # What the client calls a conversation, see Call.session.
 SESSION_HEADER: Final = "x-session-id"
+
+_content_of = methodcaller("get", "content")
 
 
 @dataclass(slots=True, eq=False)
@@ -241,23 +244,19 @@ class Call:
 
 def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
     """Estimated prompt length in tokens, at least 1, and the prompt."""
-    total = 0
-    has_reasoning = has_media = False
+    total, bytes_per_token, has_media = 0, cost.bytes_per_token, False
     messages, length = document.excerpt("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if not isinstance(message, dict):
-            continue
-        content = message.get("content")
-        if "reasoning_content" in message or "reasoning" in message:
-            has_reasoning = True
-        if isinstance(content, str):
-            total += -(-length(content) // cost.bytes_per_token)
-        else:
-            parts = _objects(content)
-            has_media = has_media or any("text" not in part for part in parts)
-            total += sum(_part_tokens(part, cost, length) for part in parts)
+    messages = _objects(messages)
+    has_reasoning = not {"reasoning_content", "reasoning"}.isdisjoint(chain.from_iterable(messages))
+    texts = contents = list(map(_content_of, messages))
+    if set(map(type, contents)) != {str}:  # nearly all are text: they are looked at as a whole, and not one by one
+        texts = [content for content in contents if isinstance(content, str)]
+        parts = [part for content in contents for part in _objects(content)]
+        has_media = any("text" not in part for part in parts)
+        total = sum(_part_tokens(part, cost, length) for part in parts)
+    total += sum([-(-size // bytes_per_token) for size in map(length, texts)])
     if "tools" in document.values:
-        total += len(document.view("tools")) // cost.bytes_per_token
+        total += len(document.view("tools")) // bytes_per_token
     if "prompt" in document.values:
         ids = document.count_token_ids("prompt")
         if ids is None:
@@ -289,13 +288,14 @@ def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], in
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value if set(map(type, value)) == {dict} else [item for item in value if isinstance(item, dict)]
+    return []
 
 
 def output_limit(values: Mapping[str, Any]) -> int | None:
     """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
     for name in ("max_completion_tokens", "max_tokens"):
-        limit = values.get(name)
-        if type(limit) is int and limit > 0:
+        if type(limit := values.get(name)) is int and limit > 0:
             return min(limit, MAX_OUTPUT_TOKENS)
     return None

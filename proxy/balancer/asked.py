@@ -35,4 +35,4 @@ def ask(request: PickRequest) -> Asked:
     if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
         return Asked(request, (), (), tokens)
     per_byte = tokens / prefix.sizes[-1]
-    return Asked(request, prefix.keys, [size * per_byte for size in prefix.sizes], tokens)
+    return Asked(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)

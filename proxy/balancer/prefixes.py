@@ -97,7 +97,7 @@ class CachedPrefixes:
             old = self._old.get
             known = [old(key) if reading is None else reading for key, reading in zip(keys, known, strict=True)]
         odometer = self.odometer = self.odometer + computed
-        self._young.update(zip(keys, [odometer - end for end in ends], strict=True))
+        self._young.update(zip(keys, map(odometer.__sub__, ends), strict=True))
         if len(self._young) > MAX_KEYS or odometer - self._turned > self.capacity:
             self._young, self._old, self._turned = {}, self._young, odometer
         return known

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -137,11 +138,8 @@ class Prompt:
         for text in texts:
             after = before + len(text)
             ends = [*_ENDS[bisect_right(_ENDS, before) : bisect_left(_ENDS, after)], after]
-            start = 0
-            for end in ends:
-                key = hashed(text[start : end - before], key)
-                keys.append(key)
-                start = end - before
+            places = [0, *(ends if not before else [end - before for end in ends])]
+            keys += [key := hashed(text[start:end], key) for start, end in pairwise(places)]
             sizes += ends
             before = after
         return PrefixKeys(keys, sizes)
