@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 NOBODY: Final = 0
 """In place of a front."""
-AGEING: Final = 0.5
-"""Seconds of work that a second of waiting makes up for. With 0 the long would starve behind the short, and far above 1
-all would wait in turn; with 1/2 a unit goes before all that come later by twice its work."""
+AGEING: Final = 1 / 3
+"""Seconds of work that a second of waiting makes up for: a unit goes before all that come later by three times its
+work, which is earliest deadline first with that as everyone's deadline. With 0 the long would starve behind the short;
+the nearer to 1, the more all wait in turn, and near saturation the short are late because of the long."""
 _CELL_BYTES: Final = 8
 _PLACE_BITS: Final = 52
 _MOST_PLACE: Final = (1 << _PLACE_BITS) - 1

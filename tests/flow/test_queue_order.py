@@ -111,9 +111,9 @@ async def test_the_shorter_goes_first(counter: Counter) -> None:
     assert await drained(counter) == ["short", "middle", "long"]
 
 
-async def test_who_has_waited_for_twice_its_work_goes_before_any_newcomer(counter: Counter) -> None:
+async def test_who_has_waited_for_three_times_its_work_goes_before_any_newcomer(counter: Counter) -> None:
     await counter.arrive("long", 20)
-    counter.clock.now += 38
+    counter.clock.now += 58
     await counter.arrive("just in time", 0)
     counter.clock.now += 3
     await counter.arrive("too late", 0)
