@@ -141,6 +141,23 @@ class Histogram(prometheus_client.Histogram):
             self._buckets[place].inc(count)
 
 
+class GatheringHistogram(Histogram):
+    """For what is observed many times a request: it is noted, and counted when somebody settles. Without labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._noted: list[float] = []
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._noted.append(amount)
+
+    def settle(self) -> None:
+        """Count what was noted."""
+        noted, self._noted = self._noted, []
+        if noted:
+            self.observe_all(noted)
+
+
 class Metrics:
     """One worker's metrics. The attributes made in `__init__` are the table; `render` is what a scrape gets.
 
@@ -196,12 +213,13 @@ class Metrics:
             buckets=_FIRST_TOKEN_BUCKETS,
             **new,
         )
-        self.inter_token_seconds = Histogram(
+        self.inter_token_seconds = GatheringHistogram(
             "inter_token_seconds",
             "Time between two parts of a streamed answer; a sample of one in eight.",
             buckets=_INTER_TOKEN_BUCKETS,
             **new,
         )
+        self.settle_first(self.inter_token_seconds.settle)
         self.stage_duration_seconds = Histogram(
             "stage_duration_seconds",
             "Time in each stage, once for each prompt and sample of a generation request.",

@@ -211,3 +211,14 @@ def test_many_times_are_observed_as_one_by_one(times: list[float]) -> None:
         assert values(at_once, f"pdproxy_queue_seconds_{name}") == values(singly, f"pdproxy_queue_seconds_{name}")
     totals = [sum(values(metrics, "pdproxy_queue_seconds_sum").values()) for metrics in (at_once, singly)]
     assert totals[0] == pytest.approx(totals[1])
+
+
+def test_times_between_tokens_are_counted_once_however_often_somebody_settles() -> None:
+    metrics = Metrics()
+    for seconds in (0.5, 0.25):
+        metrics.inter_token_seconds.observe(seconds)
+        metrics.settle()
+    metrics.inter_token_seconds.observe(1.0)
+    for _ in range(2):
+        assert values(metrics, "pdproxy_inter_token_seconds_count") == {(): 3.0}
+        assert values(metrics, "pdproxy_inter_token_seconds_sum") == {(): 1.75}
