@@ -42,6 +42,8 @@ _READINGS: Final[Mapping[str, Reading]] = {
         FLAG,
     ),
 }
+_SEVERAL: Final = frozenset({"n", "use_beam_search", "best_of"})
+"""What may ask for several sequences."""
 _CHAT_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": FLAG}
 _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": WHOLE_NUMBER}
 
@@ -155,6 +157,8 @@ class ChatCompletions(OpenAi):
     def is_single(self, call: Call) -> bool:
         """See Dialect. A chat has one prompt."""
         values = call.values
+        if _SEVERAL.isdisjoint(values):
+            return True
         return (values.get("n") or 1) == 1 and not (values.get("use_beam_search") or values.get("best_of"))
 
 

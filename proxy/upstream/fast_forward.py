@@ -6,8 +6,9 @@ parsing of HTTP, events or JSON, and nothing is framed again. Ids that the clien
 `null` of the same length. Everything else takes the way through Relay and Delivery, which comes to the same.
 
 Between two tokens of a stream the processor has seen hundreds of others, so that each object of a stream's own which
-its token touches costs as much as a call. So there is one, Tokens, with small numbers in it, and what streams have in
-common is one object for all of them. Text and id are only noted, to be read many at a time or when somebody asks.
+its token touches costs as much as a call. So there is one, Tokens, with small numbers in it, and the expression
+that matches what is not alike is one for all streams of an engine. Text and id are only noted, to be read many at a
+time or when somebody asks.
 """
 
 from __future__ import annotations
