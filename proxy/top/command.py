@@ -98,7 +98,7 @@ def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[str, 
 def _scrape(host: str, port: int) -> Scrape:
     """Raises _NoMetrics."""
     try:
-        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS)
+        answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True)
     except blocking_http.NoAnswer as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:
