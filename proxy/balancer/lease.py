@@ -45,10 +45,7 @@ class Lease:
     _holds_kv = True
     _reported: UpstreamError | None = None
     # What the backend is charged with, and so what is still to be given back.
-    _requests = 0
-    _running = 0
-    _compute = 0
-    _kv = 0
+    _requests = _running = _compute = _kv = 0
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self._pool = pool
@@ -89,7 +86,8 @@ class Lease:
             # The client left, or another part failed: that says nothing about this backend.
             pool.outcomes.abandon(backend, self._trial)
         if self._tracker is not None:
-            self._end_tracking(served=error is None)
+            tracker, self._tracker = self._tracker, None
+            tracker.ended(error is None, self.answer_tokens)
 
     def confirm(self) -> None:
         """The backend has sent the first of its answer, and so shown that it works: a trial has succeeded, though the
@@ -123,7 +121,8 @@ class Lease:
         if pool.on_release is not None:
             pool.on_release()
         if self._tracker is not None:
-            self._end_tracking(served=True)
+            tracker, self._tracker = self._tracker, None
+            tracker.ended(True, self.answer_tokens)
 
     def free_kv(self) -> None:
         """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
@@ -148,7 +147,8 @@ class Lease:
         request = self._request.elsewhere({*avoid, old})
         pick, trial = self._pool.take(request)
         if self._tracker is not None:
-            self._end_tracking(served=False)
+            tracker, self._tracker = self._tracker, None
+            tracker.ended(False, None)
         self._uncharge()
         self._request = request
         self._has_begun = False
@@ -169,22 +169,17 @@ class Lease:
         else:
             compute, kv = request.decode if pool.is_decode else request.prefill
         self.backend, self.pick = backend, pick
-        running = 1
+        self._requests = self._running = 1
+        self._compute, self._kv = compute, kv
         if self._has_served:
-            running = compute = 0
+            self._running = self._compute = 0
         if not self._holds_kv:
-            kv = 0
-        pool.row.add(backend.slot, 1, running, compute, kv)
-        self._requests, self._running, self._compute, self._kv = 1, running, compute, kv
+            self._kv = 0
+        pool.row.add(backend.slot, 1, self._running, self._compute, self._kv)
 
     def _uncharge(self) -> None:
         self._pool.row.add(self.backend.slot, -self._requests, -self._running, -self._compute, -self._kv)
         self._requests = self._running = self._compute = self._kv = 0
-
-    def _end_tracking(self, served: bool) -> None:
-        tracker, self._tracker = self._tracker, None
-        if tracker is not None:
-            tracker.ended(served, self.answer_tokens)
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:
         # The same failure comes by twice when a move found no other backend and the caller raises it on.

@@ -282,7 +282,7 @@ class LeastSeconds(LeastTokens):
         `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
         """
         counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
-        scores = [wait + counts * seconds for wait, seconds in zip(waits, work, strict=True)]
+        scores = list(map(add, waits, map(counts.__mul__, work)))
         if among is not None and True in among:
             scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
         least = min(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.concurrency import LEAST_WAIT_SECONDS, Concurrency
@@ -29,6 +30,7 @@ _LESSON_SECONDS: Final = 0.05
 _TAUGHT: Final = 16
 _UNTAUGHT: Final = 8
 _LONG_SECONDS: Final = 0.1
+_slowness = attrgetter("slowness")
 
 
 class Prefillers:
@@ -174,5 +176,4 @@ class Prefillers:
         """The seconds that a prompt takes each of these."""
         if asked.keys or asked.request.subject is None:
             return [self.own(prefiller, asked)[1] for prefiller in prefillers]
-        seconds = self.cost.seconds(asked.tokens, 0.0)
-        return [seconds * prefiller.slowness for prefiller in prefillers]
+        return list(map(self.cost.seconds(asked.tokens, 0.0).__mul__, map(_slowness, prefillers)))
