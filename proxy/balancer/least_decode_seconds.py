@@ -46,8 +46,9 @@ _LEAST_TOKENS: Final = 8
 _LENGTH_STEP: Final = 0.05
 _ENOUGH_LENGTHS: Final = 8
 _HELD_STEP: Final = 0.05
-# Of a decoder's KV memory what its answers will have in their ends, which do not come all at once.
-_FULL: Final = 1.1
+# Of a decoder's KV memory what its answers will have in their ends, which do not come all at once, those whose prompts
+# are still computed included: until they come others have ended.
+_FULL: Final = 1.2
 _ANY: Final = float("inf")
 
 
@@ -135,8 +136,8 @@ class LeastDecodeSeconds(LeastTokens):
             loads = [load if percent == FULL else (load + 1) * FULL / percent - 1 for load, percent in both]
         scores = [(step + slope * load) * slower for load, slower in zip(loads, bounds.slowness, strict=True)]
         if not bounds.is_open:
-            for place, candidate in enumerate(candidates):
-                if self._is_full(bounds, place, candidate.backend, running[place], weights[place]):
+            for place, streams in enumerate(running):
+                if self._is_full(bounds, place, streams, weights[place]):
                     scores[place] += _FULL_SCORE
         least, equal = _ANY, []
         for candidate, score in zip(candidates, scores, strict=True):
@@ -170,10 +171,8 @@ class LeastDecodeSeconds(LeastTokens):
             return True
         running = bounds.reader.running()
         held = bounds.reader.weights(0, 1) if bounds.has_kv else running
-        for place, candidate in enumerate(candidates):
-            if not self._is_full(bounds, place, candidate.backend, running[place], held[place]):
-                return True
-        return False
+        both = enumerate(zip(running, held, strict=True))
+        return not all(self._is_full(bounds, place, streams, tokens) for place, (streams, tokens) in both)
 
     def most_running(self, backend: Backend) -> int | None:
         """Those at its knee."""
@@ -226,24 +225,9 @@ class LeastDecodeSeconds(LeastTokens):
         if now >= self._due:
             self._look(self._candidates)
 
-    def _is_full(self, bounds: _Bounds, place: int, backend: Backend, running: int, held: int) -> bool:
-        """Whether one more answer is too much for a candidate that writes so many and holds so many KV tokens."""
-        most = bounds.kv[place]
-        return running >= bounds.streams[place] or (
-            held + self._held > most and self._kv(backend, held, running) > most
-        )
-
-    def _kv(self, backend: Backend, charged: int, running: int) -> float:
-        """KV tokens that it will hold with one more answer: less than it is charged with, as those whose prefill is
-        still under way come when others have ended.
-        """
-        decoder = self._decoders.get(backend.name)
-        if decoder is None or not running:
-            return 0.0
-        writing = decoder.writing
-        if self.context.elsewhere is not None:
-            writing += self.context.elsewhere(backend)
-        return charged * min(writing, running) / running + self._held
+    def _is_full(self, bounds: _Bounds, place: int, running: int, held: int) -> bool:
+        """Whether one more is too much for a candidate that has so many answers, charged with so many KV tokens."""
+        return running >= bounds.streams[place] or (running > 0 and held + self._held > bounds.kv[place])
 
     def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
         """It has written as many answers as it does, until now."""

@@ -167,6 +167,15 @@ def test_a_decoder_without_memory_for_an_answer_more_has_no_room(decoders: Decod
     assert decoders.begin(asking(18_000, 100)).backend == leases[3].backend
 
 
+def test_answers_whose_prompts_are_still_computed_take_memory_too(decoders: Decoders) -> None:
+    decoders.kv_tokens = 40_000
+    decoders.begin(asking(18_000, 100))
+    for _ in range(3):
+        assert decoders.pool.has_room()
+        decoders.pool.lease(asking(18_000, 100)).__enter__()
+    assert not decoders.pool.has_room()
+
+
 def test_one_that_is_idle_has_room_for_what_does_not_fit(decoders: Decoders) -> None:
     decoders.kv_tokens = 1000
     decoders.begin(asking(5000)).__exit__(None, None, None)
