@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -106,6 +106,20 @@ class Row:
         cells[first + _PINNED_SINCE] = 0 if pinned.since is None else max(1, round(pinned.since * _TICKS_PER_SECOND))
 
 
+@lru_cache(maxsize=64)
+def layout(slots: tuple[int, ...], kinds: tuple[int, ...]) -> Struct:
+    """Where the cells of these kinds are in a row, from the beginning of the first slot on. To find out takes 0.1 ms
+    for 64 slots, and while one backend is passed over, every pick asks for the others.
+    """
+    form, at = "", CELLS_PER_SLOT * slots[0] if slots else 0
+    for slot in slots:
+        for kind in kinds:
+            cell = CELLS_PER_SLOT * slot + kind
+            form += f"{_CELL_BYTES * (cell - at)}xq"
+            at = cell + 1
+    return Struct(form)
+
+
 class Scoreboard:
     """All rows. Every worker may read all of it and write its own `row`."""
 
@@ -165,13 +179,7 @@ class Scoreboard:
     def reader(self, slots: Sequence[int], *kinds: int) -> Callable[[], Sequence[int]]:
         """What reads the cells of some kinds, one slot's after the other's, as sums over all rows. Both ascend."""
         first = CELLS_PER_SLOT * slots[0] if slots else 0
-        form, at = "", first
-        for slot in slots:
-            for kind in kinds:
-                cell = CELLS_PER_SLOT * slot + kind
-                form += f"{_CELL_BYTES * (cell - at)}xq"
-                at = cell + 1
-        read, cells = Struct(form).unpack_from, self._cells
+        read, cells = layout(tuple(slots), kinds).unpack_from, self._cells
         starts = [_CELL_BYTES * (row * self._width + first) for row in range(self.rows)]
         if self.rows == 1:
             return partial(read, cells, starts[0])

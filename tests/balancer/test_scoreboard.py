@@ -12,7 +12,7 @@ from proxy.balancer.health import Health
 from proxy.balancer.policies import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader
+from proxy.balancer.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader, layout
 
 
 def test_a_fresh_scoreboard_is_zero() -> None:
@@ -54,6 +54,15 @@ def test_weights_of_several_slots_agree_with_their_loads(workers: int) -> None:
     ]
     assert list(SlotReader(board, slots).compute()) == [load.compute for load in loads]
     assert list(SlotReader(board, slots).running()) == [board.running(slot) for slot in slots] == [2 * workers] * 3
+
+
+def test_slots_that_are_read_anew_for_each_pick_are_laid_out_once() -> None:
+    board = Scoreboard(workers=2, slots=64)
+    made = []
+    for _ in range(3):
+        SlotReader(board, [5, *range(20, 64)])
+        made.append(layout.cache_info().misses)
+    assert made[0] == made[1] == made[2]
 
 
 def test_what_is_pinned_is_the_sum_over_the_workers_and_the_oldest_of_all() -> None:
