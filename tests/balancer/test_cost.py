@@ -1,0 +1,54 @@
+"""What choosing and charging cost one request in calls, which are the same on every machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.backend import Role
+from proxy.settings import Cost
+from proxy.wire.openai import Api
+from tests.parsing import parse
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from proxy.balancer.pool import Pool
+    from tests.balancer.conftest import Balancer
+
+_CHAT: Final = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7}'
+# Python functions that are called. About a tenth above what was measured; who makes a request cheaper lowers it.
+_MOST_CALLS: Final = 104
+
+
+def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
+    """Those of a request that does not wait, as the fast path and the connectors ask for them."""
+    request = parse(Api.CHAT, _CHAT, Cost()).pick_request()
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        assert prefillers.has_room(lambda: request)
+        assert decoders.has_room()
+        with decoders.lease(request) as decoder, prefillers.lease(request) as prefiller:
+            prefiller.tell(2, 0)
+            prefiller.free_compute()
+            prefiller.free_kv()
+            decoder.confirm()
+            decoder.answer_tokens = 7
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_choosing_takes_no_more_calls_than_it_did(balancer: Balancer) -> None:
+    prefillers = balancer.pool(Role.PREFILL, "least_load")
+    decoders = balancer.pool(Role.DECODE, "least_load")
+    # What is done every now and then is not counted: lessons of what prompts take, and a look at what was learned.
+    calls = min(calls_of_one(prefillers, decoders) for _ in range(50))
+    assert calls <= _MOST_CALLS, f"{calls} calls"
+    assert calls > 0.8 * _MOST_CALLS, f"{calls} calls: lower the bound"
