@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 Told = tuple[int | None, int | None]
 """See told_of_prompt."""
+# What is below zero in an engine that counts without a sign: added up, it would hide all that comes later.
+_TOO_MANY: Final = 1 << 40
 
 
 class Usage:
@@ -40,7 +42,11 @@ class Usage:
 
     def saw_completion(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the answer."""
-        if isinstance(usage, dict) and type(tokens := usage.get("completion_tokens")) is int and tokens >= 0:
+        if (
+            isinstance(usage, dict)
+            and type(tokens := usage.get("completion_tokens")) is int
+            and 0 <= tokens < _TOO_MANY
+        ):
             self.completion_tokens = tokens
 
 
@@ -53,6 +59,6 @@ def told_of_prompt(usage: Any) -> Told:
     tokens, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return (
-        tokens if type(tokens) is int and tokens >= 0 else None,  # a bool is no number of tokens
-        cached if type(cached) is int and cached >= 0 else None,
+        tokens if type(tokens) is int and 0 <= tokens < _TOO_MANY else None,  # a bool is no number of tokens
+        cached if type(cached) is int and 0 <= cached < _TOO_MANY else None,
     )

@@ -164,6 +164,7 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
         ({"prompt_tokens": "10", "completion_tokens": None}, (None, None)),
         ({"prompt_tokens": -10, "completion_tokens": -3}, (None, None)),
         ({"prompt_tokens": True, "completion_tokens": True}, (None, None)),
+        ({"prompt_tokens": 2**64 - 1, "completion_tokens": 2**64 - 3}, (None, None)),
         ({}, (None, None)),
         (None, (None, None)),
         ([1], (None, None)),
@@ -177,7 +178,7 @@ def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, i
 
 
 def test_cached_tokens_are_taken_for_what_they_are() -> None:
-    for said, taken in ((7, 7), (0, 0), (-7, None), (True, None), (7.0, None), (None, None)):
+    for said, taken in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
         usage = Timeline().usage
         assert usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
         assert usage.cached_tokens == taken
