@@ -222,24 +222,24 @@ class LeastSeconds(LeastTokens):
         return None
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
-        """Whether what it has is soon done; or it is to be found out whether it computes more at a time, for which it
-        must be known what prompts take alone.
+        """Whether what it has is soon done; or it is not known when, so that nothing is held back from it; or it is to
+        be found out whether it computes more at a time.
         """
         if not load:
             return True
         limit = candidate.limit
-        if (limit is not None and not candidate.has_room) or self._prefillers.needs_lessons:
+        if limit is not None and not candidate.has_room:
             return False
         if wait < self.ahead_seconds:
             return True
         if limit == 1:
             return False
-        # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
         concurrency = prefiller.concurrency
+        if not concurrency.is_orderly:
+            return True
+        # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
         return prefiller.computing < self.batch_tokens * concurrency.lanes and (
-            not self._prefillers.is_taught
-            or prefiller.under_way < concurrency.wanted
-            or (prefiller.is_busy and not prefiller.computing)
+            prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.computing)
         )
 
     def _gathers(self, prefiller: Prefiller, wait: float) -> bool:

@@ -32,6 +32,8 @@ _MOST_SPEED: Final = math.log(4)
 # A sample this far off is held to be as far off as this: one that met a garbage collection must not teach anything.
 _MOST_ERROR: Final = math.log(3)
 _TRUSTED_SAMPLES: Final = 16
+# Shorter ones than this part of their mean count as if they were so long: `misfit` goes by relative errors.
+_LEAST_SHARE: Final = 0.05
 
 
 class PrefillCost:
@@ -53,6 +55,13 @@ class PrefillCost:
         """What such a prompt probably takes a backend that is as fast as most."""
         first, token, attention = self.shape
         return first + uncached * (token + attention * (cached + uncached / 2))
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that stand for a prompt beside those for its tokens where these are only counted, as vllm-ascend's
+        example does: several engines share prompts out by their number, and not by what they take.
+        """
+        return _PRIOR[0] * math.exp(self._level)
 
     def slowness(self, backend: Hashable) -> float:
         """How many times as long as the most it takes a backend."""
@@ -98,6 +107,22 @@ class PrefillCost:
         self.shape = _least_squares(matrix, vector) or self.shape
 
 
+def misfit(samples: Sequence[tuple[float, float, float]]) -> float:
+    """By how much costs are off that explain samples best: the mean of the logarithms, each without its sign. Of each
+    sample the tokens that were computed, what their attention grows with, and the seconds.
+    """
+    matrix, vector = [[0.0] * 3 for _ in range(3)], [0.0] * 3
+    least = _LEAST_SHARE * sum(seconds for *_, seconds in samples) / len(samples)
+    rows = [((1.0, uncached, attention), max(seconds, least)) for uncached, attention, seconds in samples]
+    for terms, seconds in rows:
+        _add(matrix, vector, terms, seconds, 1 / seconds**2)
+    shape = _least_squares(matrix, vector)
+    if shape is None:
+        return math.inf
+    errors = (abs(math.log(_product(shape, terms) / seconds)) for terms, seconds in rows)
+    return sum(errors) / len(rows)
+
+
 def _add(matrix: list[list[float]], vector: list[float], terms: Sequence[float], seconds: float, weight: float) -> None:
     """One more equation, which counts so much."""
     for place, (row, term) in enumerate(zip(matrix, terms, strict=True)):
@@ -111,7 +136,11 @@ def _terms(uncached: float, cached: float) -> tuple[float, float, float]:
 
 
 def _seconds(shape: Sequence[float], uncached: float, cached: float) -> float:
-    return sum(factor * term for factor, term in zip(shape, _terms(uncached, cached), strict=True))
+    return _product(shape, _terms(uncached, cached))
+
+
+def _product(shape: Sequence[float], terms: Sequence[float]) -> float:
+    return sum(factor * term for factor, term in zip(shape, terms, strict=True))
 
 
 def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> tuple[float, ...] | None:

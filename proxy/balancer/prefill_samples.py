@@ -59,10 +59,10 @@ class Sample(NamedTuple):
     """Since it was sent."""
     ahead: float
     """Prompts that were there when it was sent."""
-    wait: float
-    """What it would wait for these, by prediction."""
     was_behind: float
     """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
+    overtook: float
+    """Not 0: one that was sent before it is still under way."""
 
     @property
     def attention(self) -> float:

@@ -55,6 +55,8 @@ class Prefiller:
     """What it has answered last, as long as more may belong to it."""
     shared_seconds: float = 0.0
     """Of what each prompt takes by prediction, what those that are computed together take only once."""
+    overhead_seconds: float = 0.0
+    """What each prompt counts besides where it is not known when it will be computed, see `PrefillCost.overhead`."""
     behind: int = 0
     """Prompts of this worker that will be computed after those that are being computed now."""
     behind_seconds: float = 0.0
@@ -134,6 +136,7 @@ class Prefiller:
     def end(self, sent: Sent, served: bool, now: float) -> Sample | None:
         """It has been computed, or will not be; None: that teaches nothing of the time it takes."""
         asked, cached = sent.asked, sent.cached
+        has_overtaken = next(iter(self._sent)) is not sent or (bool(self._others) and self._others[0][0] < sent.at)
         del self._sent[sent]
         self.version += 1
         self.charge -= sent.load.compute
@@ -159,7 +162,7 @@ class Prefiller:
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
             seconds = now - max(sent.at, self._answered_at)
             if tokens > cached:  # else nothing is known of it
-                times = seconds, now - sent.at, sent.ahead, sent.wait, float(was_behind)
+                times = seconds, now - sent.at, sent.ahead, float(was_behind), float(has_overtaken)
                 sample = Sample(tokens - cached, cached, *times)
             self._answered_before, self._answered_at = self._answered_at, now
             if self._alone > _ENOUGH_ALONE:
@@ -186,7 +189,10 @@ class Prefiller:
         others = self._others
         if others and load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
             others.clear()  # some ends were missed
-        if self.concurrency.lanes > 1:
+        concurrency = self.concurrency
+        if concurrency.is_orderly is False:
+            return (load + self.under_way * self.overhead_seconds) / concurrency.lanes
+        if concurrency.lanes > 1:
             return self._lane_left(now)
         sent = self._sent
         if not sent and not others:

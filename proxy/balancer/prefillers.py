@@ -6,7 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.concurrency import LEAST_WAIT_SECONDS, Concurrency
+from proxy.balancer.concurrency import Concurrency
 from proxy.balancer.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.prefill_samples import Step
 from proxy.balancer.prefiller import Prefiller, hear
@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
-# What has spent so much of its time behind no other has taken so long, whatever was there besides.
-_ALONE: Final = 0.95
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
 # So many lessons are enough to tell by what a prompt takes what several take.
 _TAUGHT: Final = 16
-_UNTAUGHT: Final = 8
-_LONG_SECONDS: Final = 0.1
 _slowness = attrgetter("slowness")
 
 
@@ -49,14 +45,7 @@ class Prefillers:
         self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
         self._known: list[Prefiller] = []
         self._next_lesson = 0.0
-        self.is_taught = False
-        """What a prompt takes alone is known, and not only guessed."""
-        self._long_answers = 0
-
-    @property
-    def needs_lessons(self) -> bool:
-        """It is not known though some have been computed that took long, as they had others beside them."""
-        return self._long_answers > _UNTAUGHT and not self.is_taught
+        self._is_taught = False
 
     @property
     def remembered(self) -> int:
@@ -107,33 +96,25 @@ class Prefillers:
 
     def learn(self, prefiller: Prefiller, sample: Sample) -> None:
         """How long a prompt has taken it."""
-        if (
-            self._clock() < self._next_lesson
-            and prefiller.step is None
-            and sample.wait <= LEAST_WAIT_SECONDS
-            and not sample.was_behind
-        ):
+        if self._clock() < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
             return  # it would teach nothing
-        self._long_answers += sample.whole > _LONG_SECONDS
+        concurrency = prefiller.concurrency
+        concurrency.saw(sample)
+        if not concurrency.is_orderly or concurrency.lanes > 1:
+            self._close(prefiller)
+            if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once
+                self._teach(prefiller, sample.uncached, sample.cached, sample.whole)
+            return
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         is_together = sample.seconds < _TOGETHER * predicted
         if sample.was_behind:
             prefiller.saw(is_together)
-        concurrency = prefiller.concurrency
-        if self.is_taught:
-            concurrency.saw(int(sample.ahead), sample.wait, predicted, sample.whole)
-        if concurrency.lanes > 1:
-            if sample.ahead < concurrency.lanes:
-                self._teach(prefiller, sample.uncached, sample.cached, sample.whole)
-            return
         step = prefiller.step
         if step is not None and is_together and not prefiller.works_on_one:
             prefiller.step = step.and_another(sample)
         else:
-            if step is not None:
-                self._close(prefiller)
-            if concurrency.is_serial or sample.whole < _LONG_SECONDS or sample.seconds >= _ALONE * sample.whole:
-                prefiller.step = Step(sample.uncached, sample.attention, sample.seconds)
+            self._close(prefiller)
+            prefiller.step = Step(sample.uncached, sample.attention, sample.seconds)
         if not prefiller.under_way:
             self._close(prefiller)
 
@@ -145,12 +126,13 @@ class Prefillers:
 
     def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float) -> None:
         now = self._clock()
-        if now >= self._next_lesson or not self.is_taught:
+        if now >= self._next_lesson or not self._is_taught:
             self.cost.learn(prefiller.backend.key, uncached, cached, seconds)
-            self.is_taught = self.cost.samples >= _TAUGHT
-            if self.is_taught:
+            self._is_taught = self.cost.samples >= _TAUGHT
+            if self._is_taught:
                 self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
+        prefiller.overhead_seconds = self.cost.overhead
         prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
 
     def _take_facts(self, prefiller: Prefiller) -> None:

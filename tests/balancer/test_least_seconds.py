@@ -13,6 +13,7 @@ from proxy.balancer.journal import Journal
 from proxy.balancer.least_seconds import LeastSeconds
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.prefill_samples import Sample
 from proxy.balancer.prefiller import write_count
 from proxy.call import PREFILL_OVERHEAD_TOKENS
 from proxy.errors import Failure, UpstreamError
@@ -89,8 +90,11 @@ class Prefillers:
 def one_at_a_time(prefillers: Prefillers) -> None:
     """They have shown that they compute one prompt after the other."""
     for prefiller in prefillers.policy._prefillers.by_key.values():
-        for _ in range(12):
-            prefiller.concurrency.saw(2, 2.0, 1.0, 3.0)
+        for number in range(20):
+            tokens = 1000.0 + 500 * (number % 5)
+            sample = Sample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
+            if not prefiller.concurrency.is_serial:
+                prefiller.concurrency.saw(sample)
         assert prefiller.concurrency.is_serial
 
 
@@ -196,14 +200,14 @@ def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None
     assert not prefillers.pool.has_room()
 
 
-@pytest.mark.parametrize(("max_running", "more"), [(None, 4), (1, 0)])
-def test_prefillers_get_more_than_one_until_it_is_known_what_comes_of_it(
+@pytest.mark.parametrize(("max_running", "more"), [(None, 100), (1, 0)])
+def test_nothing_is_held_back_until_it_is_known_when_a_prefiller_is_free(
     balancer: Balancer, max_running: int | None, more: int
 ) -> None:
     prefillers = Prefillers(balancer, max_running)
     prefillers.teach()
     leases: list[Lease] = []
-    while prefillers.pool.has_room():
+    while prefillers.pool.has_room() and len(leases) < 102:
         leases.append(prefillers.begin(prompt(start := 10**9 + 100 * len(leases), start + 1)))
     assert len(leases) == 2 + more
 
@@ -419,21 +423,6 @@ def test_who_is_seen_to_work_on_one_prompt_at_a_time_is_known(prefillers: Prefil
         burst(prefillers, together=together)
     known = prefillers.policy._prefillers.by_key.values()
     assert [prefiller.works_on_one for prefiller in known] == [not together] * 2
-
-
-def test_where_all_have_others_beside_them_it_is_first_learned_what_one_takes_alone(prefillers: Prefillers) -> None:
-    under_way = [prefillers.begin(prompt(100 * number)) for number in range(6)]
-    for number in range(6, 20):
-        prefillers.clock.now += 0.5
-        lease = under_way.pop(0)
-        lease.tell(PIECE, 0)
-        lease.free_compute()
-        lease.__exit__(None, None, None)
-        under_way.append(prefillers.begin(prompt(100 * number)))
-    assert not prefillers.pool.has_room()
-    for lease in under_way:
-        lease.__exit__(None, None, None)
-    assert prefillers.pool.has_room()
 
 
 def step(pieces: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ RANKS = 4
 
 
 class Ranks:
-    """One prefiller. A prompt goes to the rank that has fewest."""
+    """One prefiller. A prompt goes to the rank that has fewest; or to any, as behind a load balancer that asks none."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, is_blind: bool) -> None:
         self._engines = engines
+        self._blindly = random.Random(3) if is_blind else None
         self._places: dict[Work, Engine] = {}
 
     @property
@@ -33,7 +35,10 @@ class Ranks:
 
     async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
         """As Engine.prefill."""
-        engine = min(self._engines, key=lambda each: each.batch.running + each.batch.waiting)
+        if self._blindly is not None:
+            engine = self._blindly.choice(self._engines)
+        else:
+            engine = min(self._engines, key=lambda each: each.batch.running + each.batch.waiting)
         work = await engine.prefill(prompt_tokens, names)
         self._places[work] = engine
         return work
@@ -48,6 +53,7 @@ class FleetOfRanks(Fleet):
     """All prefillers have so many."""
 
     tells_ranks: bool = False
+    is_blind: bool = False
 
     @property
     def prefiller_facts(self) -> EngineFacts:
@@ -61,4 +67,5 @@ class FleetOfRanks(Fleet):
             return
         machine = self.prefill_machine
         for _ in range(self.prefillers):
-            yield Ranks([Engine(machine.cost, machine.prefill, 0.0) for _ in range(RANKS)])
+            engines = [Engine(machine.cost, machine.prefill, 0.0) for _ in range(RANKS)]
+            yield Ranks(engines, is_blind=self.is_blind)

@@ -181,9 +181,22 @@ def test_prefillers_that_are_several_engines_behind_one_address(load: Callable[.
     never_worse(load(14, 800, 0.6 * RANKS * 2 / 4), FleetOfRanks(2, 4, MACHINE, MACHINE))
 
 
+@pytest.mark.parametrize(("is_blind", "per_second"), [(False, 2.0), (True, 1.6)])
 @pytest.mark.parametrize("load", [conversations, unique])
-def test_near_saturation_they_have_to_tell_how_many(load: Callable[..., list[Request]]) -> None:
-    never_worse(load(14, 800, 2.0), FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True))
+def test_near_saturation_nothing_is_held_back_from_ranks_that_do_not_tell(
+    load: Callable[..., list[Request]], is_blind: bool, per_second: float
+) -> None:
+    never_worse(load(14, 400, per_second), FleetOfRanks(2, 4, MACHINE, MACHINE, is_blind=is_blind))
+
+
+def test_near_saturation_it_is_worth_much_that_ranks_tell() -> None:
+    fleet = FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True)
+    ours, today = never_worse(unique(14, 600, 3.0), fleet)
+    assert ours.good > today.good + 0.1
+
+
+def test_ranks_that_tell_and_share_out_blindly_are_found_out() -> None:
+    never_worse(conversations(14, 400, 1.6), FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True, is_blind=True))
 
 
 @pytest.mark.parametrize("slow", [None, 0.5])
