@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from tests.fast_path.roads import Line
 
 CONNECTIONS: Final = 16
-ROUNDS: Final = 5
+ROUNDS: Final = 20
 MEASUREMENTS: Final = 4
+REQUESTS: Final = 200
 STREAM, WHOLE, TOKEN = "a stream of one token", "an answer that is not streamed", "a further token"
 SETTLED = "what follows from one request of many that are over"
 
 # Python functions of ours that are called, and C functions that ours call. About a tenth above what was measured; who
 # makes a request cheaper lowers them.
 BOUNDS: Final = {
-    STREAM: (275, 310),
-    WHOLE: (262, 260),
+    STREAM: (275, 291),
+    WHOLE: (254, 238),
     TOKEN: (2.65, 13),
     SETTLED: (27.5, 31),
 }
@@ -106,14 +107,13 @@ async def ask(lines: list[Line], rounds: int, **fields: Any) -> None:
             await line.answer()
 
     await asyncio.gather(*map(one, lines))
-    assert all(
-        head.startswith("HTTP/1.1 200") and ending == "whole" for line in lines for head, _, ending in line.received
-    )
+    answers = {(head[: len("HTTP/1.1 200")], ending) for line in lines for head, _, ending in line.received}
+    assert answers == {("HTTP/1.1 200", "whole")}
 
 
 async def per_request(lines: list[Line], **fields: Any) -> Calls:
-    """The calls of one request, when everything has happened before: the least of some measurements, as on a busy
-    machine requests meet in other ways, and have more to be told of each other.
+    """The calls of one request, when everything has happened before: the least of some measurements, as now and then
+    something is done that is done once in a while.
     """
     await ask(lines, 3, **fields)
     found = []
@@ -145,7 +145,7 @@ def check(what: str, calls: Calls) -> None:
 @pytest.mark.parametrize("what", [STREAM, WHOLE])
 async def test_a_plain_request_takes_no_more_calls_than_it_did(deploy: Deploy, what: str) -> None:
     gateway = await deploy()
-    async with connected(gateway) as lines:
+    async with connected(gateway, 1) as lines:  # one by one: of many some would have to wait where the machine is busy
         check(what, await per_request(lines, stream=what is STREAM, max_tokens=1))
 
 
@@ -202,7 +202,7 @@ async def test_a_plain_request_leaves_nothing_in_memory(
     gateway = await deploy()
 
     async def blocks(lines: list[Line]) -> int:
-        await ask(lines, 20, stream=stream, max_tokens=1)
+        await ask(lines, REQUESTS, stream=stream, max_tokens=1)
         gateway.worker.observers.settle()
         for line in lines:
             line.received.clear()
@@ -211,9 +211,9 @@ async def test_a_plain_request_leaves_nothing_in_memory(
         gc.collect()
         return sys.getallocatedblocks()
 
-    async with connected(gateway) as lines:
+    async with connected(gateway, 1) as lines:  # so that few connections to engines come and go in between
         await blocks(lines)
-        # Connections to engines may come and go in between; what requests leave would be there each time.
+        # What requests leave would be there each time.
         counts = [await blocks(lines) for _ in range(4)]
-        left = min(after - before for before, after in pairwise(counts)) / (20 * CONNECTIONS)
+        left = min(after - before for before, after in pairwise(counts)) / REQUESTS
     assert left <= LEFT_BLOCKS, f"{left:.2f} blocks are left of each request"
