@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
 
 from proxy.api_keys import KeyUsage
-from proxy.balancer.bulletin import Bulletin
-from proxy.balancer.fronts import NOBODY, Fronts
-from proxy.balancer.health_board import HealthBoard
-from proxy.balancer.journal import Journal
-from proxy.balancer.misfits import Misfits
+from proxy.balancer.fitness.misfits import Misfits
+from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.suspect_memory import SuspectMemory
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
-from proxy.balancer.source_states import SourceStates
-from proxy.balancer.suspect_memory import SuspectMemory
+from proxy.balancer.shared.bulletin import Bulletin
+from proxy.balancer.shared.fronts import NOBODY, Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.source_states import SourceStates
 from proxy.configuration import Configuration
 from proxy.observe.receipts import Receipts
 from proxy.takeover import Successor, command_line

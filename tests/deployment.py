@@ -19,10 +19,10 @@ import pytest
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Load
-from proxy.balancer.fronts import Fronts
-from proxy.balancer.journal import Journal
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.configuration import Configuration
 from proxy.connectors.releaser import RELEASE_MODEL
 from proxy.observe.receipts import Receipts
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from proxy.balancer.source_states import SourceStates
+    from proxy.balancer.shared.source_states import SourceStates
     from proxy.sim.state import Seen
     from proxy.worker import Worker
     from tests.asking import Answer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proxy.balancer.health import Health
-from proxy.balancer.misfits import MisfitKind, Misfits
+from proxy.balancer.fitness.misfits import MisfitKind, Misfits
+from proxy.balancer.health.health import Health
 from proxy.balancer.models import Models
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
-from proxy.balancer.source_states import SourceStates
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.source_states import SourceStates
 from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS

@@ -16,7 +16,7 @@ from proxy.__main__ import main
 from proxy.advise.command import read_flags
 from proxy.backend import Backend, Role
 from proxy.balancer.choice import TRIAL
-from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.pick import Prediction
 from proxy.errors import Failure
 from proxy.launch.command import read_flags as read_launch_flags

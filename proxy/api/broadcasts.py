@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.backend import Backend, Role
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
 
 logger = logging.getLogger(__name__)
 

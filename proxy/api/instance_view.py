@@ -7,8 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from proxy.backend import Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.roster import ADMIN
 from proxy.balancer.slow_start import FULL
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Health
-    from proxy.balancer.health_board import HealthBoard
+    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.health.health import Health
+    from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.member import Member
-    from proxy.balancer.misfits import Misfits
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.discovery.joining import Joiner
 
 

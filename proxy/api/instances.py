@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.api.instance_view import InstanceView
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.source_states import SourceStates
+    from proxy.balancer.shared.source_states import SourceStates
     from proxy.discovery.joining import Joiner
     from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics

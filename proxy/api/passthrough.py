@@ -20,7 +20,7 @@ from aiohttp import web
 from proxy.api import exchange
 from proxy.api.role_queue import RoleQueues
 from proxy.backend import Load
-from proxy.balancer.blame import Blame
+from proxy.balancer.health.blame import Blame
 from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
 from proxy.flow.retry import backoff_seconds, may_retry
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.api.key_auth import KeyAuth
     from proxy.api.role_queue import RoleQueue
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.flow.budget import RetryPermit
     from proxy.flow.lanes import Lanes
     from proxy.listener.drain import Drain

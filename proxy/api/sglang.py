@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.api.key_auth import KeyAuth
     from proxy.api.probes import ProbeApi
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics
 

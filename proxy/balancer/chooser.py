@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from proxy.balancer import slow_start
 from proxy.balancer.choice import PREFERRED
 from proxy.balancer.pick import Candidate, Policy
-from proxy.balancer.policies import WEIGHTS
-from proxy.balancer.scoreboard import SlotReader
+from proxy.balancer.policies.least_tokens import WEIGHTS
+from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend, Role
     from proxy.balancer.choice import Looked
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
 
 
 class Chooser:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.cache_count import CacheCount
-from proxy.balancer.prefill_cost import PrefillCost
-from proxy.balancer.prefill_records import Kind, kind_and_slot, unpacked
-from proxy.balancer.prefixes import CachedPrefixes
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefill_cost import PrefillCost
+from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, unpacked
+from proxy.balancer.policies.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
-    from proxy.balancer.asked import Asked
-    from proxy.balancer.journal import Seat
     from proxy.balancer.pick import PickRequest
+    from proxy.balancer.policies.asked import Asked
     from proxy.balancer.pool import Pool
+    from proxy.balancer.shared.journal import Seat
 
 # Each answer that is being written there waits meanwhile: it counts as this part of what the prompt takes.
 _HARM: Final = 0.25

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.member import Member
-    from proxy.balancer.pinned_kv import PinnedKv
     from proxy.balancer.roster import Roster
 
 

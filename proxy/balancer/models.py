@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Health
+    from proxy.balancer.health.health import Health
     from proxy.balancer.roster import Roster
 
 _MOST_NAMES: Final = 3

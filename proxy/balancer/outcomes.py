@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.backend_health import BackendHealth, HealthState
-from proxy.balancer.breaker import Phase
+from proxy.balancer.health.backend_health import BackendHealth, HealthState
+from proxy.balancer.health.breaker import Phase
 from proxy.errors import Failure
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.chooser import Chooser
-    from proxy.balancer.fitness import Fitness
-    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.members import Members
     from proxy.errors import UpstreamError
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.choice import Columns
-    from proxy.balancer.engine_facts import EngineFacts
-    from proxy.balancer.journal import Seat
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.engines.engine_facts import EngineFacts
+    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.settings import Balance
 
 

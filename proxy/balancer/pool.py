@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load, Role
-from proxy.balancer.backend_health import HealthState
 from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
-from proxy.balancer.engine_facts import UNKNOWN_VERSION
+from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.lease import Lease
 from proxy.balancer.members import Members, SomeMembers
 from proxy.balancer.outcomes import Outcomes
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.choice import Pick
-    from proxy.balancer.engine_facts import EngineFacts, EngineVersion
-    from proxy.balancer.fitness import Fitness
-    from proxy.balancer.health import Health, Transition
-    from proxy.balancer.pair_quarantine import PairQuarantine
-    from proxy.balancer.pinned_kv import PinnedKv
+    from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
+    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.health.health import Health, Transition
+    from proxy.balancer.health.pair_quarantine import PairQuarantine
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Row, Scoreboard
+    from proxy.balancer.shared.scoreboard import Row, Scoreboard
 
 _NO_LOAD: Final = Load()
 

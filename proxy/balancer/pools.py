@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.lease import Lease
-from proxy.balancer.pair_quarantine import PairQuarantine
 
 if TYPE_CHECKING:
     from proxy.backend import Backend, Role

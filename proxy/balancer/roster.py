@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.member import Member
-from proxy.balancer.shared import SharedValue
+from proxy.balancer.shared.memory import SharedValue
 from proxy.balancer.waiting_list import WaitingList
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
 
 CONFIG: Final = "config"
 ADMIN: Final = "admin"

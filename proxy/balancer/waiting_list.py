@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Backend, Role
-from proxy.balancer.shared import SharedValue
+from proxy.balancer.shared.memory import SharedValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable

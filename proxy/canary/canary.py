@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.canary.compare import by_counters, by_usage
 from proxy.canary.reading import CanaryReader
 from proxy.dialects.openai import Completions

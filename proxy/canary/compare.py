@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.handovers import Verdict, judge
-from proxy.balancer.scoreboard import Handovers
+from proxy.balancer.fitness.handovers import Verdict, judge
+from proxy.balancer.shared.scoreboard import Handovers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

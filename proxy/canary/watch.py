@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from proxy import logs
 from proxy.background import Background, BackgroundOwner
-from proxy.balancer.fitness import NO_KV_PARAMS
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.fitness import NO_KV_PARAMS
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.canary.canary import Canary
 from proxy.canary.compare import Agreement, agreement
 from proxy.canary.prompt import CanaryPrompt, prompt_bytes
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_facts import EngineFacts
-    from proxy.balancer.health import Health
+    from proxy.balancer.engines.engine_facts import EngineFacts
+    from proxy.balancer.health.health import Health
     from proxy.canary.canary import CanaryResult
     from proxy.connectors.base import Connector, ConnectorContext
     from proxy.settings import Settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.api_keys import assign_slots
 from proxy.balancer.roster import CONFIG
-from proxy.balancer.shared import SharedValue
+from proxy.balancer.shared.memory import SharedValue
 from proxy.configuration.snapshot import ConfigSnapshot, from_json, option_of, to_json
 from proxy.discovery.static import configured
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys

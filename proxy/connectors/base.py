@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.background import Background
-    from proxy.balancer.engine_keys import EngineKeys
-    from proxy.balancer.fitness import Fitness
-    from proxy.balancer.journal import Seat
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
+    from proxy.balancer.shared.journal import Seat
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.legs import Legs

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy import logs
-from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.lease import Lease
 from proxy.errors import Failure, UpstreamError
 

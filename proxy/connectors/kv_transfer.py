@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+from proxy.balancer.engines.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.backend import Backend
-    from proxy.balancer.capabilities import Capability
-    from proxy.balancer.engine_facts import EngineVersion
+    from proxy.balancer.engines.capabilities import Capability
+    from proxy.balancer.engines.engine_facts import EngineVersion
 
 
 class KvTransfer(StrEnum):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address

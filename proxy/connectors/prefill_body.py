@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.capabilities import FORCED_TOOL_PREFILL
+from proxy.balancer.engines.capabilities import FORCED_TOOL_PREFILL
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.background import Background, BackgroundOwner
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.ids import new_id
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from proxy.backend import Backend
-    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
     from proxy.balancer.models import Models
-    from proxy.balancer.pinned_kv import Pin, PinnedKv
     from proxy.balancer.pools import Pools
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics

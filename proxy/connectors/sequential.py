@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from proxy.backend import Role
-from proxy.balancer.asked import ask
-from proxy.balancer.handovers import LEAST_TOKENS
+from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import LocalPrefill
+from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated

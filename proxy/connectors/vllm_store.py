@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.balancer.handovers import LEAST_STORED_TOKENS
+from proxy.balancer.fitness.handovers import LEAST_STORED_TOKENS
 from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
 

@@ -12,8 +12,8 @@ import orjson
 
 from proxy import SERVER
 from proxy.backend import Role
-from proxy.balancer.capabilities import TOKEN_IDS
-from proxy.balancer.engine_facts import (
+from proxy.balancer.engines.capabilities import TOKEN_IDS
+from proxy.balancer.engines.engine_facts import (
     UNKNOWN_VERSION,
     EngineFacts,
     Identity,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy import logs
 from proxy.background import Background, BackgroundOwner
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 from proxy.discovery.facts import (
     CHAT_IDS_PATH,
     CHAT_IDS_QUESTION,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.engine_facts import EngineFacts
-    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.engines.engine_facts import EngineFacts
+    from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.settings import HealthChecks

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Role
     from proxy.balancer.roster import Roster
-    from proxy.balancer.source_states import SourceStates
+    from proxy.balancer.shared.source_states import SourceStates
     from proxy.discovery.source import MakeSources, Source, Wanted
     from proxy.settings import Settings
 

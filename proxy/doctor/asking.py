@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.settings import Settings
     from proxy.upstream import Names
     from proxy.upstream.engine_json import Answer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.misfits import MisfitKind
-from proxy.balancer.recognition import EngineReport, unsuited
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.fitness.recognition import EngineReport, unsuited
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds
 from proxy.doctor.findings import Finding, Severity
 from proxy.doctor.told import IDLE_SECONDS

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.recognition import EngineReport, recognise
+from proxy.balancer.fitness.recognition import EngineReport, recognise
 from proxy.canary import Canary, CanaryPrompt, prompt_bytes
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.discovery import SOURCES

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Role
-from proxy.balancer.attribution import culprits
-from proxy.balancer.fitness import NO_KV_PARAMS
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.attribution import culprits
+from proxy.balancer.fitness.fitness import NO_KV_PARAMS
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.canary import Agreement, agreement
 from proxy.canary.compare import by_time
 from proxy.doctor.findings import Finding, Severity

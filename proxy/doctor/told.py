@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.engines.engine_facts import EngineFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.settings import Settings
 
 IDLE_SECONDS: Final = 2.2

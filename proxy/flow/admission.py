@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Role
-    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pick import PickRequest
+    from proxy.balancer.shared.fronts import WorkerFront
     from proxy.errors import GatewayError
     from proxy.flow.buffers import Hold
     from proxy.flow.order import LineUp

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Health
+    from proxy.balancer.health.health import Health
     from proxy.balancer.roster import Roster
     from proxy.flow.lanes import Lanes
     from proxy.settings import Leaving

@@ -11,8 +11,8 @@ from proxy.resume.vllm import VLLM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.capabilities import Capability
-    from proxy.balancer.engine_facts import EngineFacts
+    from proxy.balancer.engines.capabilities import Capability
+    from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.pool import Pool
     from proxy.resume.engine import Engine
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.backend import Role
-    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
+    from proxy.balancer.shared.fronts import WorkerFront
     from proxy.call import Call
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect, UnitRendering

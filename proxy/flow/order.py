@@ -16,7 +16,7 @@ from itertools import chain, count, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.balancer.fronts import AGEING
+from proxy.balancer.shared.fronts import AGEING
 
 if TYPE_CHECKING:
     import asyncio

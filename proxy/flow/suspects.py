@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.backend import Backend, Role
+    from proxy.balancer.health.suspect_memory import SuspectMemory
     from proxy.balancer.pool import Pool
     from proxy.balancer.pools import Pools
-    from proxy.balancer.suspect_memory import SuspectMemory
     from proxy.call import Call
     from proxy.errors import UpstreamError
     from proxy.flow.suspicion import UnitHistory

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.blame import Ways
+    from proxy.balancer.health.blame import Ways
 
 MOST_ENGINES: Final = 2
 """How many engines a client request may cost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from proxy.balancer.blame import Blame
+from proxy.balancer.health.blame import Blame
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.balancer.expiries import ExpiryWatch, Totals
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.expiries import ExpiryWatch, Totals
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.wire.exposition import parse_expired_leases
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.background import Background
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
 
 

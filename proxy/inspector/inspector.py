@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.background import Background, BackgroundOwner
-from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.fitness.recognition import EngineReport, unsuited
 from proxy.balancer.models import odd_ones
-from proxy.balancer.recognition import EngineReport, unsuited
 from proxy.inspector.transfers import Transfers
 from proxy.settings import CONNECTOR_TRAITS
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_facts import Identity
-    from proxy.balancer.engine_keys import EngineKeys
-    from proxy.balancer.fitness import Fitness
-    from proxy.balancer.health import Health
+    from proxy.balancer.engines.engine_facts import Identity
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.health.health import Health
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)

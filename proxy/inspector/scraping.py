@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
 
 _PATH: Final = "/metrics"
 _TIMEOUT_SECONDS: Final = 5.0

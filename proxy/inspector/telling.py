@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy import logs
 from proxy.backend import Role
-from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.fitness.misfits import MisfitKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,10 +9,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.attribution import PairWatch, culprits
-from proxy.balancer.handovers import Verdict, Watch
-from proxy.balancer.misfits import MisfitKind
-from proxy.balancer.scoreboard import LANES
+from proxy.balancer.fitness.attribution import PairWatch, culprits
+from proxy.balancer.fitness.handovers import Verdict, Watch
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.shared.scoreboard import LANES
 from proxy.inspector.expiries import Expiries
 from proxy.inspector.scraping import scrape
 from proxy.inspector.telling import EXPIRES, NOT_FETCHED, NOT_STORED, log_pair
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.background import Background
-    from proxy.balancer.engine_keys import EngineKeys
-    from proxy.balancer.fitness import Fitness
-    from proxy.balancer.health import Health
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.health.health import Health
     from proxy.balancer.pool import Pool
-    from proxy.balancer.scoreboard import Handovers, Scoreboard
+    from proxy.balancer.shared.scoreboard import Handovers, Scoreboard
     from proxy.observe.metrics import Metrics
     from proxy.settings import ConnectorTraits
 

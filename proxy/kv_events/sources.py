@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.settings.kv_events import KvEvents
     from proxy.upstream import Names
     from proxy.wire import kv_events as wire

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from proxy import logs
 from proxy.background import Background, BackgroundOwner
-from proxy.balancer.cache_count import CacheCount
-from proxy.balancer.prefiller import write_count
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefiller import write_count
 from proxy.kv_events import sources
 from proxy.kv_events.process import started
 from proxy.settings.kv_events import ASK
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
-    from proxy.balancer.health import Health
-    from proxy.balancer.journal import Seat
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.health.health import Health
     from proxy.balancer.pool import Pool
+    from proxy.balancer.shared.journal import Seat
     from proxy.kv_events.messages import Source, Told
     from proxy.kv_events.process import Process
     from proxy.observe.metrics import Metrics

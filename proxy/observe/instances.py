@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Health
-    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.health.health import Health
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
 
 _STATES: Final = {state: number for number, state in enumerate(HealthState)}
 

@@ -27,9 +27,9 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
-from proxy.balancer.breaker import Cause
 from proxy.balancer.choice import REASONS
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.health.breaker import Cause
 from proxy.errors import Failure
 from proxy.observe.instances import Instances, collect_models
 from proxy.observe.sources import collect_sources
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Health
-    from proxy.balancer.misfits import Misfits
+    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.health.health import Health
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
-    from proxy.balancer.source_states import SourceStates
+    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.balancer.shared.source_states import SourceStates
 
 _Item = TypeVar("_Item")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.journal import Journal
+from proxy.balancer.shared.journal import Journal
 from proxy.logs import monotonic_zero
 from proxy.observe.observers import RequestListener
 from proxy.observe.receipt import is_troubled, receipt

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from proxy.balancer.roster import Roster
-    from proxy.balancer.source_states import SourceStates
+    from proxy.balancer.shared.source_states import SourceStates
 
 
 def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.api_keys import minute_of
-from proxy.balancer.fronts import NOBODY
-from proxy.balancer.prefill_records import InvalidRecord, packed, translated, unpacked
+from proxy.balancer.policies.prefill_records import InvalidRecord, packed, translated, unpacked
+from proxy.balancer.shared.fronts import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
     from proxy.api_keys import KeyUsage
-    from proxy.balancer.fronts import Fronts
-    from proxy.balancer.health_board import HealthBoard
-    from proxy.balancer.journal import Seat
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.health.health_board import HealthBoard
+    from proxy.balancer.shared.fronts import Fronts
+    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.replicas.told import Charge, Used
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.fronts import NOBODY
-from proxy.balancer.prefill_records import Kind, kind_and_slot, packed, unpacked, without_keys
+from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, packed, unpacked, without_keys
+from proxy.balancer.shared.fronts import NOBODY
 from proxy.replicas.told import Charge, News, Told
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from proxy.api_keys import KeyUsage
     from proxy.backend import Backend
-    from proxy.balancer.fronts import Fronts
-    from proxy.balancer.health_board import HealthBoard
-    from proxy.balancer.journal import Seat
+    from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.fronts import Fronts
+    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.scoreboard import Scoreboard
 
 # What the names of prompts' prefixes may take, in bytes a second, and at once.
 _KEYS_PER_SECOND: Final = 256 * 1024

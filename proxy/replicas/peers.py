@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fronts import NOBODY, least, moved
+from proxy.balancer.shared.fronts import NOBODY, least, moved
 from proxy.replicas.told import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ class Told(msgspec.Struct, frozen=True):
     keys: dict[str, Used] = {}
     """By the name of the client key, likewise. Empty where limits hold for each gateway."""
     front: int = 0
-    """Where the next one in its queues stands, see balancer/fronts.py; its clock says `turn`, in nanoseconds."""
+    """Where the next one in its queues stands, see balancer/shared/fronts.py; its clock says `turn`, in nanoseconds."""
     verdicts: dict[str, _Number] = {}
     """The instances, by Backend.key, that this gateway has found of no use by itself, with another number each time."""
 
@@ -53,7 +53,8 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     verdicts: dict[str, _Number] = {}
     """As in Told, those that have changed; 0: not any more."""
     prompts: dict[str, list[bytes]] = {}
-    """By the prefiller's Backend.key, what was sent there and what came of it: see balancer/prefill_records.py."""
+    """By the prefiller's Backend.key, what was sent there and what came of it: see
+    balancer/policies/prefill_records.py."""
 
     @property
     def now(self) -> float:

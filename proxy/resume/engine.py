@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.balancer.capabilities import Capability
+    from proxy.balancer.engines.capabilities import Capability
     from proxy.call import Call
 
     Has = Callable[[Capability], bool]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
+from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
 from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.resume.resumption import CannotResume

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
 from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.wire.document import REMOVED

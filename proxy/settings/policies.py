@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Final
 
 POLICIES: Final = {
-    "least_load": "proxy.balancer.least_seconds:LeastSeconds",
-    "least_tokens": "proxy.balancer.policies:LeastTokens",
-    "round_robin": "proxy.balancer.policies:RoundRobin",
-    "power_of_two": "proxy.balancer.policies:PowerOfTwo",
-    "random": "proxy.balancer.policies:Random",
-    "length_groups": "proxy.balancer.length_groups:LengthGroups",
+    "least_load": "proxy.balancer.policies.least_seconds:LeastSeconds",
+    "least_tokens": "proxy.balancer.policies.least_tokens:LeastTokens",
+    "round_robin": "proxy.balancer.policies.least_tokens:RoundRobin",
+    "power_of_two": "proxy.balancer.policies.least_tokens:PowerOfTwo",
+    "random": "proxy.balancer.policies.least_tokens:Random",
+    "length_groups": "proxy.balancer.policies.length_groups:LengthGroups",
 }
-DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.least_decode_seconds:LeastDecodeSeconds"}
+DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}
 """The same for decoders: what they do is not what prefillers do."""
 
 

@@ -15,9 +15,9 @@ import aiohttp
 from pydantic import ValidationError
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_facts import Identity, parse_kind, parse_setup
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.recognition import EngineReport, recognise
+from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.fitness.recognition import EngineReport, recognise
 from proxy.settings import Settings, SettingsError
 from proxy.upstream import engine_json
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from proxy.backend import Backend
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
 
 # Backends come and go.
 _MAX_KNOWN: Final = 1000

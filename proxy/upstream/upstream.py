@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.progress import Progress
+from proxy.balancer.engines.progress import Progress
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection, upstream_error
 from proxy.upstream.dialing import Dialer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
     from proxy.wire.document import Body

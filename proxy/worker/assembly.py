@@ -27,8 +27,8 @@ from proxy.worker.tracing import build_tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.balancer.health import Health
-    from proxy.balancer.pinned_kv import PinnedKv
+    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.health.health import Health
     from proxy.balancer.pools import Pools
     from proxy.configuration import ConfigSnapshot
     from proxy.connectors.releaser import Releaser

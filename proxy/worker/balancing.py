@@ -8,14 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from proxy.backend import Role
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.fitness import Fitness
-from proxy.balancer.health import Health
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.fitness.fitness import Fitness
+from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.models import Models
-from proxy.balancer.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PolicyContext
-from proxy.balancer.pinned_kv import PinnedKv
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.pools import Pools
 from proxy.configuration import text_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from proxy.backend import Backend
-    from proxy.balancer.health import Transition
+    from proxy.balancer.health.health import Transition
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.worker.basis import Basis

@@ -38,8 +38,8 @@ from proxy.worker.applications import application, http_listener
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pools import Pools
+    from proxy.balancer.shared.fronts import WorkerFront
     from proxy.connectors.base import Connector
     from proxy.errors import GatewayError
     from proxy.flow.lanes import Serving

@@ -13,17 +13,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import Health
-from proxy.balancer.health_board import HealthBoard
-from proxy.balancer.misfits import Misfits
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.fitness.misfits import Misfits
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.suspect_memory import SuspectMemory
 from proxy.balancer.models import Models
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
-from proxy.balancer.suspect_memory import SuspectMemory
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.connectors.base import Connector
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober

@@ -12,7 +12,7 @@ from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.backend import Role
 from proxy.balancer.models import Models
-from proxy.balancer.source_states import SourceStates
+from proxy.balancer.shared.source_states import SourceStates
 from proxy.configuration import Change
 from proxy.listener.drain import Drain
 from proxy.settings import Admin, Settings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp.test_utils import TestClient
 
     from proxy.api.admin import Reload
-    from proxy.balancer.engine_keys import EngineKeys
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from tests.api.conftest import Gateway
 
     Client = TestClient[web.Request, web.Application]

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from proxy.backend import Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import EngineFacts
-from proxy.balancer.misfits import MisfitKind
+from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.settings import Settings
 from proxy.upstream.names import Names

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.balancer.health import Health, Transition
+from proxy.balancer.health.health import Health, Transition
 from proxy.balancer.pick import PolicyContext
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Row, Scoreboard
+from proxy.balancer.shared.scoreboard import Row, Scoreboard
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 

@@ -17,21 +17,21 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.breaker import Phase
-from proxy.balancer.health import Health
-from proxy.balancer.pair_quarantine import PairQuarantine
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.breaker import Phase
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.balancer.health import Transition
+    from proxy.balancer.health.health import Transition
     from proxy.balancer.lease import Lease
 
 SLOTS = 8

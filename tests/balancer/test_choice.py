@@ -11,7 +11,7 @@ from proxy.balancer.choice import REASONS, figures, reason
 from proxy.balancer.pick import PickRequest
 from proxy.errors import Failure, UpstreamError
 from proxy.settings.policies import POLICIES
-from tests.balancer.test_least_seconds import Prefillers, one_at_a_time, prompt
+from tests.balancer.policies.test_least_seconds import Prefillers, one_at_a_time, prompt
 
 if TYPE_CHECKING:
     from proxy.balancer.pool import Pool

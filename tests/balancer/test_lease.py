@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 

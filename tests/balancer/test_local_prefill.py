@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load
-from proxy.balancer.asked import ask
-from proxy.balancer.cache_count import CacheCount
-from proxy.balancer.engine_facts import EngineFacts
-from proxy.balancer.journal import Journal
+from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.local_prefill import LocalPrefill
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.prefiller import write_count
-from tests.balancer.test_least_seconds import PIECE, Prefillers, prompt
+from proxy.balancer.policies.asked import ask
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.shared.journal import Journal
+from tests.balancer.policies.test_least_seconds import PIECE, Prefillers, prompt
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer

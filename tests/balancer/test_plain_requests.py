@@ -12,21 +12,21 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import EngineFacts
-from proxy.balancer.health import Health
+from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.pinned_kv import PinnedKv
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Row, Scoreboard
+from proxy.balancer.shared.scoreboard import Row, Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.balancer.health import Transition
+    from proxy.balancer.health.health import Transition
 
 BACKENDS = 3
 ELSEWHERE = Backend(Role.PREFILL, "p", 1)

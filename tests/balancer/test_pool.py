@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import EngineFacts
-from proxy.balancer.health import Health
-from proxy.balancer.pair_quarantine import PairQuarantine
+from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES
 

@@ -9,7 +9,7 @@ import pytest
 from proxy.backend import Backend, Role
 from proxy.balancer.member import Member
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from tests.forking import in_child
 
 P, D = Role.PREFILL, Role.DECODE

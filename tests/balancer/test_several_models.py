@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Load, Role
-from proxy.balancer.engine_facts import EngineFacts, Identity
+from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.balancer.models import Models, odd_ones
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool
 from proxy.errors import NoBackendAvailable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.handovers import Verdict
+from proxy.balancer.fitness.handovers import Verdict
 from proxy.canary import Agreement, CanaryPrompt, agreement, prompt_bytes
 from proxy.canary.compare import by_counters, by_time, by_usage
 from proxy.wire.exposition import PromptTokens

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import CONFIG, Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.configuration import FIXED, Change, Configuration, ConfigWatcher, shown
 from proxy.configuration.snapshot import option_of
 from proxy.observe.metrics import Metrics

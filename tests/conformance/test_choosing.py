@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.pick import Tracker
+from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 from tests.asking import until
@@ -18,7 +18,7 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.prefiller import Prefiller
+    from proxy.balancer.policies.prefiller import Prefiller
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 

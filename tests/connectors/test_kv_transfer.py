@@ -7,7 +7,7 @@ from typing import get_args
 import aiohttp
 import pytest
 
-from proxy.balancer.engine_facts import parse_engine_version
+from proxy.balancer.engines.engine_facts import parse_engine_version
 from proxy.connectors.kv_transfer import KvTransfer, kv_transfer, pin_seconds, releases_rejected
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import PROFILES, ConnectorName

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest
 from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
 from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned

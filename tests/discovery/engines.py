@@ -11,12 +11,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.backend import Role
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import Health, Transition
-from proxy.balancer.policies import make_policy
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.health.health import Health, Transition
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
 from proxy.settings import HealthChecks, Joining

@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.settings import Joining

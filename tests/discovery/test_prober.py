@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.health import Transition
+from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Transition
 from proxy.balancer.pick import PickRequest
 from proxy.discovery.prober import log_transition
 from proxy.errors import Failure, UpstreamError

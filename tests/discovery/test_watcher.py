@@ -11,8 +11,8 @@ import pytest
 
 from proxy.backend import Backend, Role
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
-from proxy.balancer.source_states import SourceStates
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.source_states import SourceStates
 from proxy.discovery.watcher import Watcher, look_once
 from proxy.settings import Settings
 from tests.asking import until

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_facts import EngineFacts, Identity, parse_setup
-from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.engines.engine_facts import EngineFacts, Identity, parse_setup
+from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.doctor.fleet import check_different_places
 from proxy.doctor.told import Examined, Fleet
 from proxy.settings import Settings

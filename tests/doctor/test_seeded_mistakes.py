@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from proxy import SERVER
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.doctor.asking import Asker
 from proxy.doctor.engine import check_engines
 from proxy.doctor.findings import Severity

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.backend import Role
-from proxy.balancer.fronts import NOBODY, Fronts
+from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.errors import NoBackendAvailable, Overloaded
 from proxy.flow.admission import Admission
 from proxy.observe.metrics import Metrics
@@ -22,8 +22,8 @@ from tests.clock import Clock
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from proxy.balancer.fronts import WorkerFront
     from proxy.balancer.pick import PickRequest
+    from proxy.balancer.shared.fronts import WorkerFront
 
 
 class Unit:

@@ -13,13 +13,13 @@ import pytest
 from aiohttp.test_utils import unused_port
 
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.engine_keys import EngineKeys
-from proxy.balancer.health import Health
-from proxy.balancer.policies import make_policy
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.health.health import Health
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.flow.detokenizer import Detokenizer
 from proxy.settings import Timeouts
 from proxy.sim.engine import SimulatedEngine
@@ -31,7 +31,7 @@ from tests.canned import CannedEngine, event_stream, http, json_answer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from proxy.balancer.backend_health import HealthState
+    from proxy.balancer.health.backend_health import HealthState
     from tests.deployment import Engine
 
 IDS = [*b"na", *"ï".encode(), *b"ve"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 import h11
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.upstream.connection import Connection
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_facts import EngineFacts, Identity
+from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until

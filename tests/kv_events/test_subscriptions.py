@@ -18,7 +18,7 @@ from tests.asking import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.balancer.prefixes import CachedPrefixes
+    from proxy.balancer.policies.prefixes import CachedPrefixes
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.__main__ import main
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_facts import EngineFacts, Identity, Setup
+from proxy.balancer.engines.engine_facts import EngineFacts, Identity, Setup
 from proxy.doctor.findings import Severity, exit_code
 from proxy.doctor.told import Examined
 from proxy.launch.fleet import check_ranks, check_version, compared, load_gateway

@@ -17,15 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy import __version__
 from proxy.api.passthrough import ROUTES
 from proxy.backend import Load, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.health import Health
-from proxy.balancer.misfits import Misfits
+from proxy.balancer.fitness.misfits import Misfits
+from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.pinned_kv import PinnedKv
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.dialects import DIALECTS
 from proxy.errors import Failure, UpstreamError
 from proxy.observe import metrics
@@ -192,13 +192,13 @@ WORKERS = """
     import os
 
     from proxy.backend import Role
-    from proxy.balancer.health import Health
-    from proxy.balancer.misfits import Misfits
-    from proxy.balancer.pinned_kv import PinnedKv
-    from proxy.balancer.policies import make_policy
+    from proxy.balancer.health.health import Health
+    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.policies.least_tokens import make_policy
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.balancer.scoreboard import Scoreboard
+    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
 
     scoreboard = Scoreboard(workers=2, slots=4)

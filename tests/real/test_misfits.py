@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tests.real.report import Show
     from tests.real.stacks import Kind
 
-# More tokens than LEAST_STORED_TOKENS in proxy/balancer/handovers.py: shorter prompts through a store are not judged.
+# More tokens than LEAST_STORED_TOKENS in proxy/balancer/fitness/handovers.py: shorter prompts through a store are not
+# judged.
 PROMPT = "over the lazy dog, once more, " * 90
 
 

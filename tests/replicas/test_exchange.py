@@ -16,11 +16,11 @@ import pytest
 
 from proxy.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.backend import Load, Role
-from proxy.balancer.fronts import Fronts
-from proxy.balancer.health_board import HealthBoard
-from proxy.balancer.journal import Journal
+from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import LimitExceeded
 from proxy.observe.metrics import Metrics
 from proxy.replicas import Exchange, Guests, Own, Store

@@ -11,18 +11,18 @@ import pytest
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.asked import Asked
-from proxy.balancer.cache_count import CacheCount
-from proxy.balancer.fronts import Fronts
-from proxy.balancer.health_board import HealthBoard
-from proxy.balancer.journal import Journal
-from proxy.balancer.least_seconds import LeastSeconds
+from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
-from proxy.balancer.prefiller import write_count
+from proxy.balancer.policies.asked import Asked
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.least_seconds import LeastSeconds
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.policies.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
+from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.replicas.guests import Guests
 from proxy.replicas.own import Own
 from proxy.replicas.told import News, decode_news, encode_news
@@ -31,8 +31,8 @@ from tests.clock import Clock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.prefill_samples import Sent
-    from proxy.balancer.prefiller import Prefiller
+    from proxy.balancer.policies.prefill_samples import Sent
+    from proxy.balancer.policies.prefiller import Prefiller
 
 _KEYS = [2**64 - 1, 7, 8]
 _ENDS = [512.0, 1024.0, 1536.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.balancer.fronts import AGEING, NOBODY, front_of
+from proxy.balancer.shared.fronts import AGEING, NOBODY, front_of
 from proxy.replicas.peers import Peers
 from proxy.replicas.told import News, Told, decode, encode
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.health_board import HealthBoard
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health_board import HealthBoard
 from proxy.replicas import Store
 from proxy.replicas.peers import Peers
 from proxy.replicas.told import News, Told, decode, decode_news, encode, encode_news

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
 from proxy.resume.engine import Watch
 from proxy.resume.overlap import Mismatch
 from proxy.resume.sglang import SGLANG
@@ -24,7 +24,7 @@ from tests.resume.test_plan import CHAT, COMPLETION, body_of, decided, situation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.capabilities import Capability
+    from proxy.balancer.engines.capabilities import Capability
     from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
 

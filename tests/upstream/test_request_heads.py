@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engine_keys import EngineKeys
+from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.upstream.request_heads import RequestHeads
 
 HEADERS: tuple[dict[str, str], ...] = (

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.backend_health import HealthState
-from proxy.balancer.policies import Random, RoundRobin
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.policies.least_tokens import Random, RoundRobin
 from proxy.connectors.kv_transfer import KvTransfer
 from proxy.settings import POLICIES, ClientKey, Settings
 from proxy.wire.openai import Api

@@ -14,7 +14,7 @@ from lab.replay.gateways import Gateway, Plan, SharedStore
 from lab.replay.told import Told
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Backend, Load, Role
-from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
 from proxy.errors import NoBackendAvailable, Overloaded

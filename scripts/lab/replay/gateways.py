@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from proxy.api_keys import KeyUsage
 from proxy.backend import Role
-from proxy.balancer.fronts import Fronts
-from proxy.balancer.health import Health
-from proxy.balancer.health_board import HealthBoard
-from proxy.balancer.journal import Journal
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.flow.admission import Admission
 from proxy.observe.metrics import Metrics
 from proxy.replicas.exchange import Exchange
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from lab.replay.engines import Engine
     from proxy.backend import Backend
-    from proxy.balancer.engine_facts import EngineFacts
-    from proxy.balancer.fronts import WorkerFront
+    from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.pick import PickRequest, Policy
+    from proxy.balancer.shared.fronts import WorkerFront
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Load
 from proxy.balancer.pick import Policy
-from proxy.balancer.policies import LeastTokens, RoundRobin
+from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lab.replay.clairvoyant import Clairvoyant, ClairvoyantDecode
 from lab.replay.peers import peers
-from proxy.balancer.policies import make_policy
+from proxy.balancer.policies.least_tokens import make_policy
 from proxy.settings import POLICIES
 from proxy.sim.hardware.machines import MACHINES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.balancer.prefiller import write_count
+from proxy.balancer.policies.prefiller import write_count
 from proxy.kv_events.blocks import Blocks
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.journal import Seat
+    from proxy.balancer.shared.journal import Seat
     from proxy.wire.kv_events import Event
 
 # As the subscriber does.

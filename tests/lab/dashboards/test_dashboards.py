@@ -17,7 +17,7 @@ from lab.dashboards.__main__ import DIRECTORY
 from lab.dashboards.all import DASHBOARDS
 from lab.dashboards.grafana import TAG, as_json
 from lab.dashboards.instances import STATES
-from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health.backend_health import HealthState
 from tests.test_readme import OPERATING, anchors
 
 if TYPE_CHECKING:

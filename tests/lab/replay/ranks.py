@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
 from proxy.backend import Role
-from proxy.balancer.engine_facts import EngineFacts
+from proxy.balancer.engines.engine_facts import EngineFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

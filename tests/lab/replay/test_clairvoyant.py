@@ -16,7 +16,7 @@ from lab.replay.policies import CLAIRVOYANT, policies
 from lab.replay.trace import Request
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-from proxy.balancer.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import Scoreboard
 from tests.lab.replay.conftest import MACHINE
 
 if TYPE_CHECKING:

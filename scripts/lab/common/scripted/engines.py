@@ -18,7 +18,7 @@ import orjson
 import uvloop
 
 from proxy.backend import Role
-from proxy.balancer.policies import WEIGHTS
+from proxy.balancer.policies.least_tokens import WEIGHTS
 from proxy.dialects.openai import ChatCompletions
 from proxy.dialects.requests import read
 from proxy.settings.model import Cost

@@ -1,0 +1,87 @@
+"""Whether a decoder fetches the KV that is handed over to it, judged by its own counters. Pure.
+
+No answer tells: a decoder without a KV connector takes the parameters, computes the prompt once more and answers as
+well as any. But engines count where their prompts' KV came from. Between two readings of these counters hand-overs were
+sent; what the counters grew by says whether they were of any use.
+
+A false alarm is worse than silence, so a decoder computes only when there is no other explanation: several hand-overs,
+each of a prompt that is worth one, and not a single token came from elsewhere, while the counters did move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.shared.scoreboard import Handovers
+
+if TYPE_CHECKING:
+    from proxy.wire.exposition import PromptTokens
+
+LEAST_HANDOVERS: Final = 3
+# What a decoder had to compute of a prompt may be less than was estimated, and part of it was in its prefix cache.
+LEAST_SHARE: Final = 0.25
+# Where this much more was computed than was handed over, others ask the engine, too, and who computed is not known.
+_MOST_SHARE: Final = 4.0
+
+LEAST_TOKENS: Final = 32
+"""A prompt that is shorter says nothing."""
+LEAST_STORED_TOKENS: Final = 512
+"""Likewise where a store is between the engines. It holds whole blocks: of 16 to 128 tokens in vLLM and vLLM-Ascend,
+256 in LMCache."""
+
+
+class Verdict(StrEnum):
+    """What becomes of KV that is handed over to a decoder."""
+
+    TRANSFERRED = "transferred"
+    COMPUTED = "computed"
+    """The decoder computes the prompt once more."""
+    UNKNOWN = "unknown"
+
+
+def judge(
+    before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_store: bool, least: int = LEAST_HANDOVERS
+) -> Verdict | None:
+    """The verdict on the hand-overs between two readings. None: there were less than `least`, too few to say as yet.
+
+    `from_store`: what the decoder has in its own prefix cache it does not look for in the store, so that only much
+    computed per hand-over says that it found nothing there.
+    """
+    transferred, computed, cached = (new - old for new, old in zip(after, before, strict=True))
+    if min(transferred, computed, cached) < 0:
+        return Verdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
+    if transferred > 0:
+        return Verdict.TRANSFERRED
+    if sent.count < least:
+        return None
+    if from_store:
+        is_much = computed >= sent.count * LEAST_STORED_TOKENS
+        is_ours = computed + cached <= _MOST_SHARE * sent.tokens
+        return Verdict.COMPUTED if is_much and is_ours else Verdict.UNKNOWN
+    return Verdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else Verdict.UNKNOWN
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is known of one decoder's counters: the last reading that was judged, and what had been sent by then."""
+
+    from_store: bool
+    told: PromptTokens | None = None
+    sent: Handovers = field(default_factory=Handovers)
+
+    def read(self, told: PromptTokens | None, sent: Handovers) -> tuple[Verdict, int] | None:
+        """Take a reading, None if the engine tells nothing; `sent` were the hand-overs before it was asked for.
+
+        The verdict on the hand-overs since the last one, and how many these are. None: it is too early to say.
+        """
+        count, tokens = sent.count - self.sent.count, sent.tokens - self.sent.tokens
+        if told is None or self.told is None or count < 0:  # a worker died, and its part is gone
+            found: Verdict | None = Verdict.UNKNOWN
+        else:
+            found = judge(self.told, told, Handovers(count, tokens), from_store=self.from_store)
+        if found is None:
+            return None
+        self.told, self.sent = told, sent
+        return found, max(0, count)

@@ -1,0 +1,1 @@
+"""Who is up, who is ejected and tried again, and whose fault a failure was."""

@@ -1,0 +1,322 @@
+"""What probes and traffic say about each backend, as pure state transitions.
+
+These are two facts. Probes say whether a backend is up: it is unknown until something confirms it, then up or down, and
+a down one comes back only through probes. Requests say whether it is of use: one that fails them is ejected for a
+while, whatever its probes say, because a wedged engine still answers /health; see the breaker. Whether the operator
+wants a backend is a third fact, and the roster's.
+
+Ejection never takes more than a share of a role's backends, nor the last one: when all fail, it is not they who are
+broken, and requests have to go somewhere. Probes may take all of them down. One Health per worker.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.health.backend_health import BackendHealth, HealthState
+from proxy.balancer.health.breaker import Phase
+from proxy.errors import Failure
+from proxy.settings import HealthChecks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.engines.engine_facts import EngineFacts
+    from proxy.balancer.health.breaker import Cause
+    from proxy.errors import UpstreamError
+
+_JITTER: Final = (0.8, 1.2)
+_STRANGER: Final = BackendHealth()
+_CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of state: returned exactly once, so that the caller can log it and count it.
+
+    `cause`: why it was ejected, if this is an ejection.
+    """
+
+    backend: Backend
+    old: HealthState
+    new: HealthState
+    reason: str
+    cause: Cause | None = None
+
+
+class Health:
+    """The health of every backend this worker has heard of. `version` moves with every change of who may be chosen.
+
+    `peers` are the enabled backends of a role, the one in question among them.
+    """
+
+    def __init__(
+        self,
+        checks: HealthChecks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.version = 0
+        self._checks = checks or HealthChecks()
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._conditions: dict[Backend, BackendHealth] = {}
+        self.events = 0
+        """Outcomes so far: their order, without asking the clock."""
+        self._trials = 0
+        self.due = math.inf
+        """Clock time of the next change that time alone makes."""
+        self.leaving: frozenset[Backend] = frozenset()
+        """The backends that say that they are leaving, as `on_probe` has heard."""
+
+    def configure(self, checks: HealthChecks) -> None:
+        """Take changed settings. An ejection lasts as long as was said when it began."""
+        self._checks = checks
+
+    # What is observed
+
+    def on_added(self, backend: Backend) -> None:
+        """A backend was added while others serve: it gets no request before it has passed a probe."""
+        condition = self._condition(backend)
+        if condition.verdict is HealthState.UNKNOWN:
+            condition.awaits_first_probe = True
+            self.version += 1
+
+    def on_enabled(self, backend: Backend) -> Transition | None:
+        """A backend that was disabled is enabled again, perhaps as another process: it is as one that was added."""
+        old = self.of(backend).state
+        self.forget(backend)
+        self.on_added(backend)
+        return self._changed(backend, self._condition(backend), old, "it is enabled again")
+
+    def on_probe(
+        self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False, is_unavailable: bool = False
+    ) -> Transition | None:
+        """Take in the answer of one probe. `is_refused`: it failed since there was no connection; `is_unavailable`:
+        since the answer was 503. What is down and still answers that is leaving.
+        """
+        condition = self._condition(backend)
+        old, was_unreachable = condition.state, condition.is_unreachable
+        if is_refused:
+            condition.refused(self._clock())
+        condition.probed(ok, self._clock(), self._checks)
+        if condition.is_unreachable is not was_unreachable:
+            self.version += 1
+        is_leaving = is_unavailable and condition.verdict is HealthState.DOWN
+        if is_leaving is not (backend in self.leaving):
+            self.leaving ^= {backend}
+        return self._changed(backend, condition, old, reason)
+
+    def on_outcome(
+        self,
+        backend: Backend,
+        error: UpstreamError | None,
+        peers: Collection[Backend] = (),
+        *,
+        trial: int = 0,
+        is_proof: bool = True,
+    ) -> Transition | None:
+        """Take in how a request went; error None means that the backend served it.
+
+        `trial`: its number from `begin_trial`, if it was one. `is_proof` False: it could not show whether the backend
+        generates, so that all it tells is whether there was a connection.
+        """
+        condition = self._condition(backend)
+        old = condition.state
+        is_trial = self._end_trial(condition, trial)
+        self.events += 1
+        if error is not None and error.failure is Failure.CONNECT:
+            if not condition.is_unreachable:
+                self.version += 1
+            condition.refused(self._clock())
+        elif condition.is_unreachable and (error is None or error.failure is Failure.STATUS):
+            condition.reached()
+            self.version += 1
+        if error is not None and error.is_backends_fault and (is_proof or error.failure is Failure.CONNECT):
+            condition.breaker.blame(error.failure, self.events)
+            return self._blamed(backend, condition, error, peers, is_trial)
+        if is_proof:
+            condition.breaker.forgive()
+            if error is None:
+                condition.served_at = self.events
+        else:
+            condition.breaker.connected()
+        if old is HealthState.UP:
+            return None
+        condition.connected(self._clock())
+        if error is None:
+            if is_trial and is_proof:
+                condition.breaker.close(self._clock())
+            if condition.verdict is HealthState.UNKNOWN:
+                condition.judge(HealthState.UP, self._clock(), self._checks)
+        return self._changed(backend, condition, old, "served a request")
+
+    def on_stall(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+        """A backend sends nothing on any of its streams while others of its role do."""
+        condition = self._condition(backend)
+        is_out = condition.state in (HealthState.DOWN, HealthState.EJECTED)
+        if is_out or not self._may_eject(backend, peers):
+            return None
+        return self._eject(backend, condition, "stall", "sends nothing while others do")
+
+    def on_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+        """Another gateway has found a backend of no use. That is no reason to believe it, but one to find out: no
+        request goes there before a probe has passed, and then one, as long as enough others are left.
+        """
+        condition = self._condition(backend)
+        if not condition.is_eligible or not self._may_eject(backend, peers):
+            return None
+        old = condition.state
+        seconds = condition.breaker.doubt(self._clock(), self._checks)
+        self.due = min(self.due, condition.breaker.until)
+        reason = f"another gateway has found it of no use; until a health check has passed, or for {seconds:.0f} s"
+        return self._changed(backend, condition, old, reason, "other_gateway")
+
+    def begin_trial(self, backend: Backend) -> int:
+        """A request tries a backend that awaits one; the number of this trial."""
+        self._trials += 1
+        self._condition(backend).breaker.trial = self._trials
+        self.version += 1
+        return self._trials
+
+    def abandon_trial(self, backend: Backend, trial: int) -> None:
+        """The trial ended without telling anything: the next request may try."""
+        self._end_trial(self._condition(backend), trial)
+
+    def advance(self) -> Sequence[Transition]:
+        """Let happen what is due by now. Nearly free while nothing is."""
+        if self.due == math.inf or (now := self._clock()) < self.due:
+            return ()
+        self.due = math.inf
+        released = []
+        for backend, condition in self._conditions.items():
+            if condition.breaker.phase is Phase.EJECTED:
+                if condition.breaker.until <= now:
+                    released.append(self._release(backend, condition, "the next request decides"))
+                else:
+                    self.due = min(self.due, condition.breaker.until)
+            if condition.back_since is not None:
+                full_at = condition.back_since + self._checks.slow_start_seconds
+                if full_at <= now:
+                    condition.back_since = None
+                    self.version += 1
+                else:
+                    self.due = min(self.due, full_at)
+        return [transition for transition in released if transition is not None]
+
+    def relieve(self, peers: Collection[Backend]) -> Sequence[Transition]:
+        """Put those that are ejected on probation before their time, if they are all that is left: the others have gone
+        down since, or were removed.
+        """
+        conditions = {peer: self._condition(peer) for peer in peers}
+        if any(c.is_eligible or c.state is HealthState.PROBATION for c in conditions.values()):
+            return ()
+        released = [
+            self._release(peer, condition, "nobody else is left")
+            for peer, condition in conditions.items()
+            if condition.state is HealthState.EJECTED
+        ]
+        return [transition for transition in released if transition is not None]
+
+    def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
+        """Keep what an engine that is up said, until it goes down: it may come back as another version."""
+        if self.of(backend).is_confirmed:
+            self._condition(backend).facts = facts
+            self.version += 1
+
+    def forget(self, backend: Backend) -> None:
+        """Drop what is known about a backend that has left; should it come back, it is unknown."""
+        self.leaving -= {backend}
+        if self._conditions.pop(backend, None) is not None:
+            self.version += 1
+
+    # What follows from it
+
+    def of(self, backend: Backend) -> BackendHealth:
+        """What is known about it, to be read only."""
+        return self._conditions.get(backend, _STRANGER)
+
+    def share_percent(self, backend: Backend) -> int:
+        """How much of its share of the work it is to get now: less than all of it after it came back."""
+        return self.of(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
+
+    # How
+
+    def _condition(self, backend: Backend) -> BackendHealth:
+        condition = self._conditions.get(backend)
+        if condition is None:
+            condition = self._conditions[backend] = BackendHealth()
+        return condition
+
+    def _end_trial(self, condition: BackendHealth, trial: int) -> bool:
+        """Whether this was the trial that is under way, and not one from before another ejection."""
+        if not trial or trial != condition.breaker.trial:
+            return False
+        condition.breaker.trial = 0
+        self.version += 1
+        return True
+
+    def _blamed(
+        self,
+        backend: Backend,
+        condition: BackendHealth,
+        error: UpstreamError,
+        peers: Collection[Backend],
+        is_trial: bool,
+    ) -> Transition | None:
+        """Eject it if that was one failure too many. What fails on a backend that is out already was sent before."""
+        breaker = condition.breaker
+        cause: Cause | None = None
+        if breaker.phase is Phase.CLOSED:
+            others_served_at = max((self.of(peer).served_at for peer in peers), default=0)
+            cause = breaker.cause(self._checks.eject_after, others_served_at)
+        elif is_trial:
+            cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
+        if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+            return None
+        return self._eject(backend, condition, cause, f"{error.message}, {breaker.failures} failures in a row")
+
+    def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
+        others = [self.of(peer) for peer in peers if peer != backend]
+        is_enabled = len(others) < len(peers)
+        if not is_enabled or not any(other.is_eligible for other in others):
+            return False
+        share = self._checks.max_ejected_share
+        most = max(1, int(len(peers) * share + 1e-9)) if share else 0
+        return sum(other.breaker.phase is not Phase.CLOSED for other in others) < most
+
+    def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
+        old = condition.state
+        seconds = condition.breaker.eject(cause, self._clock(), self._checks, self._rng.uniform(*_JITTER))
+        self.due = min(self.due, condition.breaker.until)
+        if condition.breaker.ends_with_connection:
+            condition.facts = None  # it may come back as another version
+        return self._changed(backend, condition, old, f"{reason}, for {seconds:.0f} s", cause)
+
+    def _release(self, backend: Backend, condition: BackendHealth, reason: str) -> Transition | None:
+        old = condition.state
+        condition.breaker.release()
+        return self._changed(backend, condition, old, reason)
+
+    def _changed(
+        self, backend: Backend, condition: BackendHealth, old: HealthState, reason: str, cause: Cause | None = None
+    ) -> Transition | None:
+        """The transition from `old`, if there was one, and what any transition brings with it."""
+        new = condition.state
+        if new is old:
+            return None
+        self.version += 1
+        condition.reason, condition.changed_at = reason, self._clock()
+        condition.back_since = None
+        if new is HealthState.UP:
+            was_doubted, condition.breaker.is_doubted = condition.breaker.is_doubted, False
+            if (old is not HealthState.UNKNOWN and not was_doubted) or condition.awaits_first_probe:
+                condition.back_since = self._clock()
+                self.due = min(self.due, condition.back_since + self._checks.slow_start_seconds)
+            condition.awaits_first_probe = False
+        return Transition(backend, old, new, reason, cause)

@@ -1,0 +1,161 @@
+"""How many prompts a prefiller computes side by side: it tells, and answers show whether that is how it works.
+
+Most engines compute prompts one after the other, or several in one step that takes the sum of their times. Others are
+several engines behind one address (data-parallel ranks), which may tell how many, and of which some are idle while
+others have several prompts, as most of those who share out prompts do not know what they take. To hold prompts back is
+right only where it is known when a prefiller is free. So one gets all at once, as if its load were counted in tokens,
+until its answers show that it computes in order, one after the other, and as soon as those of several ranks do not
+come as fast as if each prompt had one for itself.
+
+What that is measured by needs no costs to be known: if it is so, then there are some that explain the answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heapreplace
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.policies.prefill_cost import misfit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.balancer.policies.prefill_samples import Sample
+
+_MOST_LANES: Final = 64
+# So many answers to prompts that had company are enough for a first look, then so many more, and twice as many each
+# time that they do not settle it; the last ones count.
+_ENOUGH: Final = 12
+_MORE: Final = 8
+_LAST: Final = 32
+# What was found is believed for so many answers: twice as many each time that it is found again.
+_BELIEVED_IN_TURN: Final = 128
+_BELIEVED: Final = 32
+_BELIEVED_AT_MOST: Final = 1024
+# One after the other it explains answers better than side by side by such a factor, and is off by so much at most.
+_BETTER: Final = 0.4
+_OFF: Final = 0.25
+# Who computes in turn answers in turn: nobody is believed to do so of whose last answers so many overtake another one,
+# or not to do so if fewer do. Where none of so many does it is enough if lengths differ, by such a part of their mean:
+# of engines that compute prompts in chunks, several in a step, what each step takes is not known so well.
+_IN_ORDER: Final = 16
+_OVERTAKING: Final = 3
+_UNLIKE: Final = 0.25
+# Side by side on so many ranks it is off by so much at most.
+_OFF_ON_RANKS: Final = 0.1
+# Answers come from one step if such a part of the time since their prompts were sent is between them at most, and no
+# more than so many seconds.
+_AT_ONCE: Final = 0.02
+_AT_ONCE_SECONDS: Final = 0.01
+
+# Sooner answers tell nothing: nobody would be held back for so long.
+_LEAST_SECONDS: Final = 0.05
+
+
+class Concurrency:
+    """Of one prefiller."""
+
+    __slots__ = (
+        *("lanes", "ranks", "is_orderly"),
+        *("_answers", "_belief", "_believed", "_more", "_overtaking", "_steps", "_unseen"),
+    )
+
+    def __init__(self, ranks: int | None = None) -> None:
+        """`ranks`: see EngineFacts. One, or None, says little: there may be a load balancer in front of several."""
+        self.ranks = ranks
+        self.lanes = min(ranks or 1, _MOST_LANES)
+        """Prompts that it computes side by side, if it works as is thought."""
+        self.is_orderly: bool | None = True if self.lanes > 1 else None
+        """It works so by what was seen: when it is free can be predicted. None: it is not known yet. Ranks of which it
+        tells are believed at first."""
+        self._belief = self._believed = 0
+        # Of the last answers: tokens, what their attention grows with, and seconds since the answer before or since
+        # the prompt was sent.
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
+        self._answers: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
+        self._overtaking: deque[float] = deque(maxlen=_LAST)  # see Sample.overtook, of those that had company
+        self._unseen, self._more = _ENOUGH, _MORE
+
+    @property
+    def is_serial(self) -> bool:
+        """It is known to compute one after the other."""
+        return self.lanes == 1 and self.is_orderly is True
+
+    @property
+    def wanted(self) -> float:
+        """Prompts that it may have under way: all where it is not known how it works. To find out whether one that has
+        computed one after the other still does takes more than one.
+        """
+        if not self.is_orderly:
+            return inf
+        return self.lanes if self._believed or self.lanes > 1 else 3
+
+    def saw(self, sample: Sample) -> None:
+        """A prompt has been computed."""
+        if self._believed:
+            self._believed -= 1
+            return
+        if sample.whole < _LEAST_SECONDS:
+            return
+        if self.lanes > 1 and sample.ahead >= self.lanes:
+            return
+        uncached, attention = sample.uncached, sample.attention
+        if self._steps and sample.seconds <= min(_AT_ONCE_SECONDS, _AT_ONCE * sample.whole):
+            tokens, attentions, seconds = self._steps.pop()
+            self._steps.append((tokens + uncached, attentions + attention, seconds + sample.seconds))
+            if self._overtaking:
+                self._overtaking[-1] = 0.0  # in which order the answers of one step come says nothing
+        else:
+            self._steps.append((uncached, attention, sample.seconds))
+        self._answers.append((uncached, attention, sample.whole))
+        if sample.ahead:
+            self._overtaking.append(sample.overtook)
+            self._unseen -= 1
+            if not self._unseen:
+                self._look()
+
+    def _look(self) -> None:
+        self._unseen = self._more
+        self._more *= 2
+        side_by_side = misfit(self._answers)
+        if self.lanes > 1:
+            self._believe(side_by_side < _OFF_ON_RANKS)
+            return
+        in_turn = misfit(self._steps)
+        if sum(self._overtaking) >= _OVERTAKING:
+            if in_turn > side_by_side:
+                self._believe(False)
+        elif in_turn < min(_BETTER * side_by_side, _OFF) or (
+            len(self._overtaking) >= _IN_ORDER and self._are_unlike and not any(self._overtaking)
+        ):
+            self._believe(True)
+
+    @property
+    def _are_unlike(self) -> bool:
+        """Prompts are of different lengths."""
+        lengths = [uncached for uncached, *_ in self._answers]
+        mean = sum(lengths) / len(lengths)
+        return sum(abs(length - mean) for length in lengths) > _UNLIKE * mean * len(lengths)
+
+    def _believe(self, is_orderly: bool) -> None:
+        if self._belief and is_orderly is self.is_orderly:
+            self._belief = min(2 * self._belief, _BELIEVED_AT_MOST)
+        else:
+            self._belief = _BELIEVED_IN_TURN if is_orderly and self.lanes == 1 else _BELIEVED
+        self._believed = self._belief
+        self.is_orderly = is_orderly
+        self._steps.clear()
+        self._answers.clear()
+        self._overtaking.clear()
+        self._unseen, self._more = _ENOUGH, _MORE
+
+
+def soonest_free(lefts: Sequence[float], behind: Sequence[float]) -> float:
+    """When one of several is free again that still take so long, and those that are behind them one after the other."""
+    free = list(lefts)
+    heapify(free)
+    for seconds in behind:
+        heapreplace(free, free[0] + seconds)
+    return free[0]

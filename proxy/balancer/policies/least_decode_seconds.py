@@ -1,0 +1,266 @@
+"""Least load in seconds, for decoders: an answer goes where it and those that are being written there lose least time.
+
+How long a token takes with so many streams is learned from answers (decode_pace). A decoder gets no more streams than
+it had when it made most tokens a second: requests wait in the gateway's queue instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+from proxy.backend import Load
+from proxy.balancer.choice import EQUAL, LEAST_SECONDS
+from proxy.balancer.pick import Tracker
+from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
+from proxy.balancer.policies.least_tokens import LeastTokens
+from proxy.balancer.shared.scoreboard import SlotReader
+from proxy.balancer.slow_start import FULL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.choice import Columns
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+
+    _Noted = tuple[Sequence[int], tuple[float, float, float], Sequence[float], bool]
+    """Of candidates: the answers that they write; how a token's cost is made of that; how slow each is; and whether
+    several were equal."""
+
+_share_percent = attrgetter("share_percent")
+
+# What was learned is taken for choosing now and then.
+_LOOK_SECONDS: Final = 1.0
+# The KV that a stream holds counts as this part of a stream, where it holds as much as the others do: among equals
+# those that hold less are chosen.
+_KV_SHARE: Final = 0.1
+# What can be told apart no longer.
+_TIE: Final = 1e-3
+# Only where all have what they should have at most.
+_FULL_SCORE: Final = 1e6
+# An answer shorter than this tells little of how fast the next will be.
+_LEAST_TOKENS: Final = 8
+# Answers' lengths are told apart by their limits, in powers of two.
+_LENGTH_STEP: Final = 0.05
+_ENOUGH_LENGTHS: Final = 8
+_HELD_STEP: Final = 0.05
+# Of a decoder's KV memory what its answers will have in their ends, which do not come all at once, those whose prompts
+# are still computed included: until they come others have ended.
+_FULL: Final = 1.2
+_ANY: Final = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class _Decoder:
+    """What one does."""
+
+    at: float
+    """Until when `spent` is told."""
+    spent: list[float] = field(default_factory=lambda: [0.0] * len(SIZES))
+    """Seconds in each bucket of streams."""
+    writing: int = 0
+    """Answers, of this worker."""
+
+
+class _Answer(Tracker):
+    """One that is to be written."""
+
+    __slots__ = ("backend", "before", "request", "_decoder", "_policy")
+
+    def __init__(self, load: Load, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
+        self.load = load
+        self.backend = backend
+        self.request = request
+        self.before: Sequence[float] = ()
+        """What its decoder had `spent` as it began."""
+        self._policy = policy
+        self._decoder: _Decoder | None = None  # once it has begun
+
+    def began(self) -> None:
+        """See Tracker."""
+        decoder = self._decoder = self._policy.begin(self.backend)
+        self.before = decoder.spent.copy()
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """See Tracker."""
+        if self._decoder is not None:
+            self._policy.end(self, self._decoder, answer_tokens if served else None)
+
+
+@dataclass(slots=True, eq=False)
+class _Bounds:
+    """What is learned, and told by engines, of candidates, each in its place."""
+
+    reader: SlotReader
+    streams: list[float]
+    """The most that they should have."""
+    kv: list[float]
+    """The most KV tokens that they should hold."""
+    slowness: list[float]
+    has_kv: bool = False
+    is_open: bool = False
+    """None of them has any bound."""
+
+    def __post_init__(self) -> None:
+        self.has_kv = min(self.kv, default=_ANY) < _ANY
+        self.is_open = not self.has_kv and min(self.streams, default=_ANY) == _ANY
+
+
+class LeastDecodeSeconds(LeastTokens):
+    """For decoders."""
+
+    label = "least_load"
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self.pace = DecodePace()
+        self._decoders: dict[str, _Decoder] = {}  # by their names, which are hashed sooner
+        self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
+        self._held = 0.0  # KV tokens that a stream is charged with, lately
+        self._candidates: Sequence[Candidate] = ()
+        self._bounds: _Bounds  # of these
+        self._due = 0.0  # when to look again
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        """The one where a token then takes least, all that are written there taken together; of equal ones in turn."""
+        bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
+        running = bounds.reader.running()
+        held = sum(weights) / (sum(running) or 1) or 1.0
+        share, slope, step = _KV_SHARE / held, 2 * self.pace.slope, self.pace.step + self.pace.slope
+        loads = [streams + share * weight for streams, weight in zip(running, weights, strict=True)]
+        percents = list(map(_share_percent, candidates))
+        if min(percents) < FULL:
+            both = zip(loads, percents, strict=True)
+            loads = [load if percent == FULL else (load + 1) * FULL / percent - 1 for load, percent in both]
+        scores = [(step + slope * load) * slower for load, slower in zip(loads, bounds.slowness, strict=True)]
+        if not bounds.is_open:
+            for place, streams in enumerate(running):
+                if self._is_full(bounds, place, streams, weights[place]):
+                    scores[place] += _FULL_SCORE
+        least, equal = _ANY, []
+        for candidate, score in zip(candidates, scores, strict=True):
+            if score < least * (1 - _TIE):
+                least, equal = score, [candidate]
+            elif score <= least * (1 + _TIE):
+                equal.append(candidate)
+        is_equal = len(equal) > 1
+        self.noted = running, (step, slope, share), bounds.slowness, is_equal
+        return self._take_turn(equal) if is_equal else equal[0]
+
+    def reason(self, noted: _Noted, backend: Backend) -> str:
+        """See Policy."""
+        return EQUAL if noted[-1] else LEAST_SECONDS
+
+    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
+        """See Policy."""
+        running, (step, slope, share), slowness, _ = noted
+        seconds = [
+            (step + slope * (streams + share * weight)) * slower
+            for streams, weight, slower in zip(running, weights, slowness, strict=True)
+        ]
+        return {"running": running, "token_seconds": seconds}, seconds
+
+    def has_room(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether one of them is below its knee, and has KV memory for an answer more."""
+        if candidates is not self._candidates:
+            self._look(candidates)
+        bounds = self._bounds
+        if bounds.is_open:
+            return True
+        running = bounds.reader.running()
+        held = bounds.reader.weights(0, 1) if bounds.has_kv else running
+        both = enumerate(zip(running, held, strict=True))
+        return not all(self._is_full(bounds, place, streams, tokens) for place, (streams, tokens) in both)
+
+    def most_running(self, backend: Backend) -> int | None:
+        """Those at its knee."""
+        return None if self.pace.most == _ANY else int(self.pace.most)
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """The prompt's KV, and what the answer will probably add to it."""
+        load = request.decode
+        limit = 0 if request.subject is None else request.subject.output_tokens
+        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
+        kv = load.kv if number < _ENOUGH_LENGTHS else load.kv - limit + min(limit, round(mean))
+        self._held += _HELD_STEP * (kv - self._held) if self._held else kv
+        return Load(load.compute, kv)
+
+    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """What the answer takes of a decoder that makes as many tokens as it can; 0: not known."""
+        limit = request.output_tokens
+        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
+        return self.pace.token_seconds * (limit if number < _ENOUGH_LENGTHS else min(limit, mean))
+
+    def track(self, backend: Backend, request: PickRequest) -> _Answer:
+        """See Policy."""
+        return _Answer(self.cost_of(backend, request), self, backend, request)
+
+    def begin(self, backend: Backend) -> _Decoder:
+        """A decoder writes one more answer."""
+        now = self.context.clock()
+        decoder = self._decoders.get(backend.name)
+        if decoder is None:
+            decoder = self._decoders[backend.name] = _Decoder(now)
+        self._pass(backend, decoder, now)
+        decoder.writing += 1
+        return decoder
+
+    def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
+        """It writes one less. What is complete teaches; its tokens are None if it is not, or nobody knows them."""
+        now, backend = self.context.clock(), answer.backend
+        self._pass(backend, decoder, now)
+        decoder.writing -= 1
+        if tokens:
+            subject = answer.request.subject
+            if subject is not None:
+                length = subject.output_tokens.bit_length()
+                mean, number = self._lengths.get(length, (0.0, 0))
+                self._lengths[length] = mean + max(_LENGTH_STEP, 1 / (number + 1)) * (tokens - mean), number + 1
+            if tokens >= _LEAST_TOKENS:
+                both = zip(answer.before, decoder.spent, strict=True)
+                spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]
+                self.pace.learn(backend.name, spent, tokens - 1, now)
+        if now >= self._due:
+            self._look(self._candidates)
+
+    def _is_full(self, bounds: _Bounds, place: int, running: int, held: int) -> bool:
+        """Whether one more is too much for a candidate that has so many answers, charged with so many KV tokens."""
+        return running >= bounds.streams[place] or (running > 0 and held + self._held > bounds.kv[place])
+
+    def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
+        """It has written as many answers as it does, until now."""
+        if streams := decoder.writing:
+            if self.context.elsewhere is not None:
+                streams += self.context.elsewhere(backend)
+            decoder.spent[PLACES[streams] if streams < len(PLACES) else -1] += now - decoder.at
+        decoder.at = now
+
+    def _look(self, candidates: Sequence[Candidate]) -> None:
+        """Take what was learned for choosing among these from now on."""
+        now = self.context.clock()
+        self._due = now + _LOOK_SECONDS
+        self.pace.look(now)
+        present = {candidate.backend.name for candidate in candidates}
+        for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
+            del self._decoders[name]
+            self.pace.forget(name)
+        if candidates:
+            self._candidates, self._bounds = candidates, self._bounds_of(candidates)
+
+    def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
+        pace = self.pace
+        most = [pace.most] * len(candidates)
+        most[int(self._due / TRUSTED_SECONDS) % len(most)] = pace.scout
+        backends = [candidate.backend for candidate in candidates]
+        facts = [self.context.facts(backend) for backend in backends]
+        return _Bounds(
+            reader=SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends]),
+            streams=[
+                bound if candidate.limit is None else min(bound, candidate.limit)
+                for candidate, bound in zip(candidates, most, strict=True)
+            ],
+            kv=[_ANY if each is None or each.kv_tokens is None else _FULL * each.kv_tokens for each in facts],
+            slowness=[pace.slowness(backend.name) for backend in backends],
+        )

@@ -1,0 +1,296 @@
+"""Least load in seconds: a prompt goes where its prefill will probably have ended first.
+
+Load is what a backend has to do until it is free, in seconds learned from its answers, and what this prompt adds, of
+which the part that is probably in its prefix cache costs nothing. That is Mooncake's Algorithm 1 (FAST'25), but for
+two things: nothing is fitted offline, and what a prompt adds counts more the busier all are, because it delays those
+who come after it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from operator import add
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
+
+from proxy.backend import Load
+from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
+from proxy.balancer.pick import Prediction
+from proxy.balancer.policies.asked import LEAST_TOKENS, Asked, ask
+from proxy.balancer.policies.least_tokens import LeastTokens
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.policies.prefiller import Prefiller
+from proxy.balancer.policies.prefillers import Prefillers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.choice import Columns
+    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.policies.prefill_samples import Sent
+
+    _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
+    """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were
+    equal; and the tokens that are probably cached there, None where that was not looked up."""
+
+# Differences that predictions cannot tell.
+_TIE_SHARE: Final = 0.05
+_TIE_SECONDS: Final = 0.02
+# Of a first turn's prompt, the pieces that another one of the same kind shares with it.
+_KIND_PIECES: Final = 8
+# The share of busy backends over that of idle ones, at most; and how fast the share is followed.
+_MOST_CROWDING: Final = 6.0
+_BUSY_STEP: Final = 0.02
+# Weights are 10 for a token of compute: see policies.WEIGHTS.
+_SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
+# Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
+_Choice = tuple["PickRequest", Prefiller, Asked, int, float]
+
+
+class LeastSeconds(LeastTokens):
+    """For prefillers."""
+
+    label = "least_load"
+    crowding = 1.0
+    """How much a prompt's own work counts for those behind it; 0: it does not."""
+    ahead_seconds = 0.05
+    """A backend gets its next prompt when what it has will take no longer: that hides the way there and back."""
+    batch_tokens = 16_384
+    """And more together with it, up to so many tokens, where the time that this spares is worth the wait."""
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self._prefillers = Prefillers(self.context)
+        self._busy = 0.0
+        self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
+        self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
+        self._chosen: _Choice | None = None
+
+    # Where it goes
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        """The soonest done; of those that cannot be told apart the one to which a session's prompts go, or else those
+        that begin alike, or which is least loaded. That is by a hash: gateways that do not talk agree, also on what
+        keys do not show, such as pictures whose addresses change.
+        """
+        prefillers = self._prefillers.known(candidates)
+        decided, self._decided = self._decided, None
+        among = None
+        if decided is not None and decided[0] is (request.subject or request):
+            among = [prefiller in decided[1] for prefiller in prefillers]
+        asked = self._asked.get(id(request.subject or request)) or ask(request)
+        now = self.context.clock()
+        waits = [
+            prefiller.left(weight * _SECONDS_PER_WEIGHT, now) if weight else 0.0
+            for weight, prefiller in zip(weights, prefillers, strict=True)
+        ]
+        work = self._prefillers.work(prefillers, asked)
+        equal = [0]
+        if len(candidates) > 1:
+            scores, near = self._scores(waits, work, among)
+            equal = [place for place, score in enumerate(scores) if score <= near]
+        if len(equal) == 1:
+            place = equal[0]
+        elif not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
+            tied = [candidates[place] for place in equal]
+            place = equal[tied.index(super().choose(tied, [weights[place] for place in equal], request))]
+        elif asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
+            place = scores.index(min(scores))
+        else:
+            session = request.session
+            if session is not None:
+                kind = crc32(session.encode(errors="surrogatepass"))
+            else:
+                kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+            place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
+        hit, cached = 0, None
+        if asked.keys:
+            there, ends = asked.there, asked.ends
+            cached = [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]
+            hit = there[prefillers[place]][1]
+        self._chosen = request, prefillers[place], asked, hit, work[place]
+        self.noted = prefillers, waits, work, len(equal) > 1, cached
+        return candidates[place]
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """The predicted seconds, in what they are in tokens."""
+        return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv)
+
+    def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
+        """What is known of the request, and of the backend, which somebody else may have chosen."""
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
+            prefiller, asked = self._prefillers.of(backend), ask(request)
+            chosen = self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
+        return chosen
+
+    # What becomes of it
+
+    def track(self, backend: Backend, request: PickRequest) -> Sent:
+        """What is under way counts as cached, or a burst with one prompt would scatter."""
+        _, prefiller, asked, hit, seconds = self._choice(backend, request)
+        self._chosen = None
+        load = Load(round(seconds / SECONDS_PER_LOAD), request.prefill.kv)
+        sent = prefiller.send(asked, hit, seconds, load, self.context.clock())
+        # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
+        cached = sent.cached
+        expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+        sent.prediction = Prediction(sent.wait + expected, int(cached))
+        return sent
+
+    def reason(self, noted: _Noted, backend: Backend) -> str:
+        """See Policy."""
+        prefillers, waits, _, is_equal, cached = noted
+        if cached is not None:
+            place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
+            soon = waits[place] + _TIE_SECONDS
+            if any(wait <= soon and hit < cached[place] for wait, hit in zip(waits, cached, strict=True)):
+                return CACHED_PREFIX
+        return EQUAL if is_equal else LEAST_SECONDS
+
+    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
+        """See Policy."""
+        _, waits, work, _, cached = noted
+        columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
+        if cached is not None:
+            columns["cached_tokens"] = cached
+        return columns, [*map(add, waits, work)]
+
+    def emptied(self, backend: Backend) -> None:
+        """What it had in its cache is gone."""
+        self._prefillers.of(backend).emptied()
+
+    def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
+        """What all have to do already, and the prompt's work."""
+        prefillers = self._prefillers.known(candidates)
+        loads = self._prefillers.reader.compute()
+        waits = self._waits(prefillers, loads, self.context.clock())
+        return min(map(float.__add__, waits, self._prefillers.work(prefillers, ask(request))))
+
+    @property
+    def remembered(self) -> int:
+        """Of all prefillers."""
+        return self._prefillers.remembered
+
+    # The queue in front of all
+
+    def has_room(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a prompt that went to one of them now would begin almost at once."""
+        return self._has_room(candidates) is not False
+
+    def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+        """See Policy. Where there is room everywhere, nothing is better."""
+        has_room = self._has_room(candidates)
+        if has_room is None:
+            return self.first_to_go(candidates, [request()]) is not None
+        return has_room
+
+    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """What a prompt takes where it takes least. It waits from now on."""
+        asked = self._asked[id(request.subject or request)] = ask(request)
+        return min(self._prefillers.work(self._prefillers.known(candidates), asked))
+
+    def waits_no_more(self, request: PickRequest) -> None:
+        """What was worked out for it is not needed any more."""
+        self._asked.pop(id(request.subject or request), None)
+
+    def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+        """The first that is soonest done where there is room. Those before it wait for what they will be done sooner
+        with, each behind those that wait for the same.
+        """
+        prefillers = self._prefillers.known(candidates)
+        loads = self._prefillers.reader.compute()
+        waits = self._waits(prefillers, loads, self.context.clock())
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        gathers = list(map(self._gathers, prefillers, waits))
+        share = len(self._asked) / len(prefillers)
+        for place, request in enumerate(waiting):
+            asked = self._asked.get(id(request.subject or request)) or ask(request)
+            work = self._prefillers.work(prefillers, asked)
+            scores, near = self._scores(waits, work)
+            best = [
+                prefillers[at]
+                for at, score in enumerate(scores)
+                if score <= near and (free[at] or (gathers[at] and self._joins(prefillers[at], work[at], share)))
+            ]
+            if best:
+                self._decided = request.subject or request, best
+                return place
+            soonest = scores.index(min(scores))
+            waits[soonest] += work[soonest]
+        return None
+
+    def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
+        """Whether what it has is soon done; or it is not known when, so that nothing is held back from it; or it is to
+        be found out whether it computes more at a time.
+        """
+        if not load:
+            return True
+        limit = candidate.limit
+        if limit is not None and not candidate.has_room:
+            return False
+        if wait < self.ahead_seconds:
+            return True
+        if limit == 1:
+            return False
+        concurrency = prefiller.concurrency
+        if not concurrency.is_orderly:
+            return True
+        # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
+        return prefiller.computing < self.batch_tokens * concurrency.lanes and (
+            prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.computing)
+        )
+
+    def _gathers(self, prefiller: Prefiller, wait: float) -> bool:
+        """Whether it is about to compute several together, and may get more of them."""
+        behind = prefiller.behind
+        return (
+            behind > 0
+            and prefiller.shared_seconds > 0
+            and prefiller.computing < self.batch_tokens
+            and wait - prefiller.behind_seconds + (behind - 1) * prefiller.shared_seconds < self.ahead_seconds
+        )
+
+    def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
+        """Whether a prompt had better be computed together with those: it delays them by its tokens, and spares itself
+        and so many who wait what they have in common.
+        """
+        shared = prefiller.shared_seconds
+        return prefiller.behind * (seconds - shared) < shared * (1 + share)
+
+    # How
+
+    def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
+        """Whether all of them have room; None: some have."""
+        prefillers = self._prefillers.known(candidates)
+        loads = self._prefillers.reader.compute()
+        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
+        if not any(loads):
+            return True
+        waits = self._waits(prefillers, loads, self.context.clock())
+        free = list(map(self._is_free, candidates, prefillers, waits, loads))
+        if False not in free:
+            return True
+        return None if True in free or (self._asked and any(map(self._gathers, prefillers, waits))) else False
+
+    def _scores(
+        self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
+    ) -> tuple[list[float], float]:
+        """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least.
+
+        `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
+        """
+        counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
+        scores = list(map(add, waits, map(counts.__mul__, work)))
+        if among is not None and True in among:
+            scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
+        least = min(scores)
+        return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
+
+    def _waits(self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float) -> list[float]:
+        """Seconds until each of them is free; 0.0: it is."""
+        return [
+            prefiller.left(load * SECONDS_PER_LOAD, now) if load else 0.0
+            for prefiller, load in zip(prefillers, loads, strict=True)
+        ]

@@ -1,0 +1,87 @@
+"""What was sent to a prefiller, and what its answers say of the time that prompts take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from proxy.balancer.pick import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.backend import Load
+    from proxy.balancer.pick import Prediction
+    from proxy.balancer.policies.asked import Asked
+
+
+@dataclass(slots=True, eq=False)
+class Sent(Tracker):
+    """A prompt under way. `known` and `odometer` are what CachedPrefixes wants to know of it again."""
+
+    on_end: Callable[[Sent, bool], None]
+    """Called when it has been computed, or will not be."""
+    load: Load
+    asked: Asked
+    at: float
+    seconds: float
+    """Predicted."""
+    cached: float
+    """Of the prompt's tokens, those that are expected to be cached."""
+    known: Sequence[float | None]
+    odometer: float
+    ahead: int
+    """Prompts that were there before it."""
+    wait: float
+    """Predicted, for these."""
+    prediction: Prediction | None = None
+    answer: tuple[int, int] | None = None
+    """Tokens of the prompt, and those of them that were cached, as the backend told."""
+
+    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """See Tracker."""
+        if cached_tokens is not None:
+            self.answer = prompt_tokens, cached_tokens
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        self.on_end(self, served)
+
+
+class Sample(NamedTuple):
+    """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
+
+    uncached: float
+    cached: float
+    seconds: float
+    """Since the answer before it, or since it was sent if that was later."""
+    whole: float
+    """Since it was sent."""
+    ahead: float
+    """Prompts that were there when it was sent."""
+    was_behind: float
+    """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
+    overtook: float
+    """Not 0: one that was sent before it is still under way."""
+
+    @property
+    def attention(self) -> float:
+        """What its attention costs grow with."""
+        return self.uncached * (self.cached + self.uncached / 2)
+
+
+class Step(NamedTuple):
+    """Prompts that were answered at once: they were computed together, in the time that passed before the first."""
+
+    uncached: float
+    attention: float
+    seconds: float
+
+    def and_another(self, sample: Sample) -> Step:
+        """With one that was answered right behind the others."""
+        return Step(self.uncached + sample.uncached, self.attention + sample.attention, self.seconds + sample.seconds)
+
+    @property
+    def cached(self) -> float:
+        """Behind so many cached tokens one prompt would take as long; less than 0, as several attend to less."""
+        return self.attention / self.uncached - self.uncached / 2

@@ -1,0 +1,295 @@
+"""What one worker knows of one prefiller: what it has sent there, how far that is, and what is probably cached."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.concurrency import Concurrency, soonest_free
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.policies.prefill_records import Kind, Record, kind_and_slot, packed, unpacked
+from proxy.balancer.policies.prefill_samples import Sample, Sent, Step
+from proxy.balancer.policies.prefixes import CachedPrefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from proxy.backend import Backend, Load
+    from proxy.balancer.policies.asked import Asked
+    from proxy.balancer.shared.journal import Seat
+
+# So many prompts that could have been computed together and were not show that the backend works on one at a time; that
+# is believed for so many more, and then found out once more.
+_ENOUGH_ALONE: Final = 12
+_BELIEVED: Final = 1000
+# Of shorter ones the order does not matter.
+_LEAST_SECONDS: Final = 0.1
+
+# What is under way is not thought to be over before its answer is here.
+_LEAST_LEFT: Final = 0.1
+
+# A cache that reaches further or less far by this part is another one.
+_NOTICED: Final = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Prefiller:
+    """`version` moves with what is cached and how fast it is."""
+
+    backend: Backend
+    on_end: Callable[[Sent, bool], None] = field(init=False)
+    """Called when what was sent there has been computed, or will not be."""
+    cached: CachedPrefixes = field(default_factory=CachedPrefixes)
+    slowness: float = 1.0
+    journal: Seat | None = None
+    """Where the other workers hear what this one has sent there; None: there are none."""
+    version: int = 0
+    charge: int = 0
+    """Of all that was sent and is under way."""
+    computing: float = 0.0
+    """Tokens of it that are not expected to be cached."""
+    concurrency: Concurrency = field(default_factory=Concurrency)
+    step: Step | None = None
+    """What it has answered last, as long as more may belong to it."""
+    shared_seconds: float = 0.0
+    """Of what each prompt takes by prediction, what those that are computed together take only once."""
+    overhead_seconds: float = 0.0
+    """What each prompt counts besides where it is not known when it will be computed, see `PrefillCost.overhead`."""
+    behind: int = 0
+    """Prompts of this worker that will be computed after those that are being computed now."""
+    behind_seconds: float = 0.0
+    """Predicted of these, each by itself."""
+    _sent: dict[Sent, None] = field(default_factory=dict)  # the oldest first
+    _began: float = 0.0  # of what is being computed: since when, how long it takes, and what that is in charges
+    _step_seconds: float = 0.0
+    _step_charged: float = 0.0
+    _answered_at: float = 0.0
+    _answered_before: float = 0.0  # the answer before that one
+    _alone: int = 0  # see `saw`
+    _others: deque[tuple[float, float, float]] = field(default_factory=deque)
+    """When others have sent something that is under way, its predicted seconds, and the tokens that are not expected to
+    be cached, the oldest first."""
+
+    @property
+    def works_on_one(self) -> bool:
+        """It was seen to compute prompts one after the other."""
+        return self._alone > _ENOUGH_ALONE
+
+    def saw(self, together: bool) -> None:
+        """One that was behind others has been computed, together with the one before it or alone."""
+        if together:
+            self._alone = 0
+        elif self._alone <= _ENOUGH_ALONE:
+            self._alone += 1
+            if self._alone == _ENOUGH_ALONE:
+                self._alone += _BELIEVED
+
+    @property
+    def under_way(self) -> int:
+        """Prompts that any worker has sent."""
+        return len(self._sent) + len(self._others)
+
+    def wait(self, now: float) -> float:
+        """Seconds until it begins with what is sent to it now, by what is known to be under way: something is."""
+        load = self.charge * SECONDS_PER_LOAD
+        if self._others:
+            load += sum([seconds for _, seconds, _ in self._others])
+        wait = self.left(load, now)
+        return max(0.0, wait - self.shared_seconds) if self.behind else wait
+
+    @property
+    def is_busy(self) -> bool:
+        """This worker has sent something that is under way."""
+        return bool(self._sent)
+
+    def send(self, asked: Asked, hit: int, seconds: float, load: Load, now: float) -> Sent:
+        """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
+        the backend is charged. What is under way counts as cached, or a burst would scatter.
+        """
+        prefixes, before = self.cached, self._sent
+        ahead = len(before) + len(self._others)
+        wait = self.wait(now) if ahead else 0.0
+        cached = prefixes.found(asked.ends, hit, asked.tokens) if hit else 0.0
+        computed = asked.tokens - cached
+        odometer = prefixes.odometer
+        known: Sequence[float | None] = ()
+        if asked.keys:
+            known = prefixes.use(asked.keys, asked.ends, computed)
+        else:
+            prefixes.odometer += computed
+        if self.journal is not None:
+            self._write(Kind.SENT, asked.keys, asked.ends, now, seconds, computed)
+        self.version += 1
+        self.charge += load.compute
+        self.computing += computed
+        if before:
+            self.behind += 1
+            self.behind_seconds += seconds
+        else:
+            self._began, self._step_seconds, self._step_charged = now, seconds, seconds
+        sent = Sent(self.on_end, load, asked, now, seconds, cached, known, odometer, ahead, wait)
+        before[sent] = None
+        return sent
+
+    def end(self, sent: Sent, served: bool, now: float) -> Sample | None:
+        """It has been computed, or will not be; None: that teaches nothing of the time it takes."""
+        asked, cached = sent.asked, sent.cached
+        has_overtaken = next(iter(self._sent)) is not sent or (bool(self._others) and self._others[0][0] < sent.at)
+        del self._sent[sent]
+        self.version += 1
+        self.charge -= sent.load.compute
+        if self._sent:
+            self.computing -= asked.tokens - cached
+            self._begin(now if served else self._began)
+        else:
+            self.computing = 0.0
+        prefixes, dropped = self.cached, list[int]()
+        further, sample = 0.0, None
+        if served:
+            tokens: float = asked.tokens
+            if sent.answer is not None:
+                told_tokens, told_cached = sent.answer
+                if asked.keys:
+                    prefixes.tell(told_cached)
+                    there = tokens * told_cached / max(1, told_tokens)
+                    further = cached - there
+                    prefixes.odometer += further
+                    prefixes.learn(sent.known, sent.odometer, asked.ends, cached, there)
+                tokens, cached = float(told_tokens), float(told_cached)
+            # Prompts that were sent one behind the other were computed one after the other.
+            was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
+            seconds = now - max(sent.at, self._answered_at)
+            if tokens > cached:  # else nothing is known of it
+                times = seconds, now - sent.at, sent.ahead, float(was_behind), float(has_overtaken)
+                sample = Sample(tokens - cached, cached, *times)
+            self._answered_before, self._answered_at = self._answered_at, now
+            if self._alone > _ENOUGH_ALONE:
+                self._alone -= 1
+                if self._alone == _ENOUGH_ALONE:
+                    self._alone = 0
+        else:  # of a failure there is nothing in the cache
+            dropped = [key for key, reading in zip(asked.keys, sent.known, strict=True) if reading is None]
+            prefixes.drop(dropped)
+        if self.journal is not None:
+            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, prefixes.capacity, *(sample or ()))
+        return sample
+
+    def emptied(self) -> None:
+        """Nothing is cached there any more. This worker has found out, as the others will."""
+        self._alone = 0
+        self.concurrency = Concurrency(self.concurrency.ranks)
+        if len(self.cached):
+            self.cached.clear()
+            self.version += 1
+
+    def left(self, load: float, now: float) -> float:
+        """Seconds until it begins with what is sent to it now. `load`: of all workers, in seconds, too."""
+        others = self._others
+        if others and load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
+            others.clear()  # some ends were missed
+        concurrency = self.concurrency
+        if concurrency.is_orderly is False:
+            return (load + self.under_way * self.overhead_seconds) / concurrency.lanes
+        if concurrency.lanes > 1:
+            return self._lane_left(now)
+        sent = self._sent
+        if not sent and not others:
+            return load
+        at, seconds, charged = self._began, self._step_seconds, self._step_charged
+        if others and (not sent or others[0][0] < next(iter(sent)).at):
+            at, charged, _ = others[0]
+            seconds = charged
+        left = _left(seconds, now - max(at, self._answered_at))
+        if self.behind > 1:
+            charged += (self.behind - 1) * self.shared_seconds
+        return max(0.0, load - charged + left)
+
+    def _lane_left(self, now: float) -> float:
+        """The same, where several are computed side by side."""
+        under_way = [(sent.at, sent.seconds) for sent in self._sent]
+        if self._others:
+            under_way = sorted([*under_way, *[(at, seconds) for at, seconds, _ in self._others]])
+        lanes = self.concurrency.lanes
+        if len(under_way) < lanes:
+            return 0.0
+        lefts = [_left(seconds, now - at) for at, seconds in under_way[:lanes]]
+        return soonest_free(lefts, [seconds for _, seconds in under_way[lanes:]])
+
+    def _begin(self, now: float) -> None:
+        """It has answered: what it computes now is the oldest, together with all that were there by then, unless it
+        works on one at a time.
+        """
+        count, step, total = 0, 0.0, 0.0
+        for sent in self._sent:
+            total += sent.seconds
+            if not count or (self.shared_seconds and sent.at <= now):
+                count += 1
+                step = total
+        self._began = now
+        self._step_charged, self._step_seconds = step, step - (count - 1) * self.shared_seconds
+        self.behind, self.behind_seconds = len(self._sent) - count, total - step
+
+    def _write(self, kind: Kind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
+        assert self.journal is not None
+        self.journal.write(packed(Record(kind, self.backend.slot, keys, ends, numbers)))
+
+    def _hear(self, record: Record) -> Sample | None:
+        if record.kind == Kind.COUNTED:
+            self._follow(CacheCount(*record.numbers))
+            return None
+        self.version += 1
+        if record.kind == Kind.SENT:
+            at, seconds, computed = record.numbers
+            self._others.append((at, seconds, computed))
+            self.cached.use(record.keys, record.ends, computed)
+            return None
+        at, further, trust, capacity, *sample = record.numbers
+        if self._others:
+            self._others.popleft()
+        prefixes = self.cached
+        prefixes.odometer += further
+        prefixes.trust = trust
+        if not prefixes.knows_capacity:
+            prefixes.capacity = capacity
+        prefixes.drop(record.keys)
+        if not sample:
+            return None
+        self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
+        return Sample(*sample)
+
+    def _follow(self, count: CacheCount) -> None:
+        """Often, and nearly always nothing follows of which those who wait need to know."""
+        before = self.cached.capacity
+        computing = self.computing + sum(computed for _, _, computed in self._others)
+        if self.cached.follow(count, computing):
+            self.version += 1
+            self.cached.clear()
+            for sent in self._sent:  # what is under way comes after that
+                self.cached.use(sent.asked.keys, sent.asked.ends, 0.0)
+        elif abs(self.cached.capacity - before) > _NOTICED * before:
+            self.version += 1
+
+
+def write_count(journal: Seat, slot: int, count: CacheCount) -> None:
+    """Let all workers hear what the engine in this slot tells of its cache."""
+    journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
+
+
+def _left(seconds: float, spent: float) -> float:
+    """Of what takes so long and has so much behind it. What is overdue is expected to take as long again as it is late:
+    it may never end.
+    """
+    return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
+
+
+def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample]]:
+    """Take in what other workers have sent there, and what has come of it. `prefillers`: by slot; of others nothing is
+    kept.
+    """
+    for data in journal.news():
+        _, slot = kind_and_slot(data)
+        prefiller = prefillers.get(slot)
+        if prefiller is not None and (sample := prefiller._hear(unpacked(data))) is not None:
+            yield prefiller, sample

@@ -1,0 +1,161 @@
+"""What one worker knows of all prefillers, and what a prompt probably takes each of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.policies.concurrency import Concurrency
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost
+from proxy.balancer.policies.prefill_samples import Step
+from proxy.balancer.policies.prefiller import Prefiller, hear
+from proxy.balancer.shared.scoreboard import SlotReader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.backend import Backend
+    from proxy.balancer.pick import Candidate, PolicyContext
+    from proxy.balancer.policies.asked import Asked
+    from proxy.balancer.policies.prefill_samples import Sample, Sent
+
+# What takes less than this part of what is predicted was computed together with what was before it.
+_TOGETHER: Final = 0.25
+# More answers than one in such a time teach nothing new.
+_LESSON_SECONDS: Final = 0.05
+# So many lessons are enough to tell by what a prompt takes what several take.
+_TAUGHT: Final = 16
+_slowness = attrgetter("slowness")
+
+
+class Prefillers:
+    """It learns from what ends here, and hears of what other workers send and learn."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.cost = PrefillCost()
+        self.reader: SlotReader
+        """Of the candidates that were asked about last."""
+        self._clock = context.clock
+        self._facts = context.facts
+        self._journal = context.journal
+        self.by_key: dict[str, Prefiller] = {}
+        """By `Backend.key`."""
+        self._by_slot: dict[int, Prefiller] = {}
+        self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
+        self._known: list[Prefiller] = []
+        self._next_lesson = 0.0
+        self._is_taught = False
+
+    @property
+    def remembered(self) -> int:
+        """Keys of prefixes."""
+        return sum(len(prefiller.cached) for prefiller in self.by_key.values())
+
+    def known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
+        """Of each of them."""
+        if candidates is not self._candidates:
+            self._candidates = candidates
+            self._known = [self.of(candidate.backend) for candidate in candidates]
+            for prefiller, candidate in zip(self._known, candidates, strict=True):
+                if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
+                    prefiller.backend = candidate.backend
+                    self._by_slot[candidate.backend.slot] = prefiller
+                self._take_facts(prefiller)
+            if candidates:
+                slots = [candidate.backend.slot for candidate in candidates]
+                self.reader = SlotReader(candidates[0].scoreboard, slots)
+        if self._journal is not None:
+            self.listen()
+        return self._known
+
+    def listen(self) -> None:
+        """Take in what other workers have told, if there are any."""
+        if self._journal is not None and self._journal.has_news:
+            for prefiller, sample in hear(self._journal, self._by_slot):
+                self.learn(prefiller, sample)
+
+    def of(self, backend: Backend) -> Prefiller:
+        """Of one of them."""
+        known = self.by_key.get(backend.key)
+        if known is None:
+            journal = self._journal
+            heard = journal if journal is not None and journal.is_heard else None
+            known = Prefiller(backend, journal=heard)
+            known.on_end = partial(self._ended, known)
+            self.by_key[backend.key] = self._by_slot[backend.slot] = known
+        return known
+
+    def _ended(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        if self._journal is not None:
+            self.listen()  # since when it has computed this one, another worker may know
+        sample = prefiller.end(sent, served, self._clock())
+        if sample is not None:
+            self.learn(prefiller, sample)
+
+    def learn(self, prefiller: Prefiller, sample: Sample) -> None:
+        """How long a prompt has taken it."""
+        if self._clock() < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
+            return  # it would teach nothing
+        concurrency = prefiller.concurrency
+        concurrency.saw(sample)
+        if not concurrency.is_orderly or concurrency.lanes > 1:
+            self._close(prefiller)
+            if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once
+                self._teach(prefiller, sample.uncached, sample.cached, sample.whole)
+            return
+        predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
+        is_together = sample.seconds < _TOGETHER * predicted
+        if sample.was_behind:
+            prefiller.saw(is_together)
+        step = prefiller.step
+        if step is not None and is_together and not prefiller.works_on_one:
+            prefiller.step = step.and_another(sample)
+        else:
+            self._close(prefiller)
+            prefiller.step = Step(sample.uncached, sample.attention, sample.seconds)
+        if not prefiller.under_way:
+            self._close(prefiller)
+
+    def _close(self, prefiller: Prefiller) -> None:
+        """What was computed together is complete, and teaches as one."""
+        step, prefiller.step = prefiller.step, None
+        if step is not None and step.uncached > 0:
+            self._teach(prefiller, step.uncached, step.cached, step.seconds)
+
+    def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float) -> None:
+        now = self._clock()
+        if now >= self._next_lesson or not self._is_taught:
+            self.cost.learn(prefiller.backend.key, uncached, cached, seconds)
+            self._is_taught = self.cost.samples >= _TAUGHT
+            if self._is_taught:
+                self._next_lesson = now + _LESSON_SECONDS
+            prefiller.slowness = self.cost.slowness(prefiller.backend.key)
+        prefiller.overhead_seconds = self.cost.overhead
+        prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
+
+    def _take_facts(self, prefiller: Prefiller) -> None:
+        facts = self._facts(prefiller.backend)
+        if facts is not None and facts.ranks != prefiller.concurrency.ranks:
+            prefiller.concurrency = Concurrency(facts.ranks)
+
+    def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:
+        """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
+        known = asked.there.get(prefiller)
+        if known is None or known[0] != prefiller.version:
+            if asked.request.subject is None:  # what is only passed on
+                hit, seconds = 0, asked.request.prefill.compute * SECONDS_PER_LOAD
+            else:
+                prefixes = prefiller.cached
+                hit = prefixes.hit(asked.keys)
+                cached = prefixes.trust * prefixes.found(asked.ends, hit, asked.tokens)
+                seconds = self.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+            known = asked.there[prefiller] = prefiller.version, hit, seconds
+        return known[1], known[2]
+
+    def work(self, prefillers: Sequence[Prefiller], asked: Asked) -> list[float]:
+        """The seconds that a prompt takes each of these."""
+        if asked.keys or asked.request.subject is None:
+            return [self.own(prefiller, asked)[1] for prefiller in prefillers]
+        return list(map(self.cost.seconds(asked.tokens, 0.0).__mul__, map(_slowness, prefillers)))

@@ -1,0 +1,172 @@
+"""What engines say of themselves: read from their own answers, and from nothing that only looks like one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.balancer.engines.engine_facts import (
+    UNKNOWN_VERSION,
+    parse_engine_version,
+    parse_kv_tokens,
+    parse_max_model_len,
+    parse_max_num_seqs,
+    parse_ranks,
+    parse_setup,
+    parse_sglang_version,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        ({"version": "0.23.0.post1"}, (0, 23)),
+        ({"version": "v0.18"}, (0, 18)),
+        ({"version": "dev"}, UNKNOWN_VERSION),
+        ({"version": None}, UNKNOWN_VERSION),
+        (["0.23"], UNKNOWN_VERSION),
+    ],
+)
+def test_a_version_is_read_from_what_engines_answer(answer: object, version: tuple[int, int]) -> None:
+    assert parse_engine_version(answer) == version
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        ({"disaggregation_mode": "decode", "version": "0.5.17"}, (0, 5, 17)),
+        ({"disaggregation_mode": "null", "version": "0.5.18.dev3+gabc"}, (0, 5, 18)),
+        ({"disaggregation_mode": "null", "version": "0.5"}, UNKNOWN_VERSION),
+        ({"vllm_config": {}, "version": "0.5.17"}, UNKNOWN_VERSION),
+        (None, UNKNOWN_VERSION),
+    ],
+)
+def test_the_version_of_sglang_is_read_from_its_server_info(info: object, version: tuple[int, ...]) -> None:
+    assert parse_sglang_version(info) == version
+
+
+@pytest.mark.parametrize(("told", "is_deterministic"), [(True, True), (False, False), (None, False), ("yes", False)])
+def test_whether_seeds_count_is_read_from_it_too(told: object, is_deterministic: bool) -> None:
+    info = {"disaggregation_mode": "decode", "enable_deterministic_inference": told}
+    assert parse_setup(info).is_deterministic is is_deterministic
+
+
+@pytest.mark.parametrize(
+    ("told", "is_whole"),
+    [({}, True), ({"incremental_streaming_output": True}, False), ({"skip_tokenizer_init": True}, False)],
+)
+def test_whether_events_have_the_whole_answer_is_read_from_it_too(told: dict[str, Any], is_whole: bool) -> None:
+    assert parse_setup({"disaggregation_mode": "decode", **told}).tells_whole_events is is_whole
+
+
+@pytest.mark.parametrize(
+    ("answer", "length"),
+    [
+        ({"object": "list", "data": [{"id": "kimi", "max_model_len": 262144}]}, 262144),
+        (
+            {"data": [{"id": "adapter", "max_model_len": None}, "?", {"max_model_len": 4096}, {"max_model_len": 1}]},
+            4096,
+        ),
+        ({"data": [{"max_model_len": "4096"}, {"max_model_len": True}, {"max_model_len": -1}]}, None),
+        ({"data": {"max_model_len": 4096}}, None),
+        ({"error": "Unauthorized"}, None),
+        ([{"max_model_len": 4096}], None),
+        (None, None),
+    ],
+)
+def test_the_length_of_a_sequence_is_read_from_what_engines_answer(answer: object, length: int | None) -> None:
+    assert parse_max_model_len(answer) == length
+
+
+def sglang(*ranks: object) -> dict[str, Any]:
+    states = [{"dp_size": len(ranks), "effective_max_running_requests_per_dp": rank} for rank in ranks]
+    return {"max_running_requests": None, "dp_size": len(ranks), "internal_states": states, "version": "0.5.18"}
+
+
+def vllm(max_num_seqs: object, scheduler: dict[str, object] | None = None, **parallel: object) -> dict[str, Any]:
+    config = {
+        "scheduler_config": {"max_num_seqs": max_num_seqs, "max_num_active_seqs": None, **(scheduler or {})},
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "data_parallel_size_local": 1,
+            "data_parallel_external_lb": False,
+            "data_parallel_hybrid_lb": False,
+            **parallel,
+        },
+    }
+    return {"vllm_config": config, "vllm_env": {}, "system_env": {}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit"),
+    [
+        pytest.param(sglang(128), 128, id="SGLang"),
+        pytest.param(sglang(128, 128, 64), 320, id="SGLang, three ranks"),
+        pytest.param(sglang(128, None), None, id="SGLang, a rank that does not tell"),
+        pytest.param(sglang(), None, id="SGLang, no ranks"),
+        pytest.param({"internal_states": [7]}, None, id="SGLang, something else"),
+        pytest.param(vllm(256), 256, id="vLLM"),
+        pytest.param(vllm(256, {"max_num_active_seqs": 100}), 100, id="vLLM, fewer may run"),
+        pytest.param(vllm(256, data_parallel_size=4, data_parallel_size_local=2), 1024, id="vLLM, four ranks"),
+        pytest.param(
+            vllm(256, data_parallel_size=4, data_parallel_size_local=2, data_parallel_hybrid_lb=True),
+            512,
+            id="vLLM, two ranks on each of two nodes, balanced from outside",
+        ),
+        pytest.param(
+            vllm(256, data_parallel_size=4, data_parallel_external_lb=True), 256, id="vLLM, one of four ranks"
+        ),
+        pytest.param(vllm("256"), None, id="vLLM, no number"),
+        pytest.param({"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, 8, id="vLLM, no parallel config"),
+        pytest.param({"vllm_config": "model='kimi', max_num_seqs=256"}, None, id="vLLM, as text"),
+        pytest.param({"detail": "Not Found"}, None, id="not found"),
+        pytest.param(None, None, id="nothing"),
+    ],
+)
+def test_how_many_requests_it_works_on_is_read_from_what_engines_answer(answer: object, limit: int | None) -> None:
+    assert parse_max_num_seqs(answer) == limit
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        ({"vllm_config": {"cache_config": {"num_gpu_blocks": 10, "block_size": 16}}}, 160),
+        (
+            {
+                "vllm_config": {
+                    "cache_config": {"num_gpu_blocks": 10, "block_size": 16},
+                    "parallel_config": {"data_parallel_size": 2},
+                }
+            },
+            320,
+        ),
+        ({"vllm_config": {"cache_config": {"num_gpu_blocks": None, "block_size": 16}}}, None),
+        ({"max_total_num_tokens": 500, "internal_states": [{}, {}]}, 1000),
+        ({"vllm_config": "text"}, None),
+        (None, None),
+    ],
+)
+def test_what_fits_into_kv_memory_is_counted_over_all_ranks(answer: object, tokens: int | None) -> None:
+    assert parse_kv_tokens(answer) == tokens
+
+
+@pytest.mark.parametrize(
+    ("answer", "ranks"),
+    [
+        pytest.param(sglang(128, 128), 2, id="SGLang, two ranks"),
+        pytest.param(vllm(256), 1, id="vLLM"),
+        pytest.param(vllm(256, data_parallel_size=4), 4, id="vLLM, four ranks"),
+        pytest.param(
+            vllm(256, data_parallel_size=4, data_parallel_size_local=2, data_parallel_hybrid_lb=True),
+            2,
+            id="vLLM, two ranks on each of two nodes, balanced from outside",
+        ),
+        pytest.param(vllm(256, data_parallel_size=4, data_parallel_external_lb=True), 1, id="vLLM, one of four ranks"),
+        pytest.param({"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, None, id="vLLM, no parallel config"),
+        pytest.param({"detail": "Not Found"}, None, id="not found"),
+        pytest.param(None, None, id="nothing"),
+    ],
+)
+def test_ranks_count_that_the_address_shares_out_to(answer: object, ranks: int | None) -> None:
+    assert parse_ranks(answer) == ranks

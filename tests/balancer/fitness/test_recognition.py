@@ -1,0 +1,230 @@
+"""What engines say of themselves, and the connector that is chosen for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.backend import Role
+from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.fitness.recognition import EngineReport, recognise, unsuited
+from proxy.settings import SettingsError
+
+P, D = Role.PREFILL, Role.DECODE
+NAMES: dict[str, Any] = {P: "10.0.0.1:7100", D: "10.0.0.3:7100"}
+
+
+def models(owner: object) -> Any:
+    return {"object": "list", "data": [{"id": "kimi", "object": "model", "owned_by": owner}]}
+
+
+def said(role: Role, name: str, models: Any, info: Any = None) -> EngineReport:
+    """An engine that has answered so at `/v1/models` and `/server_info`."""
+    return EngineReport(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
+
+
+def sglang(role: Role, mode: str | None = None) -> EngineReport:
+    """By default in its role."""
+    return said(role, NAMES[role], models("sglang"), {"disaggregation_mode": mode or role.value, "version": "0.5.23"})
+
+
+def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport:
+    """In development mode if it has a connector; several work together."""
+    if not connectors:
+        return said(role, NAMES[role], models("vllm"))
+    extra = {"connectors": [{"kv_connector": name, "kv_role": kv_role} for name in connectors]}
+    transfer: dict[str, Any] = {"kv_connector": connectors[0], "kv_role": kv_role, "kv_connector_extra_config": {}}
+    if len(connectors) > 1:
+        transfer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
+
+
+def problem(*engines: EngineReport) -> str:
+    with pytest.raises(SettingsError) as raised:
+        recognise(engines)
+    return str(raised.value)
+
+
+def test_sglang_engines_meet() -> None:
+    found = recognise([sglang(P), sglang(D), sglang(D)])
+    assert (found.connector, found.reason) == ("sglang_bootstrap", "1 prefill and 2 decode instances are SGLang")
+
+
+def test_sglang_that_does_not_tell_its_role_has_the_one_it_was_given() -> None:
+    assert recognise([said(P, "", models("sglang"), None), said(D, "", models("sglang"), "?")]).connector == (
+        "sglang_bootstrap"
+    )
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "sentence"),
+    [
+        (P, "decode", "10.0.0.1:7100 is given as a prefiller but was started with --disaggregation-mode decode"),
+        (D, "prefill", "10.0.0.3:7100 is given as a decoder but was started with --disaggregation-mode prefill"),
+        (D, "null", "10.0.0.3:7100 is given as a decoder but was started without --disaggregation-mode"),
+    ],
+)
+def test_an_engine_of_sglang_in_another_role_is_named(role: Role, mode: str, sentence: str) -> None:
+    engines = [sglang(P), sglang(D), sglang(role, mode)]
+    assert problem(*engines) == f"connector auto: {sentence}"
+
+
+def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -> None:
+    found = recognise([vllm(P), vllm(D)])
+    assert found.connector == "vllm_pull"
+    assert "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("told", "connector"),
+    [
+        ("NixlConnector", "vllm_pull"),
+        ("MooncakeConnectorV1", "vllm_pull"),
+        ("MooncakeConnector", "mooncake_bootstrap"),
+        ("MooncakeLayerwiseConnector", "ascend_layerwise"),
+        ("AscendStoreConnector", "vllm_store"),
+        ("MooncakeStoreConnector", "vllm_store"),
+    ],
+)
+def test_vllm_in_development_mode_tells_how_its_cache_travels(told: str, connector: str) -> None:
+    found = recognise([vllm(P, told, kv_role="kv_producer"), vllm(D, told, kv_role="kv_consumer")])
+    assert (found.connector, found.reason) == (connector, f"1 prefill and 1 decode instances are vLLM with {told}")
+
+
+@pytest.mark.parametrize(
+    ("together", "connector"),
+    [
+        (("MooncakeConnectorV1", "AscendStoreConnector"), "vllm_pull"),
+        (("RecomputeCPUOffloadConnector", "MooncakeLayerwiseConnector"), "ascend_layerwise"),
+        (("AscendStoreConnector", "OffloadingConnector"), "vllm_store"),
+    ],
+)
+def test_of_several_that_work_together_the_one_that_hands_over_counts(
+    together: tuple[str, ...], connector: str
+) -> None:
+    assert recognise([vllm(P, *together), vllm(D, *together)]).connector == connector
+
+
+def test_one_engine_that_tells_is_enough() -> None:
+    assert recognise([vllm(P), vllm(D, "MooncakeLayerwiseConnector")]).connector == "ascend_layerwise"
+
+
+@pytest.mark.parametrize(
+    ("engines", "sentence"),
+    [
+        ([sglang(P), vllm(D)], "10.0.0.1:7100 is SGLang and 10.0.0.3:7100 is vLLM, and no connector serves both"),
+        (
+            [vllm(P, "NixlConnector"), vllm(D, "MooncakeConnector")],
+            "10.0.0.1:7100 has NixlConnector and 10.0.0.3:7100 has MooncakeConnector, and no connector serves both",
+        ),
+        (
+            [vllm(P, "MooncakeConnectorV1", kv_role="kv_consumer"), vllm(D)],
+            "10.0.0.1:7100 is given as a prefiller but was started with kv_role kv_consumer",
+        ),
+        (
+            [vllm(P), vllm(D, "MooncakeConnectorV1", kv_role="kv_producer")],
+            "10.0.0.3:7100 is given as a decoder but was started with kv_role kv_producer",
+        ),
+        (
+            [said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), vllm(D)],
+            "p:1 was started without a --kv-transfer-config",
+        ),
+        (
+            [vllm(P, "MoRIIOConnector"), vllm(D)],
+            "10.0.0.1:7100 has MoRIIOConnector, which is not known to be served by one connector: name it",
+        ),
+        (
+            [vllm(P, "NixlConnector", "MooncakeLayerwiseConnector"), vllm(D)],
+            (
+                "10.0.0.1:7100 has NixlConnector and MooncakeLayerwiseConnector, which is not known to be served by "
+                "one connector: name it"
+            ),
+        ),
+        (
+            [said(P, "p:1", models("lmdeploy")), vllm(D)],
+            "p:1 is neither vLLM nor SGLang, by its /v1/models: name the connector",
+        ),
+    ],
+)
+def test_what_no_connector_serves_is_one_sentence(engines: list[EngineReport], sentence: str) -> None:
+    assert problem(*engines) == f"connector auto: {sentence}"
+
+
+@pytest.mark.parametrize("answer", [None, 1, [], {}, {"data": 1}, {"data": [None, 1]}, models(None), models([1])])
+def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
+    assert "is neither vLLM nor SGLang" in problem(said(P, "p:1", answer), vllm(D))
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        {"kv_connector": "MultiConnector"},
+        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1, {}]}},
+        {"kv_connector": ["x"]},
+    ],
+)
+def test_a_configuration_of_any_shape_is_not_known(transfer: Any) -> None:
+    engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
+    assert "name it" in problem(engine, vllm(D))
+
+
+@pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
+def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
+    assert recognise([said(P, "p:1", models("vllm"), info), vllm(D)]).connector == "vllm_pull"
+
+
+@pytest.mark.parametrize(
+    ("engine", "connector", "kind", "words"),
+    [
+        (vllm(P), "sglang_bootstrap", MisfitKind.CONNECTOR, "is vLLM"),
+        (sglang(D), "mooncake_bootstrap", MisfitKind.CONNECTOR, "use sglang_bootstrap, or auto"),
+        (sglang(P, "null"), "sglang_bootstrap", MisfitKind.ROLE, "without --disaggregation-mode"),
+        (sglang(D, "decode"), "plain", MisfitKind.ROLE, "is to do both stages"),
+        (vllm(D, "NixlConnector"), "mooncake_bootstrap", MisfitKind.CONNECTOR, "runs NixlConnector"),
+        (vllm(P, "MooncakeConnector"), "vllm_store", MisfitKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
+        (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", MisfitKind.ROLE, "as a prefiller"),
+        (
+            said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
+            "vllm_pull",
+            MisfitKind.CONNECTOR,
+            "without a --kv-transfer-config",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_suit_the_chosen_connector(
+    engine: EngineReport, connector: str, kind: MisfitKind, words: str
+) -> None:
+    found = unsuited(engine, connector, None)
+    assert found is not None
+    assert (found[0], words in found[1]) == (kind, True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "connector"),
+    [
+        (vllm(P), "mooncake_bootstrap"),  # it does not tell
+        (vllm(D, "NixlConnector", kv_role="kv_producer"), "vllm_pull"),  # NIXL's roles are the same
+        (vllm(P, "NixlConnector"), "vllm_store"),  # what it names is fetched there, too
+        (vllm(P, "NixlConnector", "MooncakeStoreConnector"), "vllm_pull"),
+        (vllm(P, "LMCacheConnectorV1"), "vllm_pull"),  # nobody here knows it
+        (vllm(D, "NixlConnector"), "plain"),
+        (sglang(P), "sglang_bootstrap"),
+        (sglang(D, "null"), "plain"),
+        (said(P, "p:1", models("lmdeploy")), "vllm_pull"),
+        (said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), "vllm_pull"),
+    ],
+)
+def test_an_engine_that_may_suit_the_chosen_connector(engine: EngineReport, connector: str) -> None:
+    assert unsuited(engine, connector, None) is None
+
+
+def test_decoders_meet_sglangs_prefillers_where_they_are() -> None:
+    told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
+    engine = said(P, "p:1", models("sglang"), told)
+    assert unsuited(engine, "sglang_bootstrap", None) is None
+    assert unsuited(engine, "sglang_bootstrap", 8998) is None
+    found = unsuited(engine, "sglang_bootstrap", 8999)
+    assert found is not None
+    assert found[0] is MisfitKind.BOOTSTRAP

@@ -1,0 +1,674 @@
+"""Health: what probes and traffic do to the state of a backend.
+
+Most of it is told as stories: a line of signals, and the state after each. The backend is `A`, and `other` is another
+of its role.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Health, Transition
+from proxy.errors import Failure, UpstreamError
+from proxy.settings import HealthChecks
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+A, B, C, D = PEERS = [Backend(Role.DECODE, host, 1) for host in "abcd"]
+UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
+FAILURES: dict[str, tuple[Failure, int | None]] = {
+    "refused": (Failure.CONNECT, None),
+    "reset": (Failure.RESET, None),
+    "timeout": (Failure.TIMEOUT, None),
+    "garbage": (Failure.BAD_ANSWER, None),
+    "broken": (Failure.BROKEN, None),
+    "no-kv": (Failure.MISSING_KV, None),
+    "no-memory": (Failure.RECOMPUTED, None),
+    "not-resumed": (Failure.NOT_RESUMED, None),
+    "bad": (Failure.STATUS, 400),
+    "busy": (Failure.STATUS, 503),
+    **{str(status): (Failure.STATUS, status) for status in (401, 404, 429, 500)},
+}
+
+
+def failed(word: str, backend: Backend = A) -> UpstreamError:
+    failure, status = FAILURES[word]
+    return UpstreamError(failure, backend, f"it was {failure.value}", engine_status=status)
+
+
+class EvenRandom(random.Random):
+    """Draws the middle."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+class Story:
+    """One backend among its peers, all of them up."""
+
+    def __init__(self, peers: Sequence[Backend] = PEERS, checks: HealthChecks | None = None) -> None:
+        self.clock = Clock()
+        self.health = Health(checks, self.clock, EvenRandom())
+        self.peers = peers
+        self.told: list[Transition] = []
+        self._trial = 0
+        for peer in peers:
+            self.health.on_probe(peer, True, "test")
+
+    def tell(self, word: str) -> None:
+        """One signal about A, or time: `30s`. `try` begins a trial, and `try:` in front of an outcome is its end."""
+        health = self.health
+        transition: Transition | None = None
+        match word.split(":"):
+            case ["+" | "-"]:
+                transition = health.on_probe(A, word == "+", "test")
+            case ["stall"]:
+                transition = health.on_stall(A, self.peers)
+            case ["verdict"]:
+                transition = health.on_verdict(A, self.peers)
+            case ["other"]:
+                transition = health.on_outcome(B, None, self.peers)
+            case ["try"]:
+                assert health.of(A).awaits_trial
+                self._trial = health.begin_trial(A)
+                assert not health.of(A).awaits_trial
+            case ["try", "left"]:
+                health.abandon_trial(A, self._trial)
+            case [*trial, "tokenized"]:
+                transition = health.on_outcome(A, None, self.peers, trial=self._trial if trial else 0, is_proof=False)
+            case [*trial, outcome] if outcome in (*FAILURES, "ok"):
+                error = None if outcome == "ok" else failed(outcome)
+                transition = health.on_outcome(A, error, self.peers, trial=self._trial if trial else 0)
+            case _:
+                self.clock.now += float(word.removesuffix("s"))
+                self.told += health.advance()
+        if transition is not None:
+            self.told.append(transition)
+
+    def states(self, words: str) -> str:
+        """The state of A after each word."""
+        states = []
+        for word in words.split():
+            self.tell(word)
+            states.append({PROBATION: "probation"}.get(self.health.of(A).state, self.health.of(A).state.value))
+        return " ".join(states)
+
+    @property
+    def causes(self) -> list[str]:
+        return [transition.cause for transition in self.told if transition.cause is not None]
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        # failures in a row, of whatever kind the backend is to blame for
+        ("500 500 500 500 500", "up up up up ejected"),
+        ("500 reset garbage broken no-kv", "up up up up ejected"),
+        ("refused 500 refused 500 timeout", "up up up up ejected"),
+        ("500 500 500 500 ok 500 500 500 500", "up up up up up up up up up"),
+        ("500 500 500 500 other 500", "up up up up up ejected"),
+        # two refused connections in a row
+        ("refused refused", "up ejected"),
+        ("refused ok refused", "up up up"),
+        ("refused reset refused", "up up up"),
+        ("refused busy refused", "up up up"),
+        ("refused bad refused", "up up up"),
+        ("refused tokenized refused", "up up up"),
+        ("refused + refused", "up up up"),
+        ("refused - refused", "up up ejected"),
+        # two timeouts in a row while another backend serves
+        ("timeout timeout timeout timeout", "up up up up"),
+        ("timeout other timeout", "up up ejected"),
+        ("other timeout timeout", "up up up"),
+        ("timeout timeout other timeout", "up up up ejected"),
+        ("timeout other reset timeout", "up up up up"),
+        ("timeout other ok timeout", "up up up up"),
+        ("timeout other reset timeout timeout", "up up up up up"),
+        # a stall is enough
+        ("stall", "ejected"),
+    ],
+)
+def test_traffic_ejects_a_backend_that_is_up(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+@pytest.mark.parametrize("word", ["busy", "429", "bad", "401", "404", "no-memory", "not-resumed"])
+def test_a_busy_engine_and_a_bad_request_are_nobodys_sickness(word: str) -> None:
+    story = Story()
+    assert story.states(f"500 500 500 500 {word} 500 500 500 500") == " ".join(["up"] * 9)
+    assert story.health.of(A).consecutive_failures == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        # a probe does not end an ejection, nor does a request from before it
+        ("stall + + + ok 29s + 1s", "ejected ejected ejected ejected ejected ejected ejected probation"),
+        ("stall 500 500 500 500 500 30s", "ejected ejected ejected ejected ejected ejected probation"),
+        # only the outcome of the trial ends the probation
+        ("stall 30s + ok 500 busy", "ejected probation probation probation probation probation"),
+        ("stall 30s try try:ok", "ejected probation probation up"),
+        ("stall 30s try try:500", "ejected probation probation ejected"),
+        ("stall 30s try try:busy try try:ok", "ejected probation probation probation probation up"),
+        ("stall 30s try try:left try try:ok", "ejected probation probation probation probation up"),
+        ("stall 30s try try:tokenized try try:ok", "ejected probation probation probation probation up"),
+        ("stall 30s try stall", "ejected probation probation ejected"),
+        ("stall 30s try stall try:ok", "ejected probation probation ejected ejected"),
+        # refused connections end with the first that is accepted, whatever shows it
+        ("refused refused +", "up ejected up"),
+        ("500 500 500 refused refused + 500", "up up up up ejected up up"),
+        ("refused refused ok", "up ejected up"),
+        ("refused refused busy", "up ejected up"),
+        ("refused refused tokenized", "up ejected up"),
+        ("refused refused - - +", "up ejected ejected ejected up"),
+        ("refused refused 30s +", "up ejected probation up"),
+        ("refused refused 30s try try:refused +", "up ejected probation probation ejected up"),
+        ("refused refused 30s try try:500 +", "up ejected probation probation ejected ejected"),
+        ("stall 30s try try:refused +", "ejected probation probation ejected ejected"),
+        # probes go on meanwhile, and down is down
+        ("stall - - - +", "ejected ejected ejected down down"),
+        ("stall - - - + +", "ejected ejected ejected down down ejected"),
+        ("stall - - - 30s + +", "ejected ejected ejected down down down probation"),
+        ("stall 30s - - - + +", "ejected probation probation probation down down probation"),
+        ("stall 30s try - - - try:500 + +", "ejected probation probation probation probation down down down probation"),
+        ("stall 30s try - - - try:ok + +", "ejected probation probation probation probation down down down up"),
+        ("refused refused - - - + +", "up ejected ejected ejected down down up"),
+        # nothing is ejected that is down already
+        ("- - - 500 500 500 500 500 stall + +", "up up down down down down down down down down up"),
+    ],
+)
+def test_what_ends_an_ejection_and_what_does_not(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        # a probe that passes makes a trial of it, and that decides
+        ("verdict + try try:ok", "ejected probation probation up"),
+        ("verdict + try try:500", "ejected probation probation ejected"),
+        ("verdict + try try:500 + 29s 1s", "ejected probation probation ejected ejected ejected probation"),
+        ("verdict + try try:left try try:ok", "ejected probation probation probation probation up"),
+        # it expires
+        ("verdict 29s 1s try try:ok", "ejected ejected probation probation up"),
+        # what was sent before does not matter
+        ("verdict ok 500 refused refused", "ejected ejected ejected ejected ejected"),
+        # once it has been found down here, it is as any other
+        ("verdict - - - + +", "ejected ejected ejected down down probation"),
+        ("verdict - + try try:ok", "ejected ejected probation probation up"),
+        # nothing new of one that is out already, or on trial
+        ("stall verdict + 30s", "ejected ejected ejected probation"),
+        ("- - - verdict + +", "up up down down down up"),
+        ("verdict + verdict try try:ok verdict", "ejected probation probation probation up ejected"),
+    ],
+)
+def test_what_another_gateway_has_found_is_found_out(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+def test_one_that_was_doubted_wrongly_gets_its_full_share_at_once_and_has_no_ejection_on_its_count() -> None:
+    story = Story()
+    story.states("verdict + try try:ok")
+    assert story.health.share_percent(A) == 100
+    story.states("stall")
+    assert ejection_seconds(story) == 30
+
+
+def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -> None:
+    story = Story([A, B, C, D])
+    for peer in story.peers:
+        story.health.on_verdict(peer, story.peers)
+    assert [story.health.of(peer).state for peer in story.peers] == [EJECTED, EJECTED, UP, UP]
+
+
+@pytest.mark.parametrize(
+    ("words", "causes"),
+    [
+        ("500 500 500 500 500", ["failures"]),
+        ("refused refused", ["connect"]),
+        ("500 500 500 refused refused", ["connect"]),
+        ("timeout other timeout", ["timeouts"]),
+        ("stall", ["stall"]),
+        ("stall 30s try try:500", ["stall", "failures"]),
+        ("stall 30s try try:timeout", ["stall", "timeouts"]),
+        ("stall 30s try try:refused", ["stall", "connect"]),
+        ("- - - + + + 500 +", []),
+        ("verdict + try try:500", ["other_gateway", "failures"]),
+        ("stall - - - + +", ["stall"]),  # that it is still ejected when it comes up again is no other ejection
+    ],
+)
+def test_an_ejection_has_a_cause_and_nothing_else_has(words: str, causes: list[str]) -> None:
+    story = Story()
+    story.states(words)
+    assert story.causes == causes
+
+
+def test_a_change_is_told_exactly_once() -> None:
+    story = Story()
+    story.states("refused refused refused 30s 1s try try:ok ok stall stall")
+    assert story.told == [
+        Transition(A, UP, EJECTED, "it was connect, 2 failures in a row, for 30 s", "connect"),
+        Transition(A, EJECTED, PROBATION, "the next request decides"),
+        Transition(A, PROBATION, UP, "served a request"),
+        Transition(A, UP, EJECTED, "sends nothing while others do, for 60 s", "stall"),
+    ]
+
+
+# How long
+
+
+def ejection_seconds(story: Story) -> float:
+    """Let an ejection that has just begun end."""
+    began = story.clock.now
+    while story.health.of(A).state is EJECTED:
+        story.tell("1s")
+    return story.clock.now - began
+
+
+def test_the_nth_ejection_in_a_row_lasts_n_times_as_long_and_never_longer_than_the_longest() -> None:
+    story = Story(checks=HealthChecks(eject_seconds=30.0, max_eject_seconds=100.0))
+    story.tell("stall")
+    lengths = [ejection_seconds(story)]
+    for _ in range(5):
+        story.states("try try:500")
+        lengths.append(ejection_seconds(story))
+    assert lengths == [30, 60, 90, 100, 100, 100]
+
+
+@pytest.mark.parametrize(("healthy_seconds", "next_seconds"), [(0, 120), (29, 120), (30, 90), (75, 60), (1000, 30)])
+def test_every_healthy_interval_takes_one_off_the_count(healthy_seconds: int, next_seconds: int) -> None:
+    story = Story()
+    story.states("stall 30s try try:500 60s try try:500 90s try try:ok")
+    story.states(f"{healthy_seconds}s stall")
+    assert ejection_seconds(story) == next_seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "next_seconds"),
+    [("10s - - - 600s + + stall", 60), ("35s - - - + + stall", 30), ("- - - + + 35s stall", 30)],
+)
+def test_time_spent_down_is_not_healthy_and_time_before_and_after_is(words: str, next_seconds: int) -> None:
+    story = Story()
+    story.states(f"stall 30s try try:ok {words}")
+    assert ejection_seconds(story) == next_seconds
+
+
+@pytest.mark.parametrize("words", ["500s - - - + +", "- - - + + 119s 1s"])
+def test_time_spent_ejected_is_not_healthy_whatever_probes_say(words: str) -> None:
+    story = Story()
+    story.states("stall 30s try try:500 60s try try:500 90s try try:ok 1s stall")
+    assert story.states(f"{words} try try:500").endswith("ejected")
+    assert ejection_seconds(story) == 150
+
+
+def test_no_more_ejections_are_counted_than_make_the_longest() -> None:
+    story = Story(checks=HealthChecks(eject_seconds=30.0, max_eject_seconds=60.0))
+    story.states("stall 30s" + " try try:500 60s" * 10 + " try try:ok 60s stall")
+    assert ejection_seconds(story) == 30
+
+
+def test_ejections_of_several_backends_do_not_end_together() -> None:
+    health = Health(rng=random.Random(1), clock=Clock())
+    for peer in PEERS:
+        health.on_probe(peer, True, "test")
+    told = [health.on_stall(backend, PEERS) for backend in (A, B)]
+    seconds = [float(t.reason.split()[-2]) for t in told if t is not None]
+    assert len(set(seconds)) == 2
+    assert all(24 <= each <= 36 for each in seconds)
+
+
+# How many
+
+
+@pytest.mark.parametrize(
+    ("backends", "share", "ejected"),
+    [
+        (1, 1.0, 0),
+        (2, 0.5, 1),
+        (3, 0.5, 1),
+        (4, 0.5, 2),
+        (5, 0.5, 2),
+        (2, 0.1, 1),
+        (4, 1.0, 3),
+        (10, 0.3, 3),
+        (100, 0.29, 29),
+        (4, 0.0, 0),
+    ],
+)
+def test_no_more_are_ejected_than_the_share_and_never_the_last(backends: int, share: float, ejected: int) -> None:
+    peers = [Backend(Role.DECODE, "d", port) for port in range(backends)]
+    health = Health(HealthChecks(max_ejected_share=share), Clock())
+    for _ in range(10):
+        for peer in peers:
+            health.on_outcome(peer, failed("500", peer), peers)
+            health.on_stall(peer, peers)
+    assert [health.of(peer).state for peer in peers].count(EJECTED) == ejected
+
+
+def test_one_that_may_not_be_ejected_is_when_it_fails_once_more_after_another_came_back() -> None:
+    story = Story([A, B])
+    story.health.on_stall(B, story.peers)
+    assert story.states("500 500 500 500 500 500 30s") == " ".join(["up"] * 7)
+    trial = story.health.begin_trial(B)
+    story.health.on_outcome(B, None, story.peers, trial=trial)
+    assert story.states("500") == "ejected"
+
+
+def test_one_on_probation_counts_as_ejected() -> None:
+    story = Story([A, B])
+    story.health.on_stall(B, story.peers)
+    story.tell("40s")
+    assert story.health.of(B).state is PROBATION
+    assert story.states("stall") == "up"
+
+
+def test_a_backend_whose_peers_are_down_or_not_proven_is_the_last() -> None:
+    story = Story([A, B, C])
+    for _ in range(3):
+        story.health.on_probe(B, False, "test")
+    story.health.forget(C)
+    story.health.on_added(C)
+    assert story.states("stall refused refused") == "up up up"
+    story.health.on_probe(C, True, "test")
+    assert story.states("stall") == "ejected"
+
+
+def test_a_draining_backend_is_not_ejected() -> None:
+    story = Story()
+    story.peers = [B, C, D]
+    assert story.states("stall 500 500 500 500 500") == " ".join(["up"] * 6)
+
+
+def test_a_failed_trial_of_the_only_one_left_is_followed_by_another() -> None:
+    story = Story([A, B])
+    assert story.states("stall 30s try") == "ejected probation probation"
+    for _ in range(3):
+        story.health.on_probe(B, False, "test")
+    assert story.states("try:500 try try:ok") == "probation probation up"
+
+
+def test_probes_may_take_all_of_them_down() -> None:
+    story = Story()
+    for peer in PEERS:
+        for _ in range(3):
+            story.health.on_probe(peer, False, "test")
+    assert {story.health.of(peer).state for peer in PEERS} == {DOWN}
+
+
+def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
+    story = Story([A, B, C])
+    story.health.on_stall(A, story.peers)
+    assert story.health.relieve(story.peers) == ()
+    for peer in (B, C):
+        for _ in range(3):
+            story.health.on_probe(peer, False, "test")
+    assert story.health.relieve(story.peers) == [Transition(A, EJECTED, PROBATION, "nobody else is left")]
+    assert story.health.relieve(story.peers) == ()
+    assert not story.health.relieve([])
+    for _ in range(2):
+        story.health.on_probe(B, True, "test")
+    assert story.health.of(B).state is UP
+
+
+# Trials
+
+
+def test_a_trial_of_an_earlier_probation_decides_nothing() -> None:
+    story = Story()
+    story.states("stall 30s")
+    late = story.health.begin_trial(A)
+    story.states("stall 60s try")
+    story.health.on_outcome(A, None, PEERS, trial=late)
+    story.health.abandon_trial(A, late)
+    assert story.health.of(A).state is PROBATION
+    assert not story.health.of(A).awaits_trial
+    assert story.states("try:ok") == "up"
+
+
+def test_only_a_backend_on_probation_awaits_a_trial() -> None:
+    story = Story()
+    awaits = []
+    for word in "ok stall 30s try try:busy - - - + + try try:ok".split():
+        story.tell(word)
+        awaits.append(story.health.of(A).awaits_trial)
+    assert awaits == [False, False, True, False, True, True, True, False, False, True, False, False]
+
+
+# Slow start
+
+
+def shares(story: Story, words: str) -> list[int]:
+    """What share A gets after each word, in per cent."""
+    told = []
+    for word in words.split():
+        story.tell(word)
+        told.append(story.health.share_percent(A))
+    return told
+
+
+@pytest.mark.parametrize("words", ["stall 30s try try:ok", "refused refused +", "- - - + +"])
+def test_a_backend_that_came_back_starts_slowly(words: str) -> None:
+    story = Story()
+    story.states(words)
+    assert shares(story, "0s 10s 10s 9.9s 0.1s 1000s") == [10, 40, 70, 99, 100, 100]
+
+
+def test_nothing_starts_slowly_when_the_gateway_starts() -> None:
+    assert shares(Story(), "0s 10s + ok") == [100, 100, 100, 100]
+    assert Health().share_percent(A) == 100
+
+
+def test_a_backend_that_goes_down_again_starts_afresh() -> None:
+    assert shares(Story(), "- - - + + 20s - - - + +") == [100, 100, 100, 100, 10, 70, 70, 70, 100, 100, 10]
+
+
+def test_time_that_changes_something_moves_the_version() -> None:
+    story = Story()
+    versions = []
+    for word in "stall 29s 1s try try:ok 29s 1s 1000s".split():
+        before = story.health.version
+        story.tell(word)
+        versions.append(story.health.version > before)
+    #                   stall  29s    1s    try   ok    29s    1s    1000s
+    assert versions == [True, False, True, True, True, False, True, False]
+
+
+def test_one_timed_change_does_not_make_the_next_be_forgotten() -> None:
+    story = Story()
+    story.health.on_stall(B, PEERS)
+    story.states("10s - - - + +")
+    story.tell("20s")
+    assert story.health.of(B).state is PROBATION
+    before = story.health.version
+    story.tell("9s")
+    assert story.health.version == before
+    story.tell("1s")
+    assert story.health.version > before
+
+
+# Probes alone
+
+
+@pytest.mark.parametrize(("ok", "new"), [(True, UP), (False, DOWN)])
+def test_the_first_probe_decides_about_an_unknown_backend(ok: bool, new: HealthState) -> None:
+    assert Health().on_probe(A, ok, "200") == Transition(A, UNKNOWN, new, "200")
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("- - + - - + - - -", "up up up up up up up up down"),
+        ("- - - + - + +", "up up down down down down up"),
+        ("- - - ok ok", "up up down down down"),
+        ("- - - + + refused +", "up up down down up up up"),
+    ],
+)
+def test_probes_take_a_backend_down_and_bring_it_back(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+def test_an_unknown_backend_is_healthy_and_eligible_but_not_confirmed() -> None:
+    health = Health()
+    assert health.of(A).is_healthy
+    assert health.of(A).is_eligible
+    assert not health.of(A).is_confirmed
+
+
+@pytest.mark.parametrize("is_proof", [True, False])
+def test_a_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
+    health = Health()
+    assert health.on_outcome(A, None, is_proof=is_proof) == Transition(A, UNKNOWN, UP, "served a request")
+    assert health.of(A).is_confirmed
+
+
+@pytest.mark.parametrize("word", ["busy", "bad", "500"])
+def test_an_error_does_not_confirm_an_unknown_backend(word: str) -> None:
+    health = Health()
+    assert health.on_outcome(A, failed(word), PEERS) is None
+    assert not health.of(A).is_confirmed
+
+
+def test_a_backend_added_later_is_eligible_once_it_has_answered_and_starts_slowly() -> None:
+    health = Health(clock=Clock())
+    health.on_added(A)
+    assert (health.of(A).state, health.of(A).is_eligible, health.of(A).is_changing) == (UNKNOWN, False, True)
+    assert health.on_probe(A, True, "200") == Transition(A, UNKNOWN, UP, "200")
+    assert (health.of(A).is_eligible, health.share_percent(A)) == (True, 10)
+
+
+def test_a_backend_added_later_that_does_not_answer_is_down() -> None:
+    health = Health()
+    health.on_added(A)
+    assert health.on_probe(A, False, "timeout") == Transition(A, UNKNOWN, DOWN, "timeout")
+
+
+def test_a_backend_that_has_proven_itself_need_not_do_so_again() -> None:
+    story = Story()
+    story.health.on_added(A)
+    assert story.health.of(A).is_eligible
+
+
+@pytest.mark.parametrize(
+    ("words", "changing"),
+    [
+        ("+ - + - - - + -", "no yes no yes yes no yes no"),
+        ("refused + refused refused", "yes no yes yes"),
+        ("refused refused 500 +", "yes yes yes no"),
+        ("refused 500 stall 30s", "yes no no no"),
+    ],
+)
+def test_a_backend_is_changing_while_the_next_probe_may_decide(words: str, changing: str) -> None:
+    story = Story()
+    assert Health().of(A).is_changing
+    seen = []
+    for word in words.split():
+        story.tell(word)
+        seen.append("yes" if story.health.of(A).is_changing else "no")
+    assert " ".join(seen) == changing
+
+
+def test_a_backend_that_comes_back_starts_to_count_afresh() -> None:
+    assert Story().states("500 500 500 500 - - - + + 500") == "up up up up up up down down up up"
+
+
+# A request that proves little
+
+
+def test_what_does_not_show_that_a_backend_generates_neither_clears_it_nor_blames_it() -> None:
+    story = Story()
+    story.states("500 500 500 500 tokenized")
+    assert story.health.of(A).consecutive_failures == 4
+    for word in ("500", "reset", "timeout", "busy"):
+        assert story.health.on_outcome(A, failed(word), PEERS, is_proof=False) is None
+    assert story.health.of(A).consecutive_failures == 4
+    assert story.states("500") == "ejected"
+
+
+def test_a_connection_refused_to_such_a_request_is_refused() -> None:
+    story = Story()
+    for _ in range(2):
+        story.health.on_outcome(A, failed("refused"), PEERS, is_proof=False)
+    assert story.health.of(A).state is EJECTED
+
+
+# The rest
+
+
+def test_backends_do_not_share_their_counts() -> None:
+    health = Health()
+    for backend in (A, B):
+        health.on_outcome(backend, failed("refused", backend), PEERS)
+    assert health.of(A).is_healthy
+    assert health.of(B).is_healthy
+
+
+def test_a_forgotten_backend_is_unknown_again() -> None:
+    story = Story()
+    story.states("stall")
+    story.health.forget(A)
+    story.health.forget(Backend(Role.DECODE, "stranger", 1))
+    assert (story.health.of(A).state, story.health.share_percent(A)) == (UNKNOWN, 100)
+    assert story.states("1000s") == "unknown"
+
+
+def test_looking_at_a_backend_does_not_make_it_known() -> None:
+    health = Health()
+    assert (health.of(A).state, health.of(A).facts, health.of(A).consecutive_failures) == (UNKNOWN, None, 0)
+    health.forget(A)
+    assert health.version == 0
+
+
+def test_the_version_does_not_move_with_every_signal() -> None:
+    story = Story()
+    before = story.health.version
+    story.states("+ ok 500 busy - 10s tokenized")
+    assert story.health.version == before
+
+
+def test_changed_settings_count_from_now_on() -> None:
+    story = Story()
+    story.states("500 500 - + - - - + +")
+    story.health.configure(HealthChecks(fall=1, rise=1, eject_after=2, eject_seconds=7.0, slow_start_seconds=5.0))
+    assert shares(story, "4s 1s") == [82, 100]
+    assert story.states("- + 500 500 6s 1s") == "down up up ejected ejected probation"
+
+
+FACTS = EngineFacts((0, 18), 4096, 256)
+
+
+def test_what_an_engine_says_of_itself_is_known_until_it_goes_down() -> None:
+    story = Story()
+    assert story.health.of(A).facts is None
+    story.health.note_facts(A, FACTS)
+    assert story.health.of(A).facts == FACTS
+    assert story.health.of(B).facts is None
+    story.states("- - stall 30s try try:ok")
+    assert story.health.of(A).facts == FACTS
+    story.states("- - - + +")
+    assert story.health.of(A).facts is None
+
+
+def test_an_engine_that_refused_connections_may_come_back_as_another() -> None:
+    story = Story()
+    story.health.note_facts(A, FACTS)
+    story.states("refused refused")
+    assert story.health.of(A).facts is None
+
+
+@pytest.mark.parametrize("words", ["- - -", "stall"])
+def test_what_an_engine_says_counts_only_while_it_is_up(words: str) -> None:
+    """The answer may come after it went down, or has left."""
+    story = Story()
+    story.states(words)
+    story.health.note_facts(A, FACTS)
+    story.health.forget(B)
+    story.health.note_facts(B, FACTS)
+    assert (story.health.of(A).facts, story.health.of(B).facts) == (None, None)

@@ -1,0 +1,178 @@
+"""How many prompts a prefiller computes side by side, and whether it is known when it is free."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.policies.concurrency import Concurrency, soonest_free
+from proxy.balancer.policies.prefill_samples import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Rule = Callable[[Sequence[float], random.Random], int]
+
+
+def soonest(free: Sequence[float], rng: random.Random) -> int:
+    """The rank that is free first gets it."""
+    return free.index(min(free))
+
+
+def blindly(free: Sequence[float], rng: random.Random) -> int:
+    """Any."""
+    return rng.randrange(len(free))
+
+
+@dataclass
+class Prompts:
+    """Of how many tokens they are, and how many seconds their work takes beyond what that says."""
+
+    tokens: Callable[[random.Random], float]
+    noise: float = 0.05
+
+    def draw(self, rng: random.Random) -> tuple[float, float]:
+        tokens = self.tokens(rng)
+        return tokens, (0.2 + tokens / 1000) * rng.lognormvariate(0, self.noise)
+
+
+OF_ALL_LENGTHS = Prompts(lambda rng: rng.uniform(300, 8000))
+SHORT_AND_LONG = Prompts(lambda rng: rng.choice((300.0, 300.0, 12_000.0)))
+EQUAL = Prompts(lambda rng: 3000.0)
+UNLIKE_PREDICTED = Prompts(lambda rng: rng.uniform(300, 8000), noise=0.3)
+
+
+def shown(
+    concurrency: Concurrency,
+    lanes: int,
+    rule: Rule = soonest,
+    *,
+    answers: int = 100,
+    waiting: int = 8,
+    prompts: Prompts = OF_ALL_LENGTHS,
+    batches: bool = False,
+) -> None:
+    """By an engine with so many lanes, which always has as many prompts as are wanted, but no more than `waiting` for
+    each lane. `batches`: what is there when it begins is computed together.
+    """
+    rng = random.Random(1)
+    now = answered = 0.0
+    free = [0.0] * lanes
+    under_way: list[tuple[float, float, int, float, float, int]] = []
+    """Of each its end, a draw between equal ones, its number, when it was sent, its tokens, and how many were there."""
+    gathered: tuple[float, float] | None = None  # of what is computed together next: when that begins and ends
+    for number in range(answers):
+        while len(under_way) >= min(concurrency.wanted, waiting * lanes):
+            under_way.sort()
+            now, _, place, at, tokens, ahead = under_way.pop(0)
+            overtook = any(each[2] < place for each in under_way)
+            sample = Sample(tokens, 0.0, now - max(at, answered), now - at, ahead, 0.0, float(overtook))
+            answered = now
+            concurrency.saw(sample)
+        tokens, work = prompts.draw(rng)
+        place = rule(free, rng)
+        begins = max(now, free[place])
+        if batches and gathered is not None and gathered[0] > now:
+            begins, ends = gathered[0], gathered[1] + work - 0.2
+            under_way = [(ends if each[0] == gathered[1] else each[0], *each[1:]) for each in under_way]
+        else:
+            ends = begins + work
+        gathered = begins, ends
+        free[place] = ends
+        under_way.append((ends, rng.random(), number, now, tokens, len(under_way)))
+
+
+EVERY_KIND = pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG, EQUAL])
+
+
+@pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
+@pytest.mark.parametrize("batches", [False, True])
+def test_an_engine_that_computes_in_turn_is_known_soon(prompts: Prompts, batches: bool) -> None:
+    concurrency = Concurrency()
+    assert not concurrency.is_serial
+    assert concurrency.wanted == inf
+    shown(concurrency, 1, prompts=prompts, batches=batches, answers=40)
+    assert concurrency.is_serial
+    assert concurrency.wanted == 1
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("lanes", [2, 4, 8, 16])
+@pytest.mark.parametrize("rule", [soonest, blindly])
+def test_nothing_is_held_back_from_several_that_do_not_tell(rule: Rule, lanes: int, prompts: Prompts) -> None:
+    concurrency = Concurrency()
+    for answers in (30, 60, 300):
+        shown(concurrency, lanes, rule, answers=answers + 8 * lanes, prompts=prompts)
+        assert concurrency.wanted == inf
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("lanes", [2, 4, 8, 16])
+def test_ranks_that_are_told_and_share_out_well_get_one_prompt_each(lanes: int, prompts: Prompts) -> None:
+    concurrency = Concurrency(lanes)
+    assert concurrency.lanes == concurrency.wanted == lanes
+    shown(concurrency, lanes, answers=400, prompts=prompts)
+    assert concurrency.lanes == concurrency.wanted == lanes
+    assert not concurrency.is_serial
+
+
+@pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
+@pytest.mark.parametrize("lanes", [2, 4, 8, 16])
+def test_from_ranks_of_which_some_are_idle_while_prompts_wait_for_others_nothing_is_held_back(
+    lanes: int, prompts: Prompts
+) -> None:
+    concurrency = Concurrency(lanes)
+    shown(concurrency, lanes, blindly, answers=160, prompts=prompts)
+    assert concurrency.wanted == inf
+
+
+def test_where_answers_come_unlike_all_prediction_nothing_is_held_back() -> None:
+    concurrency = Concurrency(4)
+    shown(concurrency, 4, prompts=UNLIKE_PREDICTED)
+    assert concurrency.wanted == inf
+
+
+def test_behind_one_rank_of_which_it_tells_may_be_more() -> None:
+    concurrency = Concurrency(1)
+    shown(concurrency, 4)
+    assert concurrency.wanted == inf
+
+
+def test_what_is_found_is_looked_at_again_less_and_less_often() -> None:
+    concurrency = Concurrency()
+    shown(concurrency, 1, answers=30)
+    looks = 0
+    for _ in range(4):
+        shown(concurrency, 1, answers=500)
+        looks += concurrency.wanted > 1
+        assert concurrency.is_serial
+    assert looks < 4
+    for _ in range(1100):
+        concurrency.saw(Sample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
+    assert concurrency.wanted == 3
+
+
+def test_an_engine_that_computes_several_by_now_is_found_out() -> None:
+    concurrency = Concurrency()
+    shown(concurrency, 1, answers=30)
+    assert concurrency.is_serial
+    shown(concurrency, 4, answers=300)
+    assert concurrency.wanted == inf
+
+
+def test_prompts_without_company_tell_nothing() -> None:
+    concurrency = Concurrency()
+    for tokens in range(200, 2000):
+        concurrency.saw(Sample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
+    assert concurrency.is_orderly is None
+
+
+def test_one_is_free_when_the_first_of_those_in_front_has_ended() -> None:
+    assert soonest_free([3.0, 1.0], []) == 1.0
+    assert soonest_free([3.0, 1.0], [1.0]) == 2.0
+    assert soonest_free([3.0, 1.0], [5.0]) == 3.0
+    assert soonest_free([3.0, 1.0], [5.0, 1.0]) == 4.0

@@ -1,0 +1,199 @@
+"""Least load in seconds, for decoders: where an answer goes, when a decoder has enough, and what is charged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.call import DECODE_OVERHEAD_TOKENS
+from proxy.wire.prefix import PrefixKeys
+from tests.balancer.policies.test_decode_pace import on_an_a3
+
+if TYPE_CHECKING:
+    from proxy.balancer.lease import Lease
+    from tests.balancer.conftest import Balancer
+
+
+NO_KEYS = PrefixKeys()
+
+
+@dataclass(frozen=True)
+class Subject:
+    prompt_tokens: int
+    output_tokens: int
+    prefix_keys: PrefixKeys = NO_KEYS
+    session: str | None = None
+    first_token_seconds: float | None = None
+
+    def priority(self, *, lower_first: bool) -> None:
+        return None
+
+
+def asking(prompt_tokens: int = 1000, output_tokens: int = 256) -> PickRequest:
+    load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)
+    return PickRequest(load, load, Subject(prompt_tokens, output_tokens))
+
+
+class Decoders:
+    """Two, by the policy."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self.clock = balancer.clock
+        self.kv_tokens: int | None = None
+        self.others = 0
+        self.scoreboard = balancer.scoreboard
+        self.policy = LeastDecodeSeconds(
+            PolicyContext(
+                clock=balancer.clock,
+                role=Role.DECODE,
+                facts=lambda _: EngineFacts(kv_tokens=self.kv_tokens),
+                elsewhere=lambda _: self.others,
+            )
+        )
+        self.pool = Pool(
+            Role.DECODE,
+            policy=self.policy,
+            scoreboard=balancer.scoreboard,
+            row=balancer.row,
+            roster=balancer.roster,
+            health=balancer.health,
+            clock=balancer.clock,
+            limits=PoolLimits(max_running=None),
+        )
+
+    def begin(self, request: PickRequest | None = None) -> Lease:
+        """An answer whose first token is here."""
+        lease = self.pool.lease(request or asking()).__enter__()
+        lease.confirm()
+        return lease
+
+    def write(self, streams: int, tokens: int = 100) -> None:
+        """So many answers at a time, on each of the decoders, as fast as an A3 writes them."""
+        leases = [self.begin() for _ in range(2 * streams)]
+        self.clock.now += tokens * on_an_a3(streams)
+        for lease in leases:
+            lease.answer_tokens = tokens + 1
+            lease.__exit__(None, None, None)
+
+    def teach(self) -> None:
+        for _ in range(4):
+            for streams in range(1, 13):
+                self.write(streams)
+        self.clock.now += 1.0
+        self.write(1)
+
+
+@pytest.fixture
+def decoders(balancer: Balancer) -> Decoders:
+    return Decoders(balancer)
+
+
+def test_it_is_what_decoders_get_by_the_name_of_least_load() -> None:
+    assert isinstance(make_policy("least_load", PolicyContext(role=Role.DECODE)), LeastDecodeSeconds)
+    assert not isinstance(make_policy("least_load", PolicyContext(role=Role.PREFILL)), LeastDecodeSeconds)
+
+
+def test_an_answer_goes_where_the_fewest_are_written_however_long_their_prompts_are(decoders: Decoders) -> None:
+    first = decoders.begin(asking(100_000))
+    second = decoders.begin(asking(10))
+    assert second.backend != first.backend
+    third = decoders.begin(asking(10))
+    assert third.backend == second.backend, "of equals the one that holds less"
+    assert decoders.begin(asking(10)).backend == first.backend
+
+
+def test_equal_ones_take_turns(decoders: Decoders) -> None:
+    backends = []
+    for _ in range(4):
+        with decoders.pool.lease(asking()) as lease:
+            backends.append(lease.backend)
+    assert backends[0] != backends[1]
+    assert backends[:2] == backends[2:]
+
+
+def test_a_decoder_at_its_knee_has_no_room(decoders: Decoders) -> None:
+    assert decoders.pool.has_room()
+    decoders.teach()
+    assert decoders.policy.pace.most == 8
+    assert decoders.policy.most_running(decoders.pool.backends()[0]) == 8
+    leases = [decoders.begin() for _ in range(15)]
+    assert decoders.pool.has_room()
+    leases.append(decoders.begin())
+    assert not decoders.pool.has_room()
+    leases[0].__exit__(None, None, None)
+    assert decoders.pool.has_room()
+    assert decoders.begin().backend == leases[0].backend
+
+
+def test_who_is_let_in_all_the_same_goes_to_the_least_of_those_that_are_full(decoders: Decoders) -> None:
+    decoders.teach()
+    leases = [decoders.begin() for _ in range(18)]
+    counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
+    assert counts == [9, 9]
+
+
+def test_the_streams_of_other_workers_count(decoders: Decoders) -> None:
+    decoders.others = 7
+    for _ in range(10):
+        decoders.clock.now += 1.0
+        other = decoders.begin()
+        decoders.clock.now += 49 * on_an_a3(8)
+        other.answer_tokens = 50
+        other.__exit__(None, None, None)
+    assert decoders.policy.pace.rates[8] == pytest.approx(1 / on_an_a3(8), rel=0.05)
+
+
+def test_what_answers_hold_is_learned_from_those_with_such_a_limit(decoders: Decoders) -> None:
+    for _ in range(10):
+        decoders.write(1, tokens=100)
+    assert decoders.policy.cost_of(decoders.begin().backend, asking()).kv == 1101
+    assert decoders.policy.cost_of(decoders.begin().backend, asking(1000, 8192)).kv == 9192, "another limit"
+
+
+def test_a_decoder_without_memory_for_an_answer_more_has_no_room(decoders: Decoders) -> None:
+    decoders.kv_tokens = 40_000
+    leases = [decoders.begin(asking(18_000, 100)) for _ in range(4)]
+    assert not decoders.pool.has_room()
+    leases[3].__exit__(None, None, None)
+    assert decoders.pool.has_room()
+    assert decoders.begin(asking(18_000, 100)).backend == leases[3].backend
+
+
+def test_answers_whose_prompts_are_still_computed_take_memory_too(decoders: Decoders) -> None:
+    decoders.kv_tokens = 40_000
+    decoders.begin(asking(18_000, 100))
+    for _ in range(3):
+        assert decoders.pool.has_room()
+        decoders.pool.lease(asking(18_000, 100)).__enter__()
+    assert not decoders.pool.has_room()
+
+
+def test_one_that_is_idle_has_room_for_what_does_not_fit(decoders: Decoders) -> None:
+    decoders.kv_tokens = 1000
+    decoders.begin(asking(5000)).__exit__(None, None, None)
+    assert decoders.pool.has_room()
+
+
+def test_what_has_failed_teaches_nothing(decoders: Decoders) -> None:
+    lease = decoders.begin()
+    decoders.clock.now += 5.0
+    lease.answer_tokens = 50
+    lease.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not decoders.policy.pace.samples
+
+
+def test_a_decoder_that_starts_slowly_gets_its_share(balancer: Balancer, decoders: Decoders) -> None:
+    slow: Backend = decoders.pool.backends()[0]
+    balancer.put_on_probation(slow)
+    with decoders.pool.lease(asking()) as lease:
+        lease.free_compute()
+    leases = [decoders.begin() for _ in range(22)]
+    assert sum(lease.backend == slow for lease in leases) <= 3

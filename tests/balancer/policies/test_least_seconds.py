@@ -1,0 +1,501 @@
+"""Least load in seconds: where a prompt goes, what is charged for it, what answers teach, and who had better wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Load, Role
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.least_seconds import LeastSeconds
+from proxy.balancer.policies.prefill_samples import Sample
+from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.shared.journal import Journal
+from proxy.call import PREFILL_OVERHEAD_TOKENS
+from proxy.errors import Failure, UpstreamError
+from proxy.wire.prefix import PrefixKeys
+from tests.balancer.conftest import Balancer
+
+if TYPE_CHECKING:
+    from proxy.balancer.lease import Lease
+
+PIECE = 512
+
+
+@dataclass(frozen=True)
+class Subject:
+    prompt_tokens: int
+    prefix_keys: PrefixKeys
+    output_tokens: int = 256
+    session: str | None = None
+    first_token_seconds: float | None = None
+
+    def priority(self, *, lower_first: bool) -> None:
+        return None
+
+
+def prompt(*pieces: int, session: str | None = None, has_keys: bool = True) -> PickRequest:
+    """Of so many pieces of 512 tokens; prompts share what their pieces share from the first one on."""
+    tokens = PIECE * len(pieces)
+    sizes = tuple(4 * PIECE * (place + 1) for place in range(len(pieces)))
+    load = Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens)
+    keys = PrefixKeys(pieces, sizes) if has_keys else PrefixKeys()
+    return PickRequest(load, Load(0, tokens), Subject(tokens, keys, session=session))
+
+
+class Prefillers:
+    """Two, by the policy, in front of engines that take 1 ms a token and tell what was cached."""
+
+    def __init__(
+        self, balancer: Balancer, max_running: int | None = None, *, worker: int = 0, journal: Journal | None = None
+    ) -> None:
+        self.clock = balancer.clock
+        seat = None if journal is None else journal.seat(worker)
+        self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
+        self.pool = Pool(
+            Role.PREFILL,
+            policy=self.policy,
+            scoreboard=balancer.scoreboard,
+            row=balancer.scoreboard.row(worker),
+            roster=balancer.roster,
+            health=balancer.health,
+            clock=balancer.clock,
+            limits=PoolLimits(max_running=max_running),
+        )
+        self.scoreboard = balancer.scoreboard
+        self.roster = balancer.roster
+        self.health = balancer.health
+
+    def begin(self, request: PickRequest) -> Lease:
+        return self.pool.lease(request).__enter__()
+
+    def serve(self, request: PickRequest, *, cached: int | None = 0, seconds: float | None = None) -> Backend:
+        """Alone, from its beginning to its end."""
+        with self.pool.lease(request) as lease:
+            uncached = request.prompt_tokens - (cached or 0)
+            self.clock.now += uncached / 1000 if seconds is None else seconds
+            lease.tell(request.prompt_tokens, cached)
+            lease.free_compute()
+            return lease.backend
+
+    def teach(self) -> None:
+        for number in range(40):
+            self.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
+
+
+def one_at_a_time(prefillers: Prefillers) -> None:
+    """They have shown that they compute one prompt after the other."""
+    for prefiller in prefillers.policy._prefillers.by_key.values():
+        for number in range(20):
+            tokens = 1000.0 + 500 * (number % 5)
+            sample = Sample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
+            if not prefiller.concurrency.is_serial:
+                prefiller.concurrency.saw(sample)
+        assert prefiller.concurrency.is_serial
+
+
+@pytest.fixture
+def prefillers(balancer: Balancer) -> Prefillers:
+    return Prefillers(balancer)
+
+
+def test_a_prompt_that_begins_alike_goes_where_its_beginning_is(prefillers: Prefillers) -> None:
+    first = prefillers.serve(prompt(1, 2, 3, 4))
+    for tail in range(10, 20):
+        assert prefillers.serve(prompt(1, 2, 3, tail), cached=3 * PIECE) == first
+
+
+def test_a_burst_with_one_beginning_goes_on_elsewhere_when_the_queue_there_is_longer_than_it_saves(
+    prefillers: Prefillers,
+) -> None:
+    prefillers.teach()
+    first = prefillers.serve(prompt(*range(1, 20)))
+    chosen = [prefillers.begin(prompt(*range(1, 20), 100 + number)).backend for number in range(11)]
+    assert chosen[:2] == [first, first]
+    assert len(set(chosen)) == 2
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_of_equals_a_session_gets_the_same_whatever_its_prompts_show(prefillers: Prefillers, has_keys: bool) -> None:
+    def whose(number: int) -> Backend:
+        # Nothing is known of what they begin with, as in a gateway that has not seen the turns before.
+        pieces = range(start := next(fresh), start + 4)
+        return prefillers.serve(prompt(*pieces, session=f"session {number}", has_keys=has_keys))
+
+    fresh = iter(range(10**6, 10**7, 100))
+    first = [whose(number) for number in range(11)]
+    assert len(set(first)) == 2
+    assert [whose(number) for number in range(11)] == first
+
+
+def test_what_is_cached_counts_for_more_than_a_session(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    first = prefillers.serve(prompt(1, 2, 3, 4))
+    for number in range(6):
+        assert prefillers.serve(prompt(1, 2, 3, 9, session=f"{number}"), cached=3 * PIECE) == first
+
+
+def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
+    charged = prefillers.scoreboard.load(cold.backend.slot).compute
+    cold.tell(8 * PIECE, 0)
+    prefillers.clock.now += 4.0
+    cold.free_compute()
+    cold.__exit__(None, None, None)
+    warm = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert warm.backend == cold.backend
+    assert prefillers.scoreboard.load(warm.backend.slot).compute < 0.7 * charged
+    warm.__exit__(None, None, None)
+    assert {prefillers.scoreboard.load(slot) for slot in range(4)} == {Load()}
+
+
+def test_unknown_prompts_are_charged_as_least_load_charges_them(prefillers: Prefillers) -> None:
+    load = Load(12_345, 678)
+    with prefillers.pool.lease(PickRequest.of(load)) as lease:
+        assert prefillers.scoreboard.load(lease.backend.slot) == load
+
+
+def test_what_failed_is_not_thought_to_be_cached(prefillers: Prefillers) -> None:
+    with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
+        raise RuntimeError
+    cached = prefillers.policy._prefillers.of(lease.backend).cached
+    assert cached.hit([1, 2, 3]) == 0
+
+
+def test_predictions_follow_the_engines(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    candidates = prefillers.pool._chooser.candidates
+    assert prefillers.policy.work_seconds(candidates, prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
+
+
+def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_wait(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    leases = [prefillers.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(8)]
+    by_backend: dict[Backend, list[Lease]] = {}
+    for lease in leases:
+        by_backend.setdefault(lease.backend, []).append(lease)
+    for pair in zip(*by_backend.values(), strict=True):
+        prefillers.clock.now += 8 * PIECE / 1000
+        for lease in pair:
+            lease.tell(8 * PIECE, 0)
+            lease.free_compute()
+            lease.__exit__(None, None, None)
+    candidates = prefillers.pool._chooser.candidates
+    assert prefillers.policy.work_seconds(candidates, prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
+
+
+def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    one_at_a_time(prefillers)
+    assert prefillers.pool.has_room()
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 8)))
+    assert not prefillers.pool.has_room()
+    prefillers.clock.now += 3.5
+    assert not prefillers.pool.has_room()
+
+
+@pytest.mark.parametrize(("max_running", "more"), [(None, 100), (1, 0)])
+def test_nothing_is_held_back_until_it_is_known_when_a_prefiller_is_free(
+    balancer: Balancer, max_running: int | None, more: int
+) -> None:
+    prefillers = Prefillers(balancer, max_running)
+    prefillers.teach()
+    leases: list[Lease] = []
+    while prefillers.pool.has_room() and len(leases) < 102:
+        leases.append(prefillers.begin(prompt(start := 10**9 + 100 * len(leases), start + 1)))
+    assert len(leases) == 2 + more
+
+
+def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    one_at_a_time(prefillers)
+    hot = [prompt(*range(1, 30), 100 + number) for number in range(3)]
+    cold = prompt(*range(500, 504))
+    busy = prefillers.serve(prompt(*range(1, 30)))
+    lease = prefillers.begin(hot[0])
+    assert lease.backend == busy
+    assert prefillers.pool.first_to_go([hot[1]]) is None
+    assert prefillers.pool.first_to_go([hot[1], cold]) == 1
+    assert prefillers.begin(cold).backend != busy
+
+
+def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    one_at_a_time(prefillers)
+    prefillers.serve(prompt(*range(1, 5)))
+    prefillers.begin(prompt(*range(1, 5), 99))
+    waiting = [prompt(*range(1, 5), *range(1000 * number, 1000 * number + 6)) for number in range(10)]
+    assert prefillers.pool.first_to_go(waiting) is not None
+
+
+def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
+    pool = balancer.pool(Role.DECODE, "least_load")
+    first = pool.lease(prompt(1, 2, 3, 4)).__enter__()
+    assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
+    assert pool.lease(prompt(1, 2)).__enter__().backend != first.backend
+    assert pool.has_room()
+    assert pool.first_to_go([prompt(1)]) == 0
+
+
+def test_one_that_is_overdue_is_not_waited_for(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    stuck = prefillers.begin(prompt(*range(1, 9))).backend
+    prefillers.clock.now += 60.0
+    assert prefillers.begin(prompt(*range(1, 8), 50)).backend != stuck
+
+
+@pytest.fixture
+def workers() -> list[Prefillers]:
+    """Two, of one gateway."""
+    balancer, journal = Balancer(), Journal(workers=2)
+    return [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
+
+
+def test_a_conversation_goes_where_another_worker_has_sent_it(workers: list[Prefillers]) -> None:
+    for number in range(20):
+        asked = range(1000 * number, 1000 * number + 8)
+        first = workers[number % 2].serve(prompt(*asked))
+        assert workers[1 - number % 2].serve(prompt(*asked, 10**8), cached=8 * PIECE) == first
+
+
+def test_workers_mean_the_same_instance_when_one_has_come_back_in_another_slot(workers: list[Prefillers]) -> None:
+    one, other = workers
+    back = one.pool.backends()[0]
+    assert other.serve(prompt(7)).port in (1, 2)
+    roster = one.roster
+    assert roster.remove(Role.PREFILL, back.host, back.port)
+    assert roster.finalize() == [back]
+    for port in (3, back.port):  # the first of them takes its slot
+        added = Backend(Role.PREFILL, back.host, port)
+        assert roster.add(added)
+        for worker in workers:
+            assert added in worker.pool.backends()
+            worker.health.on_probe(added, True, "test")
+            assert added in worker.pool.eligible()
+            worker.serve(prompt(port))
+    assert one.pool.backends()[-1] == back
+    one.clock.now += 60.0  # no slow start any more
+    asked = range(500, 508)
+    assert one.serve(replace(prompt(*asked), prefer=back)) == back
+    assert other.serve(prompt(*asked, 509), cached=8 * PIECE) == back
+
+
+def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None:
+    one, other = workers
+    other.pool.backends()
+    candidates = other.pool._chooser.candidates
+    for number in range(40):
+        one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
+        other.policy._prefillers.known(candidates)  # it listens
+    failed = one.begin(prompt(7, 8, 9))
+    failed.__exit__(RuntimeError, RuntimeError(), None)
+    for place in range(20):
+        one.serve(prompt(*range(1, 6)), cached=0 if place else None)
+    assert other.policy.work_seconds(candidates, prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
+    for mine, its in zip(
+        one.policy._prefillers.known(candidates), other.policy._prefillers.known(candidates), strict=True
+    ):
+        assert its.cached.hit([7, 8, 9]) == mine.cached.hit([7, 8, 9]) == 0
+        assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
+        assert its.cached.trust == mine.cached.trust
+        assert its.cached.odometer == pytest.approx(mine.cached.odometer)
+
+
+def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
+    balancer, journal = Balancer(), Journal(workers=2, tellers=1)
+    workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
+    engines = journal.seat(2)
+    there = workers[0].serve(prompt(1, 2, 3))
+    hear(workers)
+    write_count(engines, there.slot, CacheCount(stored=10**6, reach=10_000, evicts=True, cleared=0))
+    workers[0].serve(prompt(*range(50, 58)))
+    hear(workers)
+    for worker in workers:
+        cached = worker.policy._prefillers.of(there).cached
+        assert (cached.capacity, cached.hit([1, 2, 3])) == (10_000, 3)
+    write_count(engines, there.slot, CacheCount(stored=10**6, reach=0, evicts=False, cleared=1))
+    hear(workers)
+    assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
+
+
+def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way() -> None:
+    journal = Journal(workers=1, tellers=1)
+    prefillers = Prefillers(Balancer(), journal=journal)
+    served = prefillers.serve(prompt(1, 2, 3))
+    known = prefillers.policy._prefillers.of(served)
+    known._alone = 100
+    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
+    lease = prefillers.begin(prompt(1, 2, 3, 4))
+    assert lease.backend == served
+    hear([prefillers])
+    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
+    prefillers.serve(prompt(7, 8, 9))
+    hear([prefillers])
+    assert known.works_on_one
+    assert known.cached.hit([1, 2, 3, 4]) == 4
+    lease.__exit__(None, None, None)
+
+
+def hear(workers: list[Prefillers]) -> None:
+    for worker in workers:
+        worker.pool.backends()
+        worker.policy._prefillers.known(worker.pool._chooser.candidates)
+
+
+def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_left(workers: list[Prefillers]) -> None:
+    one, other = workers
+    one.teach()
+    leases = [one.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(2)]
+    assert len({lease.backend for lease in leases}) == 2
+    one.clock.now += 3.5
+    other.pool.backends()
+    candidates = other.pool._chooser.candidates
+    other.policy._prefillers.known(candidates)
+    waits = other.policy._waits(
+        other.policy._prefillers.known(candidates),
+        other.policy._prefillers.reader.compute(),
+        other.clock(),
+    )
+    assert all(0.2 < wait < 1.2 for wait in waits)
+    for lease in leases:
+        lease.__exit__(None, None, None)
+
+
+def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefillers: Prefillers) -> None:
+    gone = prefillers.serve(prompt(1, 2, 3))
+    assert prefillers.policy.remembered
+    balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
+    prefillers.pool.backends()
+    assert prefillers.policy._prefillers.of(gone).cached.hit([1, 2, 3]) == 0
+    assert not prefillers.policy.remembered
+
+
+def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    for number in range(4):  # hits that do not come true make what is charged more, and not what is predicted
+        prefillers.serve(prompt(*range(1, 9), 100 + number), cached=0)
+    lease = prefillers.begin(prompt(*range(1, 9), 200))
+    assert lease.prediction is not None
+    assert lease.prediction.cached_tokens == 8 * PIECE
+    assert lease.prediction.seconds == pytest.approx(PIECE / 1000, rel=0.5)
+    lease.__exit__(None, None, None)
+
+
+def test_what_is_predicted_of_a_prompt_that_is_all_cached_is_what_is_missing_of_its_last_block(
+    prefillers: Prefillers,
+) -> None:
+    prefillers.teach()
+    whole = prompt(*range(1, 9))
+    for _ in range(30):
+        prefillers.serve(whole, cached=8 * PIECE - 128, seconds=0.128)
+        prefillers.serve(prompt(*range(1, 5)), cached=4 * PIECE - 128, seconds=0.128)
+    with prefillers.pool.lease(whole) as lease:
+        assert lease.prediction is not None
+        assert lease.prediction.cached_tokens == 8 * PIECE - 128
+        prefillers.clock.now += 0.3
+
+
+def burst(prefillers: Prefillers, *, together: bool) -> None:
+    """Of two prompts of 1 s for each of the two, and a third, which is computed with the second or after it."""
+    leases = [prefillers.begin(prompt(start := 10**7 * number, start + 1)) for number in range(6)]
+    by_backend: dict[Backend, list[Lease]] = {}
+    for lease in leases:
+        by_backend.setdefault(lease.backend, []).append(lease)
+    for place in range(3):
+        if place < 2 or not together:
+            prefillers.clock.now += 1.024
+        for each in by_backend.values():
+            if len(each) > place:
+                each[place].tell(2 * PIECE, 0)
+                each[place].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_is_seen_to_work_on_one_prompt_at_a_time_is_known(prefillers: Prefillers, together: bool) -> None:
+    prefillers.teach()
+    for _ in range(20):
+        burst(prefillers, together=together)
+    known = prefillers.policy._prefillers.by_key.values()
+    assert [prefiller.works_on_one for prefiller in known] == [not together] * 2
+
+
+def step(pieces: int) -> float:
+    """Seconds of prompts that are computed together."""
+    return 0.2 + pieces * PIECE / 10_000
+
+
+def teach_steps(prefillers: Prefillers) -> None:
+    for number in range(40):
+        pieces = range(start := 10**9 + 1000 * number, start + 2 + number % 9)
+        prefillers.serve(prompt(*pieces), seconds=step(len(pieces)))
+
+
+def test_prompts_that_are_computed_together_share_what_each_takes_besides_its_tokens(prefillers: Prefillers) -> None:
+    teach_steps(prefillers)
+    first = prefillers.begin(prompt(1, 2, 3, 4))
+    behind = [prefillers.begin(prompt(10 * number, 10 * number + 1)) for number in range(1, 6)]
+    there = [lease for lease in [first, *behind] if lease.backend == first.backend]
+    assert len(there) == 3
+    predicted = [lease.prediction.seconds for lease in there if lease.prediction is not None]
+    assert predicted == pytest.approx([step(4), step(4) + step(2), step(4) + step(4)], rel=0.05)
+
+
+def test_prompts_that_are_answered_at_once_teach_what_they_take_together(prefillers: Prefillers) -> None:
+    teach_steps(prefillers)
+    candidates = prefillers.pool._chooser.candidates
+    asked = prompt(*range(50, 54))
+    for number in range(60):
+        leases = [prefillers.begin(prompt(*range(start := 1000 * number + 100 * each, start + 4))) for each in range(6)]
+        by_backend: dict[Backend, list[Lease]] = {}
+        for lease in leases:
+            by_backend.setdefault(lease.backend, []).append(lease)
+        prefillers.clock.now += step(4)
+        for first, *_ in by_backend.values():
+            first.tell(4 * PIECE, 0)
+            first.__exit__(None, None, None)
+        prefillers.clock.now += step(8)
+        for _, *others in by_backend.values():
+            for each in others:
+                each.tell(4 * PIECE, 0)
+                each.__exit__(None, None, None)
+    assert prefillers.policy.work_seconds(candidates, asked) == pytest.approx(step(4), rel=0.05)
+
+
+@pytest.mark.parametrize(("pieces", "goes"), [(1, True), (12, False)])
+def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than_it_delays(
+    prefillers: Prefillers, pieces: int, goes: bool
+) -> None:
+    teach_steps(prefillers)
+    one_at_a_time(prefillers)
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    prefillers.clock.now += step(4) - 0.01
+    for number in (3, 4):
+        assert prefillers.pool.has_room()
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    assert not prefillers.pool.has_room(), "nobody waits whom that could spare anything"
+    waiting = prompt(*range(500, 500 + pieces))
+    prefillers.pool.work_seconds(waiting)
+    assert prefillers.pool.has_room()
+    assert (prefillers.pool.first_to_go([waiting]) == 0) is goes
+    prefillers.pool.waits_no_more(waiting)
+
+
+def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    for _ in range(20):
+        burst(prefillers, together=False)
+    known = list(prefillers.policy._prefillers.by_key.values())
+    assert [prefiller.works_on_one for prefiller in known] == [True, True]
+    prefillers.policy.emptied(known[0].backend)
+    assert [prefiller.works_on_one for prefiller in known] == [False, True]
+    for number in range(1100):
+        asked = prompt(2 * 10**9 + 10 * number)
+        prefillers.serve(PickRequest(asked.prefill, asked.decode, asked.subject, prefer=known[1].backend))
+    assert not known[1].works_on_one

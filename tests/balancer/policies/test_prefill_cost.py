@@ -1,0 +1,75 @@
+"""How long prefills take, learned from those that have ended."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost
+from proxy.sim.hardware.machines import MACHINES
+
+
+def taught(machine: str, samples: int, *, noise: float = 0.05, slow: float = 1.0) -> PrefillCost:
+    """By prompts of mixed lengths, some cached in part; the instance "slow" takes so many times as long."""
+    cost, rng, learned = MACHINES[machine].cost, random.Random(1), PrefillCost()
+    for _ in range(samples):
+        tokens = min(100_000, int(rng.lognormvariate(8.5, 1.2)) + 10)
+        cached = int(tokens * rng.choice([0, 0, 0.3, 0.8]))
+        for name, factor in (("one", 1.0), ("slow", slow)):
+            seconds = factor * cost.prefill(tokens - cached, cached) * rng.lognormvariate(0, noise)
+            learned.learn(name, tokens - cached, cached, seconds)
+    return learned
+
+
+def test_what_is_not_known_yet_is_reckoned_as_least_load_does() -> None:
+    learned = PrefillCost()
+    assert learned.seconds(10_000, 0) == pytest.approx((3480 + 10_000) * SECONDS_PER_LOAD, rel=0.01)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_after_two_hundred_answers_predictions_are_within_a_few_percent(machine: str) -> None:
+    learned, cost = taught(machine, 200), MACHINES[machine].cost
+    errors = sorted(
+        abs(learned.seconds(uncached, cached) / cost.prefill(uncached, cached) - 1)
+        for uncached in (200, 1000, 5000, 20_000, 60_000)
+        for cached in (0, 5000, 40_000)
+    )
+    assert errors[len(errors) // 2] < 0.08
+    assert errors[-1] < 0.25
+
+
+def test_an_instance_that_takes_twice_as_long_is_found_out() -> None:
+    learned = taught("kimi-k2-thinking-a3", 300, slow=2.0)
+    assert learned.slowness("slow") / learned.slowness("one") == pytest.approx(2.0, rel=0.15)
+
+
+def test_a_few_answers_that_took_much_too_long_change_little() -> None:
+    learned = taught("kimi-k2-thinking-a3", 200)
+    before = learned.seconds(5000, 0)
+    for _ in range(3):
+        learned.learn("one", 5000, 0, 300.0)
+    assert learned.seconds(5000, 0) < 1.5 * before
+
+
+def test_an_engine_that_became_slower_is_followed() -> None:
+    learned, cost = taught("kimi-k2.5-h200", 200), MACHINES["kimi-k2-thinking-a3"].cost
+    rng = random.Random(2)
+    for _ in range(2000):
+        tokens = rng.randint(100, 40_000)
+        learned.learn("one", tokens, 0, cost.prefill(tokens))
+    assert learned.seconds(10_000, 0) * learned.slowness("one") == pytest.approx(cost.prefill(10_000), rel=0.2)
+
+
+def test_no_part_of_the_cost_is_ever_negative() -> None:
+    rng, learned = random.Random(1), PrefillCost()
+    for _ in range(500):
+        learned.learn("one", rng.randint(1, 50_000), rng.choice([0, 1000]), rng.uniform(0.001, 5))
+        assert min(learned.shape) >= 0
+
+
+def test_what_tells_nothing_is_not_learned_from() -> None:
+    learned = PrefillCost()
+    for uncached, seconds in ((0, 1.0), (100, 0.0), (100, -1.0)):
+        learned.learn("one", uncached, 0, seconds)
+    assert learned.samples == 0

@@ -1,0 +1,161 @@
+"""A policy that looks at requests takes one file and one line in the table; here over real sockets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.balancer.pick import Tracker
+from proxy.settings import POLICIES
+from proxy.wire.openai import Api
+from proxy.wire.prefix import Prompt
+from tests.asking import request, until
+from tests.balancer.policies.prefix_affinity import PrefixAffinity
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from proxy.backend import Backend
+    from proxy.balancer.pick import PickRequest
+    from proxy.sim.engine import SimulatedEngine
+    from proxy.wire.prefix import PrefixKeys
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+CHOOSING: dict[str, Any] = {"balance": {"prefill_policy": "prefix_affinity"}}
+LONG = "A long text that everything else is about. " * 400
+
+
+@pytest.fixture(autouse=True)
+def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one line."""
+    monkeypatch.setitem(POLICIES, "prefix_affinity", "tests.balancer.policies.prefix_affinity:PrefixAffinity")
+
+
+def policy_of(gateway: Deployment) -> PrefixAffinity:
+    policy = gateway.worker.pools.prefill.policy
+    assert isinstance(policy, PrefixAffinity)
+    return policy
+
+
+def turn(*messages: str, **fields: Any) -> dict[str, Any]:
+    """A chat so far: what the two have said in turn."""
+    said = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(messages)]
+    return {"model": "sim", "messages": said, "max_tokens": 2, **fields}
+
+
+def who_prefilled(gateway: Deployment) -> list[int]:
+    return [len(generations(engine)) for engine in gateway.prefillers]
+
+
+def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
+    return next(each for each in gateway.worker.pools.prefill.backends() if each.port == engine.port)
+
+
+async def test_the_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -> None:
+    gateway = await deploy(3, 1, **CHOOSING)
+    for length in (1, 3, 5, 7):
+        for name in ("one", "two", "three"):
+            messages = [f"{name} {number} {LONG}" for number in range(length)]
+            assert (await gateway.ask(turn(*messages))).is_done
+    assert who_prefilled(gateway) == [4, 4, 4]
+    for engine in gateway.prefillers:
+        firsts = Counter(seen.body["messages"][0]["content"].split()[0] for seen in generations(engine))
+        assert list(firsts.values()) == [4]
+    assert policy_of(gateway).under_way == 0
+
+
+async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[PrefixKeys] = []
+    compute = Prompt._computed
+
+    def counting(prompt: Prompt) -> PrefixKeys:
+        computed.append(compute(prompt))
+        return computed[-1]
+
+    monkeypatch.setattr(Prompt, "_computed", counting)
+    gateway = await deploy(2, 1, **CHOOSING)
+    assert (await gateway.ask(turn(LONG, n=4))).is_done
+    assert sum(who_prefilled(gateway)) == 4
+    (keys,) = computed
+    policy = policy_of(gateway)
+    has = [policy.keys_of(backend_of(gateway, engine)) for engine in gateway.prefillers if generations(engine)]
+    assert has == [set(keys.keys)] * len(has)
+
+
+async def test_policies_that_do_not_look_at_prompts_pay_nothing_for_their_keys(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prompt, "_computed", None)
+    gateway = await deploy(balance={"prefill_policy": "least_tokens"})
+    assert (await gateway.ask(turn(LONG))).is_done
+
+
+async def test_the_prompts_of_a_list_are_different_prompts(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1, **CHOOSING)
+    prompts = [f"{number} {LONG}" for number in range(2)]
+    assert (await gateway.ask({"model": "sim", "prompt": prompts, "max_tokens": 2})).is_done
+    assert who_prefilled(gateway) == [1, 1]
+    policy = policy_of(gateway)
+    first, second = (policy.keys_of(backend_of(gateway, engine)) for engine in gateway.prefillers)
+    assert len(first) == len(second) > 1
+    assert first.isdisjoint(second)
+
+
+async def test_a_prefiller_is_charged_for_what_it_has_to_compute(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1, **CHOOSING)
+    await gateway.ask(turn(LONG))
+    (again,) = (engine for engine in gateway.prefillers if generations(engine))
+    again.faults.add("hang_before_headers", path=Api.CHAT.path)
+    slot = backend_of(gateway, again).slot
+    async with gateway.asking(turn(LONG)):
+        await until(lambda: len(generations(again)) == 2, "the second prefill")
+        charged = gateway.scoreboard.load(slot)
+        assert (charged.compute, charged.kv > len(LONG) // 8) == (3480, True)
+
+
+@pytest.mark.parametrize("is_the_clients_doing", [False, True])
+async def test_what_no_prefill_came_of_is_not_remembered(deploy: Deploy, is_the_clients_doing: bool) -> None:
+    gateway = await deploy(1, 1, **CHOOSING)
+    (engine,) = gateway.prefillers
+    backend, policy = backend_of(gateway, engine), policy_of(gateway)
+    await gateway.ask(turn("Something else"))
+    before = set(policy.keys_of(backend))
+    if is_the_clients_doing:
+        engine.faults.add("hang_before_headers", path=Api.CHAT.path)
+        async with gateway.asking(turn(LONG)):
+            await until(lambda: len(generations(engine)) == 2, "the second prefill")
+            assert policy.keys_of(backend) > before  # it counts from the moment in which it is sent
+        await until(lambda: not policy.under_way, "the end of the lease")
+    else:
+        engine.faults.add("refuse_status", path=Api.CHAT.path, status=500)
+        assert (await gateway.ask(turn(LONG))).status == 500
+    assert policy.keys_of(backend) == before
+
+
+async def test_what_a_client_says_of_its_request_reaches_the_policy(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PickRequest] = []
+
+    def track(policy: PrefixAffinity, backend: Backend, request: PickRequest) -> Tracker:
+        seen.append(request)
+        return Tracker(policy.cost_of(backend, request))
+
+    monkeypatch.setattr(PrefixAffinity, "track", track)
+    gateway = await deploy(**CHOOSING)
+    await gateway.ask(turn(LONG, prompt_cache_key="a conversation"), x_ttft_deadline_ms="1500")
+    (wanted,) = seen
+    assert (wanted.session, wanted.first_token_seconds, wanted.output_tokens) == ("a conversation", 1.5, 2)
+    assert wanted.prompt_tokens > 1000
+
+
+async def test_a_reload_that_leaves_the_policy_leaves_what_it_knows(deploy: Deploy) -> None:
+    gateway = await deploy(2, 1, **CHOOSING)
+    await gateway.ask(request(Api.CHAT, LONG))
+    worker, policy = gateway.worker, policy_of(gateway)
+    worker.apply(worker.current)
+    assert policy_of(gateway) is policy

@@ -1,0 +1,173 @@
+"""Which prefixes a prefiller probably has: what was sent there, what has come since, and what it says itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from proxy.balancer.policies import prefixes
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.sim.hardware.blocks import KvBlocks
+
+
+def keys(*names: int) -> list[int]:
+    return list(names)
+
+
+def ends(count: int, piece: int = 100) -> list[float]:
+    return [float(piece * (place + 1)) for place in range(count)]
+
+
+def sent(cached: CachedPrefixes, *names: int, piece: int = 100) -> list[int]:
+    """Those that are new."""
+    hit = cached.hit(names)
+    known = cached.use(names, ends(len(names), piece), piece * (len(names) - hit))
+    return [name for name, reading in zip(names, known, strict=True) if reading is None]
+
+
+def learned(cached: CachedPrefixes, told: float) -> None:
+    odometer = cached.odometer
+    known = cached.use(keys(1, 2, 3), ends(3), 0.0)
+    cached.learn(known, odometer, ends(3), expected=300, told=told)
+
+
+def test_what_was_sent_is_there_as_far_as_prompts_agree() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2, 3)
+    assert [cached.hit(each) for each in (keys(1, 2, 3, 4), keys(1, 2, 9), keys(9, 2, 3), [])] == [3, 2, 0, 0]
+
+
+def test_what_is_pushed_out_is_gone_from_its_tail() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    sent(cached, *range(5))
+    sent(cached, *range(10, 17))
+    assert cached.hit(keys(*range(5))) == 3
+    sent(cached, *range(20, 23))
+    assert cached.hit(keys(*range(5))) == 0
+
+
+def test_engines_find_whole_blocks_of_a_size_that_what_they_tell_shows() -> None:
+    cached = CachedPrefixes()
+    assert cached.found(ends(5), 3, 900) == 300
+    cached.tell(16_384)  # of which nothing follows
+    assert cached.found(ends(5), 3, 900) == 300
+    cached.tell(16_384 + 3 * 128)
+    assert [cached.found(ends(5), hit, 900) for hit in (0, 1, 2, 3, 5)] == [0, 0, 128, 256, 384]
+    cached.tell(0)
+    cached.tell(4097)
+    assert cached.found(ends(5), 3, 900) == 300
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    cached = CachedPrefixes()
+    assert cached.found(ends(5), 5, 500) == 499
+    cached.tell(256)
+    cached.tell(384)
+    assert cached.found([512.0], 1, 512) == 384
+
+
+def test_what_is_used_again_stays() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    for round_ in range(20):
+        sent(cached, 1, 2)
+        sent(cached, *range(100 * (round_ + 1), 100 * (round_ + 1) + 6))
+    assert cached.hit(keys(1, 2)) == 2
+
+
+def test_what_nothing_has_come_of_is_dropped_but_not_what_was_there_before() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2)
+    cached.drop(sent(cached, 1, 2, 3))
+    assert cached.hit(keys(1, 2, 3)) == 2
+
+
+def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2, 3)
+    for _ in range(10):
+        learned(cached, told=0)
+    assert cached.trust < 0.1
+    for _ in range(10):
+        learned(cached, told=300)
+    assert cached.trust > 0.85
+
+
+@pytest.mark.parametrize("capacity", [200_000, 3_000_000])
+def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
+    """Against a cache of this size that evicts as engines do, whatever is thought of it at first."""
+    cached, blocks, rng = CachedPrefixes(), KvBlocks(capacity // 1000), random.Random(1)
+    for _ in range(3000):
+        family = int(rng.paretovariate(0.4)) % 900
+        names = [1000 * family + piece for piece in range(12)] + [10**9 + rng.randrange(10**9)]
+        expected, odometer = cached.hit(names), cached.odometer
+        found = blocks.take(names, len(names))
+        assert found is not None
+        held, hits = found
+        blocks.name(held, names)
+        blocks.give_back(held)
+        known = cached.use(names, ends(len(names), 1000), 1000 * (len(names) - hits))
+        cached.learn(known, odometer, ends(len(names), 1000), 1000 * expected, 1000 * hits)
+    assert cached.capacity == pytest.approx(capacity, rel=0.35)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
+    cached = CachedPrefixes()
+    for number in range(100):
+        sent(cached, *range(10 * number, 10 * number + 10))
+    assert len(cached) <= 210
+    assert cached.hit(keys(*range(990, 1000))) == 10
+
+
+def test_what_is_long_gone_is_forgotten() -> None:
+    cached = CachedPrefixes()
+    cached.capacity = 1000
+    for number in range(100):
+        sent(cached, *range(10 * number, 10 * number + 5))
+    assert len(cached) <= 40
+
+
+def test_a_restart_empties_the_cache() -> None:
+    cached = CachedPrefixes()
+    sent(cached, 1, 2)
+    cached.clear()
+    assert cached.hit(keys(1, 2)) == 0
+
+
+def test_an_engine_that_tells_its_evictions_need_not_be_learned() -> None:
+    cached = CachedPrefixes()
+    cached.follow(CacheCount(stored=0, reach=0, evicts=False, cleared=0), computing=0)
+    assert cached.capacity == 1_000_000
+    cached.follow(CacheCount(stored=2_000_000, reach=2_000_000, evicts=False, cleared=0), computing=0)
+    assert cached.capacity == 2_000_000
+    cached.follow(CacheCount(stored=2_000_000, reach=500, evicts=True, cleared=0), computing=0)
+    assert cached.capacity == 500
+    learned(cached, told=300)
+    learned(cached, told=0)
+    assert cached.capacity == 500
+
+
+def test_what_others_have_computed_there_pushes_out_too() -> None:
+    cached = CachedPrefixes()
+    cached.follow(CacheCount(stored=7000, reach=1000, evicts=True, cleared=0), computing=0)
+    sent(cached, 1, 2, 3)
+    cached.follow(CacheCount(stored=7000, reach=1000, evicts=True, cleared=0), computing=300)
+    assert cached.hit(keys(1, 2, 3)) == 3
+    cached.follow(CacheCount(stored=7300, reach=1000, evicts=True, cleared=0), computing=0)
+    assert cached.hit(keys(1, 2, 3)) == 3
+    cached.follow(CacheCount(stored=8400, reach=1000, evicts=True, cleared=0), computing=0)
+    assert cached.hit(keys(1, 2, 3)) == 0
+
+
+def test_counting_may_begin_again_and_a_cache_is_emptied_once() -> None:
+    cached = CachedPrefixes()
+    assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
+    assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
+    assert cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=4), computing=0)
+    odometer = cached.odometer
+    assert not cached.follow(CacheCount(stored=10, reach=0, evicts=False, cleared=0), computing=0)
+    assert cached.odometer == odometer

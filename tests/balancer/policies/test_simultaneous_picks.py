@@ -1,0 +1,168 @@
+"""Several workers pick at the same moment: how far from the least loaded backend that can lead.
+
+A worker reads the loads and then charges the one it chose, and nothing keeps others from doing the same in between. So
+what it charges may have, over the least loaded one, what others charged to it since it was read, and what others gave
+back elsewhere. Nothing else: reading is exact, and no load is ever old.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.backend import Load, Role
+from proxy.balancer.health.health import Health
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.pool import Pool
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.scoreboard import Scoreboard
+
+if TYPE_CHECKING:
+    from proxy.backend import Backend
+
+ONE = Load(compute=1)
+
+
+@dataclass
+class Workers:
+    """One pool each, over shared books, and time standing still between looking and charging."""
+
+    count: int
+    backends: int
+    policy: str = "least_tokens"
+    scoreboard: Scoreboard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scoreboard = Scoreboard(self.count, self.backends)
+        roster = Roster([], [("d", 1 + number) for number in range(self.backends)], self.scoreboard)
+        self.pools = [
+            Pool(
+                Role.DECODE,
+                policy=make_policy(self.policy, PolicyContext(worker=worker)),
+                scoreboard=self.scoreboard,
+                row=self.scoreboard.row(worker),
+                roster=roster,
+                health=Health(),
+            )
+            for worker in range(self.count)
+        ]
+
+    def loads(self) -> list[int]:
+        return [self.scoreboard.load(slot).compute for slot in range(self.backends)]
+
+    def look(self, worker: int, load: Load = ONE) -> Backend:
+        """The first half of entering a lease: the backend that is chosen."""
+        return self.pools[worker].take(PickRequest.of(load))[0][0]
+
+    def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
+        """The second half; a negative load gives back."""
+        self.pools[worker].row.add(backend.slot, compute=load.compute)
+
+    def pick_at_once(self) -> list[int]:
+        """All look before the first one charges; the slots they chose."""
+        chosen = [self.look(worker) for worker in range(self.count)]
+        for worker, backend in enumerate(chosen):
+            self.charge(worker, backend)
+        return [backend.slot for backend in chosen]
+
+
+@pytest.mark.parametrize("policy", ["least_tokens", "round_robin"])
+@pytest.mark.parametrize(("workers", "backends"), [(2, 2), (4, 8), (8, 8), (3, 20)])
+def test_workers_that_pick_at_once_take_different_ones_of_equal_backends(
+    policy: str, workers: int, backends: int
+) -> None:
+    together = Workers(workers, backends, policy)
+    for _ in range(backends // workers):
+        assert len(set(together.pick_at_once())) == workers
+
+
+def test_in_step_four_workers_fill_eight_backends_as_evenly_as_one_does() -> None:
+    together = Workers(4, 8)
+    for turn in range(200):
+        together.pick_at_once()
+        assert max(together.loads()) - min(together.loads()) <= 1, turn
+
+
+@pytest.mark.parametrize("worker", range(5))
+def test_short_requests_of_whichever_worker_reach_all_backends_in_turn(worker: int) -> None:
+    together = Workers(5, 4)
+    slots = [together.look(worker).slot for _ in range(12)]
+    assert slots[:4] == slots[4:8] == slots[8:]
+    assert set(slots) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_picks_at_once_are_off_by_less_requests_than_there_are_workers(workers: int) -> None:
+    together = Workers(workers, 3)
+    for _ in range(50):
+        chosen = [together.look(worker) for worker in range(workers)]
+        for worker, backend in enumerate(chosen):
+            loads = together.loads()
+            assert loads[backend.slot] - min(loads) <= workers - 1
+            together.charge(worker, backend)
+
+
+_steps = st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 1000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(_steps, max_size=60))
+def test_a_pick_is_off_by_no_more_than_what_others_changed_since_it_looked(steps: list[tuple[int, bool, int]]) -> None:
+    together = Workers(4, 3)
+    looking: dict[int, tuple[Backend, Load, list[int], list[int]]] = {}
+    open_leases: list[tuple[int, Backend, Load]] = []
+
+    def change(worker: int, backend: Backend, load: Load) -> None:
+        together.charge(worker, backend, load)
+        for _, _, charged, given_back in looking.values():
+            charged[backend.slot] += max(0, load.compute)
+            given_back[backend.slot] += max(0, -load.compute)
+
+    for worker, gives_back, size in steps:
+        if gives_back and open_leases:
+            owner, backend, load = open_leases.pop(size % len(open_leases))
+            change(owner, backend, Load(compute=-load.compute))
+        elif worker not in looking:
+            load = Load(compute=size)
+            looking[worker] = together.look(worker, load), load, [0] * 3, [0] * 3
+        else:
+            backend, load, charged, given_back = looking.pop(worker)
+            loads = together.loads()
+            for slot in range(3):
+                assert loads[backend.slot] - loads[slot] <= charged[backend.slot] + given_back[slot]
+            change(worker, backend, load)
+            open_leases.append((worker, backend, load))
+
+
+def test_a_burst_in_several_processes_leaves_backends_that_differ_by_no_more_requests_than_there_are_workers() -> None:
+    # However they interleave: the last charge of the fullest backend was chosen when that one was the least loaded, and
+    # since then each other worker can have brought one charge that it had decided on before.
+    workers, each = 4, 300
+    together = Workers(workers, 8)
+    reading, writing = os.pipe()
+    children = []
+    for worker in range(workers):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.close(writing)
+                os.read(reading, 1)  # all of them begin when the pipe is closed
+                for _ in range(each):
+                    together.pools[worker].lease(PickRequest.of(ONE)).__enter__()
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    os.close(reading)
+    os.close(writing)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * workers
+    loads = together.loads()
+    assert sum(loads) == workers * each
+    assert max(loads) - min(loads) <= workers

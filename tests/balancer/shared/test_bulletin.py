@@ -1,0 +1,58 @@
+"""What one worker has told, the others need not."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from proxy.balancer.shared import bulletin as module
+from proxy.balancer.shared.bulletin import Bulletin
+from tests.forking import in_child
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_the_same_word_on_a_subject_is_news_once() -> None:
+    bulletin = Bulletin()
+    told = [("a", "up"), ("b", "up"), ("a", "up"), ("a", "down"), ("b", "up"), ("a", "up")]
+    assert [bulletin.is_news(subject, word) for subject, word in told] == [True, True, False, True, False, True]
+
+
+def test_what_is_forgotten_is_news_again() -> None:
+    bulletin = Bulletin()
+    bulletin.is_news("a", "up")
+    bulletin.is_news("b", "up")
+    bulletin.forget("a")
+    bulletin.forget("never told")
+    assert (bulletin.is_news("a", "up"), bulletin.is_news("b", "up")) == (True, False)
+
+
+def test_what_another_process_has_told_is_no_news() -> None:
+    bulletin = Bulletin()
+    in_child(lambda: bulletin.is_news("a", "up"))
+    assert not bulletin.is_news("a", "up")
+
+
+def test_of_many_processes_that_find_out_at_once_one_tells() -> None:
+    bulletin = Bulletin()
+    begin, go = os.pipe()
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if not pid:
+            os.close(go)
+            os.read(begin, 1)  # ends when the last one is there
+            os._exit(sum(bulletin.is_news(str(subject), "up") for subject in range(20)))
+        pids.append(pid)
+    os.close(go)
+    assert sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids) == 20
+    os.close(begin)
+
+
+def test_a_full_bulletin_tells_again_and_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CAPACITY_BYTES", 100)
+    bulletin = Bulletin()
+    assert all(bulletin.is_news(f"decode 10.0.0.1:{port}", "up") for port in range(7100, 7110))
+    assert not bulletin.is_news("decode 10.0.0.1:7109", "up")
+    assert bulletin.is_news("decode 10.0.0.1:7100", "up")
