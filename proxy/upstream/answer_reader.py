@@ -19,7 +19,7 @@ _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
 _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
 _CRLF: Final = b"\r\n"
 _BLANK_LINE: Final = b"\r\n\r\n"
-_MAX_PLAIN_BYTES: Final = 4096  # of a head
+_MAX_PLAIN_BYTES: Final = 4096  # of a head, or of chunks that are read at once
 _hexadecimal: Final = b"%x".__mod__
 _END: Final = b"0"
 _END_MARK: Final = b"0\r\n\r\n"
@@ -92,7 +92,7 @@ class AnswerReader:
                 data, self._line = self._line + data, b""
         # What is left of the present chunk, or else a size line, stands at `at`.
         left = self._left
-        if not left:
+        if not left and len(data) <= _MAX_PLAIN_BYTES:  # a search for two bytes takes long in long data
             # Whole chunks without line ends in them, as engines write events: lines of sizes and lines of such sizes.
             lines = data[at:].split(_CRLF)
             sizes, pieces = lines[:-1:2], lines[1::2]
