@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentTypeError
+from typing import Final
+
+_TOO_MUCH: Final = 1e9
+"""As seconds these are 32 years, and no clock waits much longer."""
 
 
 def whole(text: str) -> int:
@@ -22,23 +25,23 @@ def natural(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A duration that may be 0."""
-    value = _finite(text)
+    value = _bounded(text)
     if value is None or value < 0:
-        raise ArgumentTypeError("must be a number of seconds, 0 or more")
+        raise ArgumentTypeError("must be a number of seconds, 0 or more and below 1e9")
     return value
 
 
 def positive(text: str) -> float:
     """More than 0."""
-    value = _finite(text)
+    value = _bounded(text)
     if value is None or value <= 0:
-        raise ArgumentTypeError("must be a number above 0")
+        raise ArgumentTypeError("must be a number above 0 and below 1e9")
     return value
 
 
-def _finite(text: str) -> float | None:
+def _bounded(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if value < _TOO_MUCH else None

@@ -26,8 +26,8 @@ def test_what_is_a_number_is_read(kind: Callable[[str], float], text: str, value
     [
         (whole, ["-1", "1.5", "some", "", "\u0661"], "must be a whole number, 0 or more"),
         (natural, ["0", "-1", "1.5", "some"], "must be a whole number, 1 or more"),
-        (seconds, ["-0.1", "nan", "inf", "soon"], "must be a number of seconds, 0 or more"),
-        (positive, ["0", "-1", "nan", "inf", "much"], "must be a number above 0"),
+        (seconds, ["-0.1", "nan", "inf", "1e9", "soon"], "must be a number of seconds, 0 or more and below 1e9"),
+        (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
     ],
 )
 def test_what_is_none_is_told_what_it_must_be(kind: Callable[[str], float], texts: list[str], problem: str) -> None:
