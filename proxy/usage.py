@@ -42,11 +42,7 @@ class Usage:
 
     def saw_completion(self, usage: Any) -> None:
         """Take what a usage object, whatever it really is, says of the answer."""
-        if (
-            isinstance(usage, dict)
-            and type(tokens := usage.get("completion_tokens")) is int
-            and 0 <= tokens < _TOO_MANY
-        ):
+        if isinstance(usage, dict) and (tokens := _count(usage.get("completion_tokens"))) is not None:
             self.completion_tokens = tokens
 
 
@@ -56,9 +52,11 @@ def told_of_prompt(usage: Any) -> Told:
     """
     if not isinstance(usage, dict):
         return None, None
-    tokens, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
+    details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return (
-        tokens if type(tokens) is int and 0 <= tokens < _TOO_MANY else None,  # a bool is no number of tokens
-        cached if type(cached) is int and 0 <= cached < _TOO_MANY else None,
-    )
+    return _count(usage.get("prompt_tokens")), _count(cached)
+
+
+def _count(told: object) -> int | None:
+    """A number of tokens, which a bool is not; None: it is none."""
+    return told if type(told) is int and 0 <= told < _TOO_MANY else None

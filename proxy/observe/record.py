@@ -103,8 +103,7 @@ class RequestRecord:
             self.stage_seconds.append(timeline.seconds)
             usage = timeline.usage
             prompt += usage.prompt_tokens or 0
-            if usage.prompt_details:
-                cached += usage.cached_tokens or 0
+            cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
         self.tokens = prompt, cached, completion
         self.fields = self._access_line()

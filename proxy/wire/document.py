@@ -9,8 +9,6 @@ it is serialised: the bytes are the same.
 
 from __future__ import annotations
 
-from itertools import compress, repeat
-from operator import is_not
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -129,8 +127,9 @@ class Document:
         """
         if self._spans is None:
             members = {**self.values, **changes}
-            if REMOVED in changes.values():
-                members = dict(compress(members.items(), map(is_not, members.values(), repeat(REMOVED))))
+            for name, value in changes.items():
+                if value is REMOVED:
+                    del members[name]
             return orjson.dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]

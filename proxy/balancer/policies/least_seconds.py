@@ -42,7 +42,7 @@ _KIND_PIECES: Final = 8
 # The share of busy backends over that of idle ones, at most; and how fast the share is followed.
 _MOST_CROWDING: Final = 6.0
 _BUSY_STEP: Final = 0.02
-# Weights are 10 for a token of compute: see policies.WEIGHTS.
+# Weights are 10 for a token of compute: see least_tokens.WEIGHTS.
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
 _Choice = tuple["PickRequest", Prefiller, Asked, int, float]
@@ -81,10 +81,7 @@ class LeastSeconds(LeastTokens):
             among = [prefiller in decided[1] for prefiller in prefillers]
         asked = self._asked.get(id(request.subject or request)) or ask(request)
         now = self.context.clock()
-        waits = [
-            prefiller.left(weight * _SECONDS_PER_WEIGHT, now) if weight else 0.0
-            for weight, prefiller in zip(weights, prefillers, strict=True)
-        ]
+        waits = self._waits(prefillers, weights, now, _SECONDS_PER_WEIGHT)
         work = self._prefillers.work(prefillers, asked)
         equal = [0]
         if len(candidates) > 1:
@@ -288,9 +285,10 @@ class LeastSeconds(LeastTokens):
         least = min(scores)
         return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
 
-    def _waits(self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float) -> list[float]:
-        """Seconds until each of them is free; 0.0: it is."""
+    def _waits(
+        self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD
+    ) -> list[float]:
+        """Seconds until each of them is free; 0.0: it is. `unit`: the seconds that one of a load stands for."""
         return [
-            prefiller.left(load * SECONDS_PER_LOAD, now) if load else 0.0
-            for prefiller, load in zip(prefillers, loads, strict=True)
+            prefiller.left(load * unit, now) if load else 0.0 for prefiller, load in zip(prefillers, loads, strict=True)
         ]
