@@ -168,6 +168,8 @@ class ApiKeys:
         self._row = usage.row(worker)
         self._clock = clock
         self._by_digest: Mapping[str, ApiKey] = {}
+        self.have_keys = False
+        """Whether clients must show a key."""
 
     def configure(self, keys: Sequence[ClientKey], slots: Mapping[str, int]) -> None:
         """Replace all keys at once; none: everybody is let in. `slots` are the same in all workers: see `assign_slots`.
@@ -178,11 +180,7 @@ class ApiKeys:
             key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute)
             for key in keys
         }
-
-    @property
-    def have_keys(self) -> bool:
-        """Whether clients must show a key."""
-        return bool(self._by_digest)
+        self.have_keys = bool(keys)
 
     def identify(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
         """The key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""

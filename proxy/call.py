@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from operator import methodcaller
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.backend import Load
@@ -20,10 +19,14 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.settings import Cost
     from proxy.wire.document import Body, Document
+    from proxy.wire.shape import ShapedDocument
 
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
 PREFILL_OVERHEAD_TOKENS: Final = 3480
+
+_load: Final[Callable[[tuple[int, int]], Load]] = partial(tuple.__new__, Load)
+"""Of its compute and kv. Its own constructor is written in Python: each request makes two."""
 
 # A client's limit beyond this says nothing about its answer, and must not weigh as load.
 MAX_OUTPUT_TOKENS: Final = 1 << 20
@@ -43,8 +46,6 @@ PRIORITY_HEADER: Final = "x-request-priority"
 
 # What the client calls a conversation, see Call.session.
 SESSION_HEADER: Final = "x-session-id"
-
-_content_of = methodcaller("get", "content")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,17 +68,19 @@ class Call:
     """Request headers that are passed on to the engines."""
     changes: Mapping[str, object] = field(default_factory=dict)
     """Members of the document that are replaced or REMOVED on every leg."""
+    prompt: Prompt | None = None
+    """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
+    None: not known."""
+    output_limit: int | None = None
+    """The client's own limit on output tokens; None when it gave none, or the engine alone knows it."""
+    is_ordinary: bool = False
+    """The client's fields are among `ORDINARY_FIELDS`, so there is nothing rare to look for."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
     alias: str | None = None
     """What the client calls the model, if engines call it otherwise."""
     asked: Any = None
     """What its dialect keeps of the client's own words for the answer; None where it needs nothing."""
-    prompt: Prompt | None = None
-    """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
-    None: not known."""
-    output_limit: int | None = None
-    """The client's own limit on output tokens; None when it gave none, or the engine alone knows it."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     """The client's fields, as engines take them: the document's."""
 
@@ -100,8 +103,8 @@ class Call:
         the answer has ended.
         """
         tokens = self.prompt_tokens
-        prefill = Load(compute=tokens + PREFILL_OVERHEAD_TOKENS, kv=tokens)
-        decode = Load(compute=DECODE_OVERHEAD_TOKENS, kv=tokens + self.output_tokens)
+        prefill = _load((tokens + PREFILL_OVERHEAD_TOKENS, tokens))
+        decode = _load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
         return PickRequest(prefill, decode, self, avoid, prefer)
 
     # What policies may ask; see pick.Subject.
@@ -200,7 +203,11 @@ class Call:
 
     def body(self, changes: Mapping[str, object]) -> Body:
         """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""
-        return self.document.with_changes({**self.changes, **changes})
+        return self.document.with_both(self.changes, changes)
+
+    def body_with_kv(self, params: bytes) -> Body:
+        """The JSON body of one leg with these `kv_transfer_params` and this call's changes."""
+        return self.document.with_written(self.changes, "kv_transfer_params", params)
 
     def changed(
         self,
@@ -213,20 +220,21 @@ class Call:
         """The same call with more members changed, a new cost where the prompt has grown, another prompt, and the
         answer streamed or not whatever the client asked for.
         """
-        return Call(
-            api=self.api,
-            document=self.document,
-            prompt_tokens=self.prompt_tokens if prompt_tokens is None else prompt_tokens,
-            output_tokens=self.output_tokens,
-            stream=self.stream if stream is None else stream,
-            include_usage=self.include_usage,
-            headers=self.headers,
-            changes={**self.changes, **changes},
-            kv_params=self.kv_params,
-            alias=self.alias,
-            asked=self.asked,
-            prompt=prompt or self.prompt,
-            output_limit=self.output_limit,
+        return Call(  # by position, as names take twice the time, and each request takes one of these
+            self.api,
+            self.document,
+            self.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            self.output_tokens,
+            self.stream if stream is None else stream,
+            self.include_usage,
+            self.headers,
+            self.document.together(self.changes, changes),
+            prompt or self.prompt,
+            self.output_limit,
+            self.is_ordinary,
+            self.kv_params,
+            self.alias,
+            self.asked,
         )
 
     def in_context(self, context: Mapping[str, str]) -> Call:
@@ -244,26 +252,43 @@ class Call:
 
 def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
     """Estimated prompt length in tokens, at least 1, and the prompt."""
-    total, bytes_per_token, has_media = 0, cost.bytes_per_token, False
     messages, length = document.excerpt("messages")
-    messages = _objects(messages)
-    has_reasoning = not {"reasoning_content", "reasoning"}.isdisjoint(chain.from_iterable(messages))
-    texts = contents = list(map(_content_of, messages))
-    if set(map(type, contents)) != {str}:  # nearly all are text: they are looked at as a whole, and not one by one
-        texts = [content for content in contents if isinstance(content, str)]
-        parts = [part for content in contents for part in _objects(content)]
-        has_media = any("text" not in part for part in parts)
-        total = sum(_part_tokens(part, cost, length) for part in parts)
-    total += sum([-(-size // bytes_per_token) for size in map(length, texts)])
-    if "tools" in document.values:
-        total += len(document.view("tools")) // bytes_per_token
-    if "prompt" in document.values:
+    total, has_reasoning, has_media = _measured_messages(messages, cost, length)
+    values = document.values
+    if "tools" in values:
+        total += len(document.view("tools")) // cost.bytes_per_token
+    if "prompt" in values:
         ids = document.count_token_ids("prompt")
         if ids is None:
             text, length = document.excerpt("prompt")
             ids = text_tokens(text, cost, length)
         total += ids
-    return max(1, total), Prompt(document, has_reasoning=has_reasoning, has_media=has_media)
+    return total or 1, Prompt(document, None, has_reasoning, has_media)
+
+
+def measured_chat(document: ShapedDocument, messages: list[Any], cost: Cost) -> tuple[int, Prompt]:
+    """As `measured_prompt`, of a document whose prompt is its messages alone."""
+    total, has_reasoning, has_media = _measured_messages(messages, cost, text_bytes)
+    return total or 1, Prompt(document, None, has_reasoning, has_media)
+
+
+def _measured_messages(messages: object, cost: Cost, length: Callable[[str], int]) -> tuple[int, bool, bool]:
+    """Their estimated tokens, and whether they hold reasoning, or more than text."""
+    total, bytes_per_token = 0, cost.bytes_per_token
+    has_reasoning = has_media = False
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        if isinstance(content, str):
+            total += -(-length(content) // bytes_per_token)
+        else:
+            for part in _objects(content):
+                total += _part_tokens(part, cost, length)
+                has_media = has_media or "text" not in part
+        if "reasoning_content" in message or "reasoning" in message:
+            has_reasoning = True
+    return total, has_reasoning, has_media
 
 
 def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:
@@ -288,14 +313,19 @@ def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], in
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    if isinstance(value, list):
-        return value if set(map(type, value)) == {dict} else [item for item in value if isinstance(item, dict)]
-    return []
+    if not isinstance(value, list):
+        return []
+    for item in value:
+        if not isinstance(item, dict):
+            return [item for item in value if isinstance(item, dict)]
+    return value
 
 
 def output_limit(values: Mapping[str, Any]) -> int | None:
     """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        if type(limit := values.get(name)) is int and limit > 0:
-            return min(limit, MAX_OUTPUT_TOKENS)
-    return None
+    limit = values.get("max_completion_tokens")
+    if type(limit) is not int or limit <= 0:
+        limit = values.get("max_tokens")
+        if type(limit) is not int or limit <= 0:
+            return None
+    return min(limit, MAX_OUTPUT_TOKENS)

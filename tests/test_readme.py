@@ -178,7 +178,7 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     record.lost_engines = 1
     record.trace = Trace(f"00-{1:032x}-{1:016x}-01", record.clock, lambda: 1)
     timeline = record.timeline()
-    timeline.marks = [(Stage.ENCODE, 1.0), (None, 2.0)]
+    timeline.stages, timeline.times = [Stage.ENCODE, None], [1.0, 2.0]
     timeline.prediction = Prediction(1.0, 0)
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL

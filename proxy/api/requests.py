@@ -75,13 +75,13 @@ class RequestsApi:
 
     async def _found(self, asked: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
         tests = [_test(name, value) for name, value in asked.items()]
-        # What all that are wanted have in their JSON: what an engine calls a request is longer than that.
+        # What all that are wanted have in them: what an engine calls a request is longer than that.
         literal = next((value for name, value in asked.items() if name not in ("failed", "engine_id")), None)
         latest = partial(
             self._receipts.latest,
             lambda told: all(fits(told) for fits in tests),
             limit,
-            containing=b"" if literal is None else orjson.dumps(literal),
+            containing=b"" if literal is None else literal.encode(errors="surrogatepass"),
         )
         self._settle()
         # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.

@@ -4,8 +4,6 @@ somebody asks, after the request is over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -18,9 +16,10 @@ if TYPE_CHECKING:
     Pick = tuple[Backend, Looked | str]
     """The backend that was chosen, and what was looked at, or else why nothing had to be."""
     Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
-    """`columns` and `order` of Figures."""
-
-_BACKEND: Final = attrgetter("backend")
+    """What a policy knew of candidates, in columns by name, each with their numbers in their order; and how it would
+    choose: the lower a number, the rather."""
+    Figures = tuple[str, Sequence[Any], Mapping[str, Sequence[float]], Sequence[float]]
+    """The policy's label, the Candidates, and their Columns."""
 
 TRIAL: Final = "trial"
 PREFERRED: Final = "preferred"
@@ -36,17 +35,6 @@ REASONS: Final = (
 """Why: it had to show that it is well again; an attempt before has left something there; there was no other; without
 what is cached another one would have been as soon; it was soonest; several could not be told apart; or a policy that
 knows no seconds said so, of which those that are not in the table are `other`."""
-
-
-@dataclass(slots=True, eq=False)  # not frozen, which would cost every request six calls
-class Figures:
-    """What a policy knew of candidates, in columns: each name's numbers belong to `backends` in their order."""
-
-    policy: str
-    backends: Sequence[Backend]
-    columns: Mapping[str, Sequence[float]]
-    order: Sequence[float]
-    """The lower, the rather it would be chosen."""
 
 
 class Explains(Protocol):
@@ -77,4 +65,4 @@ def figures(pick: Pick) -> Figures | None:
         return None
     policy, candidates, weights, noted = looked
     columns, order = policy.figures(noted, weights)
-    return Figures(policy.label, [*map(_BACKEND, candidates)], columns, order)
+    return policy.label, candidates, columns, order

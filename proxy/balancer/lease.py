@@ -27,30 +27,33 @@ class Lease:
     One without an outcome, from `Pool.reserve`, charges a backend and reports nothing of it.
     """
 
-    backend: Backend
-    """The backend that was picked, once the lease is entered; before, AttributeError."""
-    pick: Pick
-    """The same, with why."""
-    prediction: Prediction | None = None
-    """What the policy thinks will come of it, once it is entered; None: nothing."""
-    answer_tokens: int | None = None
-    """Of an answer that is complete, to be set before the lease is left; None: not known."""
-
-    # As a lease begins. Most never change some of these, which so cost a request nothing.
-    _is_entered = False
-    _trial = 0
-    _tracker: Tracker | None = None  # hears of it until it has ended
-    _has_begun = False
-    _has_served = False
-    _holds_kv = True
-    _reported: UpstreamError | None = None
-    # What the backend is charged with, and so what is still to be given back.
-    _requests = _running = _compute = _kv = 0
+    __slots__ = (
+        *("backend", "pick", "prediction", "answer_tokens"),
+        *("_pool", "_request", "_has_outcome", "_is_entered", "_trial", "_tracker", "_has_begun", "_has_served"),
+        *("_holds_kv", "_reported", "_requests", "_running", "_compute", "_kv"),
+    )
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
+        self.backend: Backend
+        """The backend that was picked, once the lease is entered; before, AttributeError."""
+        self.pick: Pick
+        """The same, with why."""
+        self.prediction: Prediction | None = None
+        """What the policy thinks will come of it, once it is entered; None: nothing."""
+        self.answer_tokens: int | None = None
+        """Of an answer that is complete, to be set before the lease is left; None: not known."""
         self._pool = pool
         self._request = request
         self._has_outcome = has_outcome
+        self._is_entered = False
+        self._trial = 0
+        self._tracker: Tracker | None = None  # hears of it until it has ended
+        self._has_begun = False
+        self._has_served = False
+        self._holds_kv = True
+        self._reported: UpstreamError | None = None
+        # What the backend is charged with, and so what is still to be given back.
+        self._requests = self._running = self._compute = self._kv = 0
 
     def __enter__(self) -> Self:
         """Pick and charge. Raises NoBackendAvailable."""
@@ -116,7 +119,7 @@ class Lease:
             pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
         if self._running:
-            pool.row.add(self.backend.slot, 0, -self._running, -self._compute)
+            pool.row.take_work(self.backend.slot, self._compute)
             self._running = self._compute = 0
         if pool.on_release is not None:
             pool.on_release()
@@ -129,7 +132,7 @@ class Lease:
         done its work, too. May be called again.
         """
         requests = self._requests if self._has_served else 0
-        self._pool.row.add(self.backend.slot, -requests, 0, 0, -self._kv)
+        self._pool.row.take_kv(self.backend.slot, requests, self._kv)
         self._requests -= requests
         self._kv = 0
         self._holds_kv = False
@@ -163,7 +166,7 @@ class Lease:
         if pool.track is not None and self._has_outcome and not self._has_served:
             tracker = self._tracker = pool.track(backend, request)
             self.prediction = tracker.prediction
-            compute, kv = tracker.load
+            compute, kv = tracker.compute, tracker.kv
         elif pool.cost_of is not None:
             compute, kv = pool.cost_of(backend, request)
         else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health.backend_health import BackendHealth, HealthState
-from proxy.balancer.health.breaker import Phase
+from proxy.balancer.health.backend_health import HealthState
 from proxy.errors import Failure
 
 if TYPE_CHECKING:
@@ -14,12 +13,12 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.chooser import Chooser
     from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.health.backend_health import BackendHealth
     from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.members import Members
     from proxy.errors import UpstreamError
 
 _UNAUTHORIZED: Final = 401
-_NOT_ELIGIBLE: Final[tuple[None, BackendHealth]] = (None, BackendHealth())
 
 
 class Outcomes:
@@ -42,11 +41,21 @@ class Outcomes:
         self._fitness = fitness
         self._on_transition = on_transition
         self._on_end = on_end
-        self._conditions: dict[int, tuple[Backend, BackendHealth]] = {}  # by slot, of those that may get requests
+        self._well: dict[str, BackendHealth] = {}
+        """By the keys of those that are well."""
+        self._well_at = -1
+        """By that version of health."""
 
     def consider(self, backends: Sequence[Backend]) -> None:
         """Backends that may get requests from now on."""
-        self._conditions = {backend.slot: (backend, self._health.of(backend)) for backend in backends}
+        health = self._health
+        conditions = {backend.key: health.of(backend) for backend in backends}
+        self._well = {
+            key: condition
+            for key, condition in conditions.items()
+            if condition.state is HealthState.UP and not condition.is_unreachable
+        }
+        self._well_at = health.version
 
     def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
         """How a request on a backend ended; None means well."""
@@ -95,15 +104,8 @@ class Outcomes:
     def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """A request has gone well, perhaps before its lease ends, or a trial before its request does."""
         health = self._health
-        known, condition = self._conditions.get(backend.slot, _NOT_ELIGIBLE)
-        if (
-            known is backend
-            and not trial
-            and is_proof
-            and condition.verdict is HealthState.UP
-            and condition.breaker.phase is Phase.CLOSED
-            and not condition.is_unreachable
-        ):
+        condition = self._well.get(backend.key)
+        if condition is not None and health.version == self._well_at and is_proof and not trial:
             # What `on_outcome` comes to for a backend that is well, without a call: every request comes by here.
             health.events += 1
             condition.served_at = health.events

@@ -198,14 +198,14 @@ class Tracker:
     this order. What a policy does not want to hear it does not override.
     """
 
-    __slots__ = ("load",)
+    __slots__ = ("compute", "kv")
 
     prediction: Prediction | None = None
     """What will come of it; None: nothing is predicted."""
 
     def __init__(self, load: Load) -> None:
-        self.load = load
-        """What the backend is charged with until it is given back."""
+        self.compute, self.kv = load
+        """What the backend is charged with until it is given back, see Load."""
 
     def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that."""

@@ -38,6 +38,6 @@ class Pools:
         """
         if self.quarantine.apart and (apart := self.quarantine.partners_to_avoid(decoder)):
             both = apart.union(request.avoid)
-            if any(prefiller not in both for prefiller in self.prefill.eligible()):
+            if not both.issuperset(self.prefill.eligible()):
                 request = request.avoiding(both)
         return Lease(self.prefill, request)

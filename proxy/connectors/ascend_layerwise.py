@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.base import ConnectorContext, Prefilled
     from proxy.observe.timeline import Timeline
     from proxy.wire.document import Document
 
@@ -117,7 +117,7 @@ class AscendLayerwise(Disaggregated):
             if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
                 return
             raise
-        told = timeline.usage.saw_prompt(answer.values.get("usage"))
+        told = timeline.usage.saw_prompt(answer.usage)
         # By then it has sent everything, and it keeps nothing.
         handoff.prefilled(*told)
         handoff.prefiller.free_kv()
@@ -136,7 +136,7 @@ class AscendLayerwise(Disaggregated):
 
     async def _ask_prefiller(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
-    ) -> Document:
+    ) -> Prefilled:
         settings = self._context.settings
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(

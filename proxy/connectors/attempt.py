@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.terms import Stage
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
+
+_STREAM: Final = Stage.STREAM  # to read a member off its class takes as long as four calls
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +57,14 @@ class Attempt:
         Another reader that goes on with the stream may call this again.
         """
         self.handoff.arrived()
-        marks = self.timeline.marks
-        if not marks or marks[-1][0] is not Stage.STREAM:
-            self.timeline.enter(Stage.STREAM)
+        stages = self.timeline.stages
+        if not stages or stages[-1] is not _STREAM:
+            self.timeline.enter(_STREAM)
 
     def kv_lost(self) -> None:
         """The decoder gave up before its first output: it has asked for the KV cache, and perhaps did not get it."""
         self.handoff.lost()
-        self.timeline.enter(Stage.STREAM)
+        self.timeline.enter(_STREAM)
 
 
 class Handoff(Protocol):

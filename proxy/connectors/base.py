@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+import orjson
 
 from proxy.backend import Role
 from proxy.connectors.callbacks import Callbacks
 from proxy.errors import Failure
-from proxy.wire.document import Document, InvalidDocument
+from proxy.wire.document import InvalidDocument
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from proxy.upstream import Response, Upstream
     from proxy.wire.openai import Api
 
+
+Parsed = TypeVar("Parsed")
 
 new_attempt_id: Final = new_id
 """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id, which
@@ -154,27 +159,61 @@ def refusal(response: Response, body: bytes) -> UpstreamError:
     return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
 
 
-def parse_prefilled(response: Response, body: bytes) -> Document:
+class Prefilled(msgspec.Struct):
+    """What a prefiller of vLLM answered with, as far as anybody reads it: not the token."""
+
+    written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    error: Any = None
+    object: Any = None
+    code: Any = None
+
+    @property
+    def usage(self) -> Any:
+        """Whatever it really is; None: none, or not to be written as it was read, as a client may be told of it."""
+        try:
+            return orjson.loads(bytes(self.written_usage))
+        except orjson.JSONDecodeError:
+            return None
+
+
+_prefilled_in = msgspec.json.Decoder(Prefilled).decode
+
+
+def parse_prefilled(response: Response, body: bytes) -> Prefilled:
     """What a prefiller of vLLM answered with. Raises UpstreamError unless it has prefilled: some tell of an error with
     status 200.
     """
     if response.status != 200:
         raise refusal(response, body)
-    answer = parse_answer(response, body)
-    told = answer.values.get("error")
-    if told or answer.values.get("object") == "error":
-        code = told.get("code") if isinstance(told, dict) else answer.values.get("code")
+    _check_elements(response, body)
+    try:
+        if not body.isascii():
+            body.decode()  # what is not read is not looked at by the parser either
+        answer = _prefilled_in(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise _no_object(response) from None
+    told = answer.error
+    if told or answer.object == "error":
+        code = told.get("code") if isinstance(told, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
     return answer
 
 
-def parse_answer(response: Response, body: bytes) -> Document:
-    """The JSON object an engine answered with. Raises UpstreamError for anything else."""
+def parse_answer(kind: Callable[[bytes], Parsed], response: Response, body: bytes) -> Parsed:
+    """The JSON object an engine answered with, as `kind` reads it. Raises UpstreamError for anything else."""
+    _check_elements(response, body)
+    try:
+        return kind(body)
+    except InvalidDocument:
+        raise _no_object(response) from None
+
+
+def _check_elements(response: Response, body: bytes) -> None:
     if len(body) > LONG_BYTES and is_heavier(body, MAX_ANSWER_ELEMENTS):
         raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine's")
-    try:
-        answer = Document(body)
-    except InvalidDocument:
-        raise response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object") from None
-    return answer
+
+
+def _no_object(response: Response) -> UpstreamError:
+    return response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object")

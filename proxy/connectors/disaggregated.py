@@ -31,12 +31,12 @@ class Disaggregated(Connector):
 
     def check(self, call: Call) -> None:
         """Refuse what can neither be handed over nor be served by one engine."""
-        if not RARE.isdisjoint(call.values):
+        if not call.is_ordinary and not RARE.isdisjoint(call.values):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
         """A hand-over is of one sequence."""
-        return RARE.isdisjoint(call.values) or not is_search(call)
+        return call.is_ordinary or not is_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
@@ -48,7 +48,7 @@ class Disaggregated(Connector):
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
-        if RARE.isdisjoint(call.values):
+        if call.is_ordinary or RARE.isdisjoint(call.values):
             return self.legs_of_both(call, request, timeline)
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 

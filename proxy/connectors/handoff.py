@@ -52,6 +52,12 @@ class KvState(Enum):
     """The decoder has given up before its first output."""
 
 
+# To read a member off its class takes as long as four calls.
+PREFILLER: Final = KvSource.PREFILLER
+DECODER: Final = KvSource.DECODER
+_COMPUTING: Final = KvState.COMPUTING
+_HELD: Final = KvState.HELD
+_ARRIVED: Final = KvState.ARRIVED
 _SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
 
 
@@ -96,12 +102,12 @@ class KvHandoff:
         """
         self.prefiller: Lease
         self.decoder: Lease
-        self.source = KvSource.PREFILLER
+        self.source: KvSource = PREFILLER
         self.kv: PrefilledKv | None = None
         """What the prefiller keeps until the decoder has fetched it. None: nothing that would have to be freed."""
         self.failed = set(request.avoid)
         """Backends that are not to be asked for help."""
-        self.state = KvState.COMPUTING
+        self.state: KvState = _COMPUTING
         self.on_arrived: Callable[[], None] | None = None
         """What else follows for the protocol."""
         self._context = context
@@ -131,21 +137,22 @@ class KvHandoff:
         self.kv = self._kept = kv
         if kv is not None:
             self._context.releaser.last_transfer = kv.transfer
-        if self.state is KvState.COMPUTING:
-            self.state = KvState.HELD
+        if self.state is _COMPUTING:
+            self.state = _HELD
 
     def arrived(self) -> None:
         """The decoder has sent its first output. May be called again."""
         if self.state in _SETTLED:
             return
-        self.state = KvState.ARRIVED
+        self.state = _ARRIVED
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         self.prefiller.free_kv()
-        if self.source is KvSource.PREFILLER:
-            self._context.pools.quarantine.succeeded(prefiller, decoder)
-        if self.source is KvSource.DECODER:
+        source = self.source
+        if source is DECODER:
             self._timeline.kv = "local"
         else:
+            if source is PREFILLER:
+                self._context.pools.quarantine.succeeded(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
             verdict = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
@@ -205,14 +212,14 @@ class KvHandoff:
                 return
             self.failed.add(error.backend)
             # A connection that was refused has asked for no KV.
-            if self.state is KvState.HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
+            if self.state is _HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
                 self._hold_against_pair()
         if self._kept is not None:
             self._context.releaser.orphaned(self._kept, self.failed)
 
     def _hold_against_pair(self) -> None:
         """The hand-over has failed, and it is not known which of the two is at fault."""
-        if self.source is not KvSource.PREFILLER:
+        if self.source is not PREFILLER:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
         if self._context.pools.quarantine.failed(prefiller, decoder):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from proxy.balancer.engines.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class PrefilledKv:
     """A decoder that gives up before its first output leaves it where it is."""
 
 
+_NIXL: Final = KvTransfer.NIXL  # to read a member off its class takes as long as four calls
 _RELEASES: Final[Mapping[KvTransfer, Capability]] = {
     KvTransfer.NIXL: NIXL_RELEASE,
     KvTransfer.ASCEND_MOONCAKE: ASCEND_MOONCAKE_RELEASE,
@@ -56,13 +59,26 @@ _NIXL_LEASE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 480.0
 
 
-def kv_transfer(params: Mapping[str, Any]) -> KvTransfer:
-    """Which connector wrote a prefiller's KV parameters, by a member that only its `request_finished` writes."""
-    if "tp_size" in params:  # vLLM's nixl/pull_scheduler.py
-        return KvTransfer.NIXL
-    # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its mooncake/pull_scheduler.py
-    # (MooncakeConnectorV2).
-    return KvTransfer.ASCEND_MOONCAKE if "remote_pcp_size" in params else KvTransfer.OTHER
+class KvParams(msgspec.Struct):
+    """A prefiller's KV parameters, as far as they are read."""
+
+    do_remote_prefill: Any = None
+    """True: the decoder is to fetch something."""
+    tp_size: Any = msgspec.UNSET
+    remote_pcp_size: Any = msgspec.UNSET
+
+    @property
+    def transfer(self) -> KvTransfer:
+        """Which connector wrote them, told by a member that only its `request_finished` writes."""
+        if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py
+            return _NIXL
+        # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its
+        # mooncake/pull_scheduler.py (MooncakeConnectorV2).
+        return KvTransfer.OTHER if self.remote_pcp_size is msgspec.UNSET else KvTransfer.ASCEND_MOONCAKE
+
+
+kv_params_in = msgspec.json.Decoder(KvParams).decode
+"""KV parameters as they are written in an answer. Raises msgspec.DecodeError if they are no object."""
 
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
@@ -73,5 +89,5 @@ def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bo
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
     """How long a prefiller of this version, None if unknown, keeps KV that no decoder fetches."""
-    has_lease = transfer is KvTransfer.NIXL and NIXL_LEASE.is_in(prefiller)
+    has_lease = transfer is _NIXL and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS

@@ -20,7 +20,7 @@ from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
+from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
 from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER
 from proxy.errors import UpstreamError
@@ -125,7 +125,7 @@ class MooncakeBootstrap(Disaggregated):
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        told = timeline.usage.saw_prompt(answer.values.get("usage"))
+        told = timeline.usage.saw_prompt(answer.usage)
         rank.free()
         handoff.prefilled(*told)
         handoff.held()
@@ -160,11 +160,10 @@ class Meeting:
 
 def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
     """What the prefiller keeps for the decoder once it has answered."""
-    params = meeting.decode_params
     return PrefilledKv(
         prefiller,
-        orjson.dumps(params),
-        kv_transfer(params),
+        orjson.dumps(meeting.decode_params),
+        KvTransfer.OTHER,
         call.prompt_tokens,
         call.headers,
         outlives_giving_up=True,  # engines that cannot load KV end so

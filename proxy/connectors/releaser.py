@@ -45,6 +45,10 @@ SETTLE_SECONDS: Final = 0.2
 """How long a decoder that was told to stop is given before the prefiller is told to free the KV. The pause between two
 attempts at a release is at first twice as long, and each one twice the one before."""
 
+# To read a member off its class takes as long as four calls.
+_COMPUTED: Final = Verdict.COMPUTED
+_UNKNOWN: Final = Verdict.UNKNOWN
+
 _MAX_PAUSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 5.0
 _CLOSING_SECONDS: Final = 1.0
@@ -83,9 +87,9 @@ class Releaser(BackgroundOwner):
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self.last_transfer = KvTransfer.OTHER
         """For which connector a prefiller has answered last that it keeps KV."""
-        self._doubtful: dict[Backend, deque[tuple[Backend, int, KvTransfer, float]]] = {}
-        """By decoders that are not yet known to fetch KV: what they were to fetch, as prefiller, tokens and
-        connector, and the monotonic second at which they answered."""
+        self._doubtful: dict[str, tuple[Backend, deque[tuple[Backend, int, KvTransfer, float]]]] = {}
+        """By the keys of decoders that are not yet known to fetch KV: these, and what they were to fetch, as prefiller,
+        tokens and connector, and the monotonic second at which they answered."""
         self._pins: dict[tuple[str, KvTransfer], float] = {}
         """How long prefillers, by their keys, keep KV: worked out once, as every request asks."""
         self._pins_of = -1
@@ -121,19 +125,20 @@ class Releaser(BackgroundOwner):
         """A decoder has answered to KV it was to fetch, and this is known of what it makes of KV. One that fetches none
         leaves it where it is; as long as nobody knows whether it does, what it was handed is kept in mind.
         """
-        if verdict is Verdict.COMPUTED:
+        if verdict is _COMPUTED:
             self.orphaned(kv, {*failed, decoder})
-        elif verdict is Verdict.UNKNOWN:
-            doubtful = self._doubtful.get(decoder)
+        elif verdict is _UNKNOWN:
+            doubtful = self._doubtful.get(decoder.key)
             if doubtful is None:
-                doubtful = self._doubtful[decoder] = deque(maxlen=_MAX_DOUBTFUL)
-            doubtful.append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
+                doubtful = self._doubtful[decoder.key] = decoder, deque(maxlen=_MAX_DOUBTFUL)
+            doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
         """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
-        for decoder in list(self._doubtful):
+        for decoder, doubtful in list(self._doubtful.values()):
             if self._misfits.verdict(decoder) is not Verdict.UNKNOWN:
-                self._pin(decoder, self._doubtful.pop(decoder))
+                del self._doubtful[decoder.key]
+                self._pin(decoder, doubtful)
 
     def _pin(self, decoder: Backend, doubtful: Iterable[tuple[Backend, int, KvTransfer, float]]) -> None:
         now = time.monotonic()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import orjson
 
 from proxy.backend import Role
@@ -20,44 +21,48 @@ from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.handoff import KvHandoff, KvSource
-from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
+from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
+from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
 from proxy.connectors.legs import Leg, opened
 from proxy.connectors.one_engine import RARE
-from proxy.connectors.prefill_body import prefill_body
+from proxy.connectors.prefill_body import Prefill
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
+from proxy.wire.shape import UNCHANGED
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
     from contextlib import AbstractAsyncContextManager
-    from typing import Any
 
     from proxy.answers import EngineAnswer
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
-    from proxy.connectors.base import ConnectorContext
+    from proxy.connectors.base import ConnectorContext, Prefilled
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
+    from proxy.settings import Settings
     from proxy.upstream import Response
-    from proxy.wire.document import Document
+    from proxy.wire.document import Body
 
-    Result = TypeVar("Result")
-    Steps = Generator[Leg | Response | Attempt, Any, Result]
-    """A part of an attempt's legs, and what comes of it."""
+# To read a member off its class takes as long as four calls.
+_PREFILL: Final = Stage.PREFILL
+_HANDOFF: Final = Stage.HANDOFF
+_FIRST_TOKEN: Final = Stage.FIRST_TOKEN
+_STREAM: Final = Stage.STREAM
 
 # Only do_remote_decode is read by the engines; the rest is what every proxy for these protocols sends.
-_ASK_FOR_KV: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_ASK_FOR_KV: Final = Prefill(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
 
 
 class Sequential(Disaggregated):
@@ -75,10 +80,21 @@ class Sequential(Disaggregated):
         self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, seat)
         self._metrics = context.metrics
         self._releaser = context.releaser
+        self._read(context.settings)
+
+    def configure(self, settings: Settings) -> None:
+        """See Connector."""
+        super().configure(settings)
+        self._read(settings)
+
+    def _read(self, settings: Settings) -> None:
+        """Keep at hand what every request asks for."""
+        self._kv, self._timeouts = settings.kv, settings.timeouts
+        self._prefill_ranks, self._decode_ranks = settings.balance.prefill_dp_ranks, settings.balance.decode_dp_ranks
 
     def goes_leg_by_leg(self, call: Call) -> bool:
         """All do, but rare ones are not for every protocol."""
-        return RARE.isdisjoint(call.values)
+        return call.is_ordinary or RARE.isdisjoint(call.values)
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """See Disaggregated."""
@@ -86,7 +102,7 @@ class Sequential(Disaggregated):
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Both legs, but a decoder alone for a short prompt, and for one that it has sooner. See Disaggregated."""
-        kv = self._context.settings.kv
+        kv = self._kv
         if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.legs(call, request, timeline)
@@ -101,7 +117,7 @@ class Sequential(Disaggregated):
             yield from self._both(call, request, timeline)
             return
         asked = ask(request)
-        decoder = local.sooner(asked, self._context.settings.kv.local_max_tokens)
+        decoder = local.sooner(asked, self._kv.local_max_tokens)
         if decoder is None:
             yield from self._both(call, request, timeline)
             seconds = timeline.seconds
@@ -120,21 +136,48 @@ class Sequential(Disaggregated):
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
-            params = yield from self._prefill(call, handoff, timeline)
-            rank = self._ranks.claim() if self._context.settings.balance.decode_dp_ranks > 1 else None
+            timeline.enter(_PREFILL)
+            asks_again = True
+            while True:
+                rank = self._ranks.claim() if self._prefill_ranks > 1 else None
+                try:
+                    answer, body = yield self._prefill_leg(call, handoff, rank, timeline)
+                    told = parse_prefilled(answer, body)
+                except UpstreamError as error:
+                    self.prefill_failed(call, error)
+                    raise
+                finally:
+                    if rank is not None:
+                        rank.free()
+                of_prompt = timeline.usage.saw_prompt(told.usage)
+                params, kv = _kept_kv(told, call, handoff.prefiller.backend)
+                if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
+                    break
+                asks_again = False
+                timeline.left_prefiller(handoff.prefiller.pick)
+            if kv is None:
+                handoff.source = self.source_without_kv
+            is_local = handoff.source is DECODER
+            handoff.prefilled(*of_prompt)
+            handoff.held(kv)
+            rank = self._ranks.claim() if self._decode_ranks > 1 else None
             try:
-                with (yield from self._decode(call, params, handoff, rank, timeline)) as response:
+                body = _decode_body(call, None if is_local else params)
+                # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its
+                # decoding.
+                timeline.enter(_HANDOFF if call.stream else _STREAM)
+                while True:
+                    try:
+                        response: Response = yield self._decode_leg(call, body, handoff, rank, timeline)
+                        break
+                    except UpstreamError as error:
+                        self._move_decoder(handoff, error, timeline)
+                with response:
                     if not response.is_success:
                         raise refusal(response, (yield response))
                     if call.stream:
-                        timeline.enter(Stage.FIRST_TOKEN)
-                    yield Attempt(
-                        response,
-                        timeline,
-                        prefiller=handoff.prefiller.backend,
-                        kv_handed_over=handoff.source is not KvSource.DECODER,
-                        handoff=handoff,
-                    )
+                        timeline.enter(_FIRST_TOKEN)
+                    yield Attempt(response, timeline, handoff.prefiller.backend, not is_local, handoff)
             finally:
                 if rank is not None:
                     rank.free()
@@ -153,83 +196,43 @@ class Sequential(Disaggregated):
 
     # How
 
-    def _prefill(self, call: Call, handoff: KvHandoff, timeline: Timeline) -> Steps[bytes | None]:
-        """Run the prefill leg: KV parameters for the decoder, verbatim; None: there are none. Raises UpstreamError."""
-        settings = self._context.settings
-        timeline.enter(Stage.PREFILL)
-        asks_again = True
-        while True:
-            prefiller = handoff.prefiller.backend
-            attempt_id = new_attempt_id()
-            timeline.prefiller, timeline.prefill_id = prefiller.name, attempt_id
-            headers = {**call.headers, "x-request-id": attempt_id}
-            rank, ranks = None, settings.balance.prefill_dp_ranks
-            if ranks > 1:
-                rank = self._ranks.claim()
-                headers |= rank.header(prefiller, ranks)
-            asked = prefill_body(call, self._pools.prefill, prefiller, _ASK_FOR_KV)
-            seconds = prefill_seconds(settings.timeouts, call)
-            try:
-                answer, body = yield Leg(prefiller, call.api.path, asked, headers, seconds, is_whole=True)
-                told = parse_prefilled(answer, body)
-            except UpstreamError as error:
-                self.prefill_failed(call, error)
-                raise
-            finally:
-                if rank is not None:
-                    rank.free()
-            of_prompt = timeline.usage.saw_prompt(told.values.get("usage"))
-            params, kv = _kept_kv(told, call, prefiller)
-            if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
-                break
-            asks_again = False
-            timeline.left_prefiller(handoff.prefiller.pick)
-        if kv is None:
-            handoff.source = self.source_without_kv
-        handoff.prefilled(*of_prompt)
-        handoff.held(kv)
-        return None if handoff.source is KvSource.DECODER else params
+    def _prefill_leg(self, call: Call, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline) -> Leg:
+        prefiller = handoff.prefiller.backend
+        timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
+        headers = {**call.headers, "x-request-id": timeline.prefill_id}
+        if rank is not None:
+            headers |= rank.header(prefiller, self._prefill_ranks)
+        body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
+        return Leg(prefiller, call.api.path, body, headers, prefill_seconds(self._timeouts, call), False, True)
 
-    def _decode(
-        self,
-        call: Call,
-        kv_params: bytes | None,
-        handoff: KvHandoff,
-        rank: RankClaim | None,
-        timeline: Timeline,
-    ) -> Steps[Response]:
-        """Open the decode leg. A refused connection has used nothing, so the same KV goes to another decoder."""
-        params = kv_params if not call.kv_params else _decode_params(kv_params, call.kv_params)
-        changes = {} if params is None else {"kv_transfer_params": orjson.Fragment(params)}
-        body = call.body(changes)
-        # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its decoding.
-        timeline.enter(Stage.HANDOFF if call.stream else Stage.STREAM)
-        while True:
-            decoder = handoff.decoder.backend
-            timeline.decoder, timeline.decode_id = decoder.name, timeline.prefill_id
-            headers = {**call.headers, "x-request-id": timeline.prefill_id}
-            if rank is not None:
-                # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
-                headers |= rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
-            seconds = self._handoff_seconds(handoff.kv, call)
-            try:
-                response: Response = yield Leg(decoder, call.api.path, body, headers, seconds)
-                return response
-            except UpstreamError as error:
-                if error.failure is Failure.CONNECT and self.move(handoff.decoder, handoff.failed, error):
-                    timeline.left_decoder(handoff.decoder.pick)
-                    self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
-                    continue
-                if error.failure is Failure.CONNECT:
-                    # No decoder is left: another prefill would only pin more KV cache that none pulls.
-                    raise NoBackendAvailable(Role.DECODE) from error
-                raise
+    def _decode_leg(
+        self, call: Call, body: Body, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline
+    ) -> Leg:
+        decoder = handoff.decoder.backend
+        timeline.decoder, timeline.decode_id = decoder.name, timeline.prefill_id
+        headers = {**call.headers, "x-request-id": timeline.prefill_id}
+        if rank is not None:
+            # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
+            headers |= rank.header(decoder, self._decode_ranks)
+        return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
+
+    def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
+        """A refused connection has used nothing, so the same KV goes to another decoder. Raises what a failure that
+        is another one, or finds no other decoder, comes to.
+        """
+        if error.failure is not Failure.CONNECT:
+            raise error
+        if not self.move(handoff.decoder, handoff.failed, error):
+            # No decoder is left: another prefill would only pin more KV cache that none pulls.
+            raise NoBackendAvailable(Role.DECODE) from error
+        timeline.left_decoder(handoff.decoder.pick)
+        self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
 
     def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
         """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
         has given to others meanwhile. An answer that is not streamed says nothing before its end.
         """
-        timeouts = self._context.settings.timeouts
+        timeouts = self._timeouts
         if not call.stream:
             return first_byte_seconds(timeouts, call)
         if kv is None:
@@ -248,22 +251,23 @@ class Sequential(Disaggregated):
         return True
 
 
-def _kept_kv(answer: Document, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
+def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
     """A prefiller's `kv_transfer_params` as it wrote them, None when there are none that say anything; and the KV that
     they name for a decoder to fetch, None when they name none.
     """
-    told = answer.values.get("kv_transfer_params")
-    if not isinstance(told, dict) or not told:
+    params = bytes(answer.kv_transfer_params)
+    try:
+        told = kv_params_in(params)
+    except msgspec.DecodeError:
         return None, None
-    params = answer.raw_value("kv_transfer_params")
-    if params is None or told.get("do_remote_prefill") is not True:
-        return params, None
-    return params, PrefilledKv(prefiller, params, kv_transfer(told), call.prompt_tokens, call.headers)
+    if told.do_remote_prefill is not True:
+        return params if params[1:-1].strip() else None, None
+    return params, PrefilledKv(prefiller, params, told.transfer, call.prompt_tokens, call.headers)
 
 
-def _decode_params(params: bytes | None, extra: Mapping[str, object]) -> bytes | None:
-    """`kv_transfer_params` of the decode leg: the prefiller's very bytes, and the call's own members behind them."""
-    if not extra:
-        return params
-    members = orjson.dumps(dict(extra))
-    return members if params is None else params[:-1] + b"," + members[1:]
+def _decode_body(call: Call, params: bytes | None) -> Body:
+    """That of the decode leg: the prefiller's very `kv_transfer_params`, and the call's own members behind them."""
+    if call.kv_params:
+        members = orjson.dumps(dict(call.kv_params))
+        params = members if params is None else params[:-1] + b"," + members[1:]
+    return call.body(UNCHANGED) if params is None else call.body_with_kv(params)

@@ -13,7 +13,7 @@ from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwi
 from proxy.errors import BadRequest, Failure
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import RESERVED_FIELDS, Api, with_prompt_details
+from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api, with_prompt_details
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from proxy.wire.document import Document
 
 
+_LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)
+"""All that is acted on of ordinary requests."""
 _READINGS: Final[Mapping[str, Reading]] = {
+    **_LIMITS,
     **dict.fromkeys(
-        (
-            *("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "seed", "top_logprobs"),
-            *("prompt_logprobs", "thinking_token_budget"),
-        ),
-        WHOLE_NUMBER,
+        ("min_tokens", "n", "best_of", "seed", "top_logprobs", "prompt_logprobs", "thinking_token_budget"), WHOLE_NUMBER
     ),
     **dict.fromkeys(
         (
@@ -59,35 +58,32 @@ class OpenAi(Dialect):
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
         values = document.values
+        is_ordinary = values.keys() <= ORDINARY_FIELDS
         stream = boolean(values, "stream")
         options = values.get("stream_options")
-        if options is not None and not isinstance(options, dict):
-            raise BadRequest("stream_options must be an object", param="stream_options")
-        if options and not stream:
-            raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-        changes = spelled_otherwise(values, self.readings)
-        values.update(changes)
-        if values.get("n") is not None and values["n"] < 1:
-            raise BadRequest("n must be a positive integer", param="n")
+        if options is not None:
+            if not isinstance(options, dict):
+                raise BadRequest("stream_options must be an object", param="stream_options")
+            if options and not stream:
+                raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
+        changes = spelled_otherwise(values, _LIMITS if is_ordinary else self.readings)
+        if changes:
+            values.update(changes)
+        if not is_ordinary:
+            if values.get("n") is not None and values["n"] < 1:
+                raise BadRequest("n must be a positive integer", param="n")
+            changes.update(without_reserved(values, RESERVED_FIELDS))
         include_usage = options is not None and boolean(options, "include_usage")
-        changes.update(without_reserved(values, RESERVED_FIELDS))
         if stream and not include_usage:
             # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
             # What else stands in their options (continuous_usage_stats) means nothing without it.
             changes["stream_options"] = {"include_usage": True}
         tokens, prompt = measured_prompt(document, cost)
         limit = output_limit(values)
-        return Call(
-            api=self.api,
-            document=document,
-            prompt_tokens=tokens,
-            output_tokens=limit or cost.default_output_tokens,
-            output_limit=limit,
-            stream=stream,
-            include_usage=include_usage,
-            headers=headers,
-            changes=changes,
-            prompt=prompt,
+        output_tokens = limit or cost.default_output_tokens
+        return Call(  # by position, see Call.changed
+            *(self.api, document, tokens, output_tokens, stream, include_usage, headers, changes, prompt, limit),
+            is_ordinary,
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
@@ -157,7 +153,7 @@ class ChatCompletions(OpenAi):
     def is_single(self, call: Call) -> bool:
         """See Dialect. A chat has one prompt."""
         values = call.values
-        if _SEVERAL.isdisjoint(values):
+        if call.is_ordinary or _SEVERAL.isdisjoint(values):
             return True
         return (values.get("n") or 1) == 1 and not (values.get("use_beam_search") or values.get("best_of"))
 

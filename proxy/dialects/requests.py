@@ -35,17 +35,16 @@ def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]
     them for. Raises BadRequest for what they take for nothing.
     """
     changes: dict[str, object] = {}
-    for name in filter(readings.__contains__, values):
-        if (value := values[name]) is not None:
-            read, what, plain = readings[name]
-            if type(value) is plain:
-                continue
-            try:
-                meant = read(value)
-            except ValueError:
-                raise BadRequest(f"{name} must be {what}", param=name) from None
-            if meant is not value:
-                changes[name] = meant
+    for name, (read, what, plain) in readings.items():
+        value = values.get(name)
+        if value is None or type(value) is plain:
+            continue
+        try:
+            meant = read(value)
+        except ValueError:
+            raise BadRequest(f"{name} must be {what}", param=name) from None
+        if meant is not value:
+            changes[name] = meant
     return changes
 
 

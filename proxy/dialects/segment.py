@@ -107,6 +107,10 @@ class Segment:
             return Meaning.ERROR
         return Meaning.USAGE if has_usage else Meaning.OTHER
 
+    def forget_event(self) -> None:
+        """What the last event read was is not asked for any more."""
+        self.payload = self.data = None
+
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
         has_content = False
         self.is_mute = True

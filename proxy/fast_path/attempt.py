@@ -10,16 +10,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from proxy.connectors import legs as steps
+from proxy.connectors.attempt import Attempt
 from proxy.connectors.legs import Leg
 from proxy.errors import NoBackendAvailable, UpstreamError
 from proxy.upstream.response import Response, WholeResponse
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
     from typing import Any
 
-    from proxy.connectors.attempt import Attempt
     from proxy.connectors.legs import Legs
     from proxy.fast_path.parts import FastParts
     from proxy.upstream.connection import Connection
@@ -58,22 +57,23 @@ class FastAttempt(ABC):
 
     # Its steps
 
-    def _go(self, resume: Callable[..., Leg | Response | Attempt], *what: Any) -> None:
-        """Resume the legs, and do what they ask for."""
+    def _go(self, result: Any, failed: UpstreamError | None = None) -> None:
+        """Tell the legs what came of the last step, None before the first one, and do what they ask for."""
         try:
-            step = resume(*what)
+            step = self._legs.send(result) if failed is None else self._legs.throw(failed)
         except (NoBackendAvailable, UpstreamError) as error:
             self._leave(error)
             return
         except Exception as error:
             self._break(error)
             return
-        if isinstance(step, Leg):
+        if type(step) is Leg:
             self._send(step)
-        elif isinstance(step, Response):
-            step.collect(self._read)
-        else:
+        elif isinstance(step, Attempt):
             self._take(step)
+        else:
+            assert isinstance(step, Response)
+            step.collect(self._read)
 
     def _send(self, leg: Leg, connection: Connection | None = None) -> None:
         """`connection`: a fresh one; None: any that is there, or else a fresh one."""
@@ -96,7 +96,7 @@ class FastAttempt(ABC):
         except UpstreamError as error:
             self._connecting = None
             # Not CONNECT after it was asked: it may be gone because of that.
-            self._go(self._legs.throw, stale or error)
+            self._go(None, stale or error)
             return
         self._connecting = None
         self._send(leg, connection)
@@ -107,7 +107,7 @@ class FastAttempt(ABC):
         assert connection is not None
         self._parts.upstream.give_back(connection)
         if error is None:
-            self._go(self._legs.send, (response, body))
+            self._go((response, body))
         else:
             self._unanswered(error)
 
@@ -116,7 +116,8 @@ class FastAttempt(ABC):
         connection, self._connection = self._connection, None
         assert connection is not None
         if error is None:
-            self._go(self._legs.send, self._response)
+            self._sent = None  # with its body, however long the answer takes
+            self._go(self._response)
         else:
             self._parts.upstream.give_back(connection)
             self._unanswered(error)
@@ -129,14 +130,14 @@ class FastAttempt(ABC):
             if leg.resend_if_stale:
                 self._connecting = self._parts.loop.create_task(self._connect(leg, error))
                 return
-        self._go(self._legs.throw, error)
+        self._go(None, error)
 
     def _read(self, body: bytes, error: UpstreamError | None) -> None:
         """The body that the legs wait for has arrived, or has not."""
         if error is None:
-            self._go(self._legs.send, body)
+            self._go(body)
         else:
-            self._go(self._legs.throw, error)
+            self._go(None, error)
 
     def _release(self, error: BaseException) -> None:
         """Give everything back: the attempt ends with this error."""

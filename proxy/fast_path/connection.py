@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING, Final, cast
 
 from proxy.fast_path.head import is_one_request, read_head
@@ -33,7 +32,7 @@ class FastConnection(FirstProtocol):
 
     __slots__ = (
         *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
-        *("_odd", "_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
+        *("_odd", "_owes_head", "_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
     )
 
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
@@ -57,9 +56,11 @@ class FastConnection(FirstProtocol):
         self._last: Head | None = None
         """Of the request that came last."""
         self._body: list[bytes] = []
-        """What there is of that request, its head included."""
+        """What there is of that request, if it came in pieces, its head included."""
         self._missing_bytes = 0
         self._held_bytes = 0
+        self._owes_head = True
+        """The listener waits for the headers of a request."""
         self._odd = 0
         """How many requests in a row have looked plain and were not."""
         self._drained: asyncio.Future[None] | None = None
@@ -105,7 +106,7 @@ class FastConnection(FirstProtocol):
             return
         if self._head is not None:
             if now - self._since > _BODY_SECONDS:
-                self._leave()
+                self._leave_unfinished()
         elif now - self._since > keepalive_seconds:
             self.transport.close()
 
@@ -119,22 +120,44 @@ class FastConnection(FirstProtocol):
         if head is None or head.path not in self._intake.paths:
             return False
         self._last = head
+        self._owes_head = True
         return True
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = self.door = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        if self._listener.accept(self, self.transport):
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._listener.accept(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
+        """Take what was read. One function for what a request begins with, as each that is called costs more."""
         if self._request is not None:
             self._keep(data)
-        elif self._head is not None:
+            return
+        if self._head is not None:
             self._receive(self._head, data)
-        elif not self._closes:
-            self._read(data)
+            return
+        if self._closes:
+            return
+        intake = self._intake
+        head = read_head(data, self._last)
+        if head is None or head.path not in intake.paths:
+            self._leave(data)
+            return
+        self._last = head
+        if self._owes_head:
+            self._owes_head = False
+            self._listener.headers_arrived(self)
+        size_bytes = head.size_bytes
+        missing_bytes = size_bytes + head.body_bytes - len(data)
+        if missing_bytes == 0:
+            if not self._begin(head, data[size_bytes:], intake.parts.clock()):
+                self._leave(data)
+        elif missing_bytes < 0 or not intake.takes(head) or not self._take(len(data)):
+            self._leave(data)
+        else:
+            self._head, self._missing_bytes, self._since = head, missing_bytes, intake.parts.clock()
+            self._body.append(data)
 
     def pause_writing(self) -> None:
         self.is_paused = True
@@ -167,68 +190,55 @@ class FastConnection(FirstProtocol):
             data = b"".join(self._pending)
             self._pending.clear()
             self.transport.resume_reading()
-            self._read(data)
+            self.data_received(data)
         else:
             self._since = now
 
     # How
-
-    def _read(self, data: bytes) -> None:
-        self._body.append(data)
-        head = read_head(data, self._last)
-        if head is None or head.path not in self._intake.paths:
-            self._leave()
-            return
-        self._last = head
-        self._listener.headers_arrived(self)
-        missing_bytes = head.size_bytes + head.body_bytes - len(data)
-        if missing_bytes == 0:
-            self._begin(head, data[head.size_bytes :], self._intake.parts.clock())
-        elif missing_bytes < 0 or not self._intake.takes(head):
-            self._leave()
-        else:
-            self._head, self._missing_bytes, self._since = head, missing_bytes, self._intake.parts.clock()
-            if not self._take(len(data)):
-                self._leave()
 
     def _receive(self, head: Head, data: bytes) -> None:
         """Another piece of a body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes < 0 or not self._take(len(data)):
-            self._leave()
+            self._leave_unfinished()
         elif self._missing_bytes == 0:
             self._let_go()
             self._head = None
             assert self._since is not None
-            first, *more = self._body
+            pieces, self._body = self._body, []
+            first, *more = pieces
             # Copied once, however long it is and however many pieces came.
-            self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since)
+            if not self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since):
+                self._leave(b"".join(pieces))
 
-    def _begin(self, head: Head, body: bytes, since: float) -> None:
-        """All of a request is there."""
+    def _begin(self, head: Head, body: bytes, since: float) -> bool:
+        """All of a request is there. False: it is not plain, and nothing has happened."""
         self._since = None
         request = self._request = self._intake.begin(self, head, body)
         if request is None:
             self._odd += 1
-            self._leave()
-        else:
-            self._odd = 0
-            self._body.clear()
-            request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
+            return False
+        self._odd = 0
+        request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
+        return True
 
     def _keep(self, data: bytes) -> None:
         self._pending.append(data)
         if sum(map(len, self._pending)) > _MAX_PENDING_BYTES:
             self.transport.pause_reading()
 
-    def _leave(self) -> None:
-        """From now on the connection is aiohttp's, with all that has come."""
-        self._let_go()
-        self._head = self._since = None
-        data = b"".join(self._body)
-        self._body.clear()
+    def _leave(self, data: bytes) -> None:
+        """From now on the connection is aiohttp's, with what has come that is not answered."""
+        self._since = None
         self._listener.hand_over(self, data)
+
+    def _leave_unfinished(self) -> None:
+        """It is aiohttp's in the middle of a body."""
+        self._let_go()
+        self._head = None
+        pieces, self._body = self._body, []
+        self._leave(b"".join(pieces))
 
     def _take(self, body_bytes: int) -> bool:
         """Account for so many bytes more; False: there is no room for them."""

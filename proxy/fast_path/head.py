@@ -8,7 +8,11 @@ request line, names and values of RFC 9110 5.5 in ASCII, no name twice, one leng
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
+
+from proxy.api.generation import PASSED_ON
+from proxy.api.key_auth import credential_for_engines
 
 MAX_HEAD_BYTES: Final = 8 * 1024
 """A longer head is not plain. aiohttp takes longer ones, but no longer line."""
@@ -39,8 +43,9 @@ _NOT_PLAIN: Final = frozenset(
 )
 
 
-class Head(NamedTuple):
-    """The head of one request."""
+@dataclass(slots=True)
+class Head:
+    """The head of one request. Nothing of it is ever set again."""
 
     path: str
     fields: dict[str, str]
@@ -53,6 +58,10 @@ class Head(NamedTuple):
     """Its bytes up to the digits that say the length of the body."""
     behind: bytes
     """Its bytes behind them."""
+    passed_on: dict[str, str]
+    """The fields that reach the engines whoever has sent them."""
+    with_credential: dict[str, str]
+    """These, and the credential of a client that needs no key of the gateway."""
 
 
 def read_head(data: bytes, last: Head | None = None) -> Head | None:
@@ -62,15 +71,16 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
     was read once is not read again.
     """
     if last is not None and data.startswith(last.before):
-        begin = len(last.before)
-        end = data.find(last.behind, begin, begin + _LENGTH_DIGITS + len(last.behind))
-        digits, size_bytes = data[begin:end], end + len(last.behind)
+        begin, behind_bytes = len(last.before), len(last.behind)
+        end = data.find(last.behind, begin, begin + _LENGTH_DIGITS + behind_bytes)
+        digits, size_bytes = data[begin:end], end + behind_bytes
         if end > begin and digits.isdigit() and size_bytes <= MAX_HEAD_BYTES:
             body_bytes = int(digits)
             if size_bytes == last.size_bytes and body_bytes == last.body_bytes:
                 return last
             named = {**last.fields, "content-length": digits.decode()}
-            return Head(last.path, named, body_bytes, size_bytes, last.before, last.behind)
+            same = last.before, last.behind, last.passed_on, last.with_credential
+            return Head(last.path, named, body_bytes, size_bytes, *same)
     match = _REQUEST.match(data, 0, MAX_HEAD_BYTES)
     if match is None or (fields := _plain_fields(match[2])) is None:
         return None
@@ -81,7 +91,18 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
     assert name is not None
     before, size_bytes = name.end(), match.end()
     behind = data[before + len(length) : size_bytes]
-    return Head(match[1].decode("ascii"), fields, int(length), size_bytes, data[:before], behind)
+    passed_on: dict[str, str] = {name: fields[name] for name in PASSED_ON if name in fields}
+    credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))
+    return Head(
+        path=match[1].decode("ascii"),
+        fields=fields,
+        body_bytes=int(length),
+        size_bytes=size_bytes,
+        before=data[:before],
+        behind=behind,
+        passed_on=passed_on,
+        with_credential=passed_on if credential is None else {**passed_on, "authorization": credential},
+    )
 
 
 def is_one_request(data: bytes) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from proxy.api.generation import PASSED_ON
-from proxy.api.key_auth import credential_for_engines
 from proxy.api_keys import ANONYMOUS
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
+from proxy.dialects.shapes import Shapes
 from proxy.errors import GatewayError
 from proxy.fast_path.request import FastRequest
 from proxy.listener.body import memory_bytes
@@ -17,9 +16,9 @@ from proxy.wire.openai import Api
 from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from proxy.api_keys import ApiKey, ApiKeys
+    from proxy.api_keys import ApiKeys
     from proxy.call import Call
     from proxy.dialects.base import Dialect
     from proxy.fast_path.head import Head
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from proxy.fast_path.stream import Client
     from proxy.flow.lanes import Lane
     from proxy.settings import Settings
-
-
-_PASSED_ON: Final = frozenset((*PASSED_ON, "authorization", "x-api-key"))
 
 
 class Intake:
@@ -53,14 +49,18 @@ class Intake:
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         for parts in (self.parts, *self._parts_of.values()):
-            parts.settings = settings
+            parts.configure(settings)
         # A chat that is asked for as a completion waits for its prompt. Where pages are allowed, every answer says
         # `Vary: Origin`.
         waits = {Api.CHAT.path} if settings.sglang.chat_sampling else set()
         self.paths = frozenset() if settings.listen.cors_origins else frozenset(self._dialects) - waits
         """Of the requests that may be plain."""
         self._most_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
+        self._most_elements, self._cost = settings.listen.max_body_elements, settings.cost
         self._names = ModelNames(settings.models.aliases)
+        self._shapes = {
+            path: Shapes(dialect, settings.cost) for path, dialect in self._dialects.items() if dialect.api is Api.CHAT
+        }
 
     # What a connection asks
 
@@ -73,19 +73,22 @@ class Intake:
 
         Whatever is to be refused is not plain.
         """
-        parts, fields, size_bytes = self.parts, head.fields, len(raw)
-        settings = parts.settings
+        parts, size_bytes = self.parts, len(raw)
         if parts.listener.is_closing or size_bytes > self._most_bytes or self._admission.is_short_of_memory:
             return None
-        is_slight, most = size_bytes <= SLIGHT_BYTES, settings.listen.max_body_elements
+        is_slight, most = size_bytes <= SLIGHT_BYTES, self._most_elements
         if not is_slight and not is_light(raw, most) and bounds(raw)[0] > most:
             return None
         dialect = self._dialects[head.path]
         try:
-            key = self._keys.identify(fields.get("authorization"), fields.get("x-api-key"))
-            document = Document(raw)
-            headers = {} if _PASSED_ON.isdisjoint(fields) else self._passed_on(fields, key)
-            call = dialect.parse(document, settings.cost, headers)
+            key = ANONYMOUS
+            if self._keys.have_keys:
+                key = self._keys.identify(head.fields.get("authorization"), head.fields.get("x-api-key"))
+            headers = head.with_credential if key is ANONYMOUS else head.passed_on
+            shapes = self._shapes.get(head.path)
+            call = None if shapes is None else shapes.call(raw, headers)
+            if call is None:
+                call = dialect.parse(Document(raw), self._cost, headers)
             if self._models.is_mixed:
                 parts = self._in_lane(call)
             if (
@@ -102,7 +105,7 @@ class Intake:
         if waits and not admission.has_place(key.name):
             return None
         in_task = waits or not parts.suspects.memory.is_empty  # it has to be looked up
-        held_bytes = size_bytes if is_slight else memory_bytes(raw, document.read_values)
+        held_bytes = size_bytes if is_slight else memory_bytes(raw, call.document.read_values)
         if not self.buffers.take(held_bytes):
             return None
         quota = None
@@ -127,13 +130,3 @@ class Intake:
             self._parts_of = {known: its for known, its in self._parts_of.items() if known in lanes.all}
             parts = self._parts_of[lane] = self.parts.of(lane)
         return parts
-
-    @staticmethod
-    def _passed_on(fields: Mapping[str, str], key: ApiKey) -> dict[str, str]:
-        """The headers that reach the engines."""
-        headers = {name: fields[name] for name in PASSED_ON if name in fields}
-        if key is ANONYMOUS:
-            credential = credential_for_engines(fields.get("authorization"), fields.get("x-api-key"))
-            if credential is not None:
-                headers["authorization"] = credential
-        return headers

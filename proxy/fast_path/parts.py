@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
+# Around the id of the request; the moment's date is put in once a second.
 _STREAM_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-    b"X-Accel-Buffering: no\r\nX-Request-Id: %%b\r\nTransfer-Encoding: chunked\r\nDate: %%b\r\nServer: %b\r\n%%b\r\n"
-) % SERVER.encode()
+    b"X-Accel-Buffering: no\r\nX-Request-Id: "
+)
+_BEHIND_STREAM_ID: Final = b"\r\nTransfer-Encoding: chunked\r\nDate: %%b\r\nServer: %b\r\n" % SERVER.encode()
 _BODY_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %%d\r\nDate: %%b\r\nServer: %b\r\n"
     b"X-Request-Id: %%b\r\n%%b\r\n"
@@ -42,7 +44,7 @@ _CLOSE: Final = b"Connection: close\r\n"
 
 @dataclass(slots=True, kw_only=True)
 class FastParts:
-    """One worker's. Only `settings` is ever replaced."""
+    """One worker's. Only what is configured ever changes."""
 
     gateway: Gateway
     connector: Connector
@@ -61,6 +63,21 @@ class FastParts:
     """Seconds of the clock that request records have."""
     _date: bytes = field(default=b"", init=False)
     _date_second: int = field(default=-1, init=False)
+    _behind_stream_id: bytes = field(default=b"", init=False)
+    write_timeout_seconds: float = field(default=0.0, init=False)
+    """This and the two below are of the settings, which take longer to read."""
+    first_token_seconds: float = field(default=0.0, init=False)
+    idle_seconds: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self.configure(self.settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self.settings = settings
+        self.write_timeout_seconds = settings.listen.write_timeout_seconds
+        self.first_token_seconds = settings.timeouts.first_token_seconds
+        self.idle_seconds = settings.timeouts.idle_seconds
 
     def of(self, lane: Lane) -> FastParts:
         """The same in another lane."""
@@ -73,8 +90,8 @@ class FastParts:
         """The head of a streamed answer."""
         if int(self.clock()) != self._date_second:
             self._tick()
-        closing = _closing(client) if self.listener.is_closing else b""
-        return _STREAM_HEAD % (request_id.encode(), self._date, closing)
+        closing = _closing(client) + b"\r\n" if self.listener.is_closing else b"\r\n"
+        return _STREAM_HEAD + request_id.encode() + self._behind_stream_id + closing
 
     def body_head(self, request_id: str, client: Client, body_bytes: int) -> bytes:
         """The head of an answer that is one JSON body."""
@@ -98,6 +115,7 @@ class FastParts:
 
     def _tick(self) -> None:
         self._date_second, self._date = int(self.clock()), formatdate(usegmt=True).encode()
+        self._behind_stream_id = _BEHIND_STREAM_ID % self._date
 
 
 def _closing(client: Client) -> bytes:

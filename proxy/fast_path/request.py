@@ -9,11 +9,11 @@ from proxy import logs
 from proxy.connectors import legs as steps
 from proxy.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
 from proxy.fast_path.attempt import FastAttempt
-from proxy.fast_path.short_stream import MOST_PARTS, ShortStream
+from proxy.fast_path.plain_stream import PlainStream
 from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
-from proxy.flow.relay import TokenClock
+from proxy.flow.token_clock import TokenClock
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class FastRequest(FastAttempt):
 
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_dialect", "_has_task", "_held_bytes"),
-        *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_relay", "_short", "_stream", "_task"),
+        *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_plain", "_relay", "_stream", "_task"),
         *("_in_task", "_timeline", "_watching", "is_over"),
     )
 
@@ -68,8 +68,8 @@ class FastRequest(FastAttempt):
         self._in_task = in_task
         self._attempt: Attempt | None = None
         self._answer: StreamedAnswer | EngineBody | None = None
-        """None while the answer is a ShortStream, or was not begun."""
-        self._short: ShortStream | None = None
+        """None while the answer is a PlainStream, or was not begun."""
+        self._plain: PlainStream | None = None
         self._relay: Relay | None = None
         self._began_at: float | None = None
         """When the client was given the first of the answer, in seconds of the suspects' clock."""
@@ -91,9 +91,7 @@ class FastRequest(FastAttempt):
         parts.drain.enter(self)
         parts.gateway.admission.enter(record.key)
         parts.gateway.budget.enter()
-        self._stream = FastStream(
-            self._client, parts.stream_head, request_id, parts.settings.listen.write_timeout_seconds
-        )
+        self._stream = FastStream(self._client, parts.stream_head, request_id, parts.write_timeout_seconds)
         if call.stream:
             watching = self._watching = parts.gateway.watching(dialect, call)
             call = watching.observed(call)
@@ -104,7 +102,7 @@ class FastRequest(FastAttempt):
         legs = parts.connector.legs(call, call.pick_request(), self._timeline)
         assert legs is not None
         self._legs = legs
-        self._go(next, legs)
+        self._go(None)
 
     # The answer
 
@@ -113,60 +111,51 @@ class FastRequest(FastAttempt):
         if not self._call.stream:
             attempt.response.collect(self._take_body)
             return
-        call, is_observed = self._call, self._watching.is_close
-        # It will hardly be short, or has to be written anew.
-        if call.output_tokens > MOST_PARTS or (is_observed and call.values.get("include_reasoning") is False):
+        call, parts, watching = self._call, self._parts, self._watching
+        clock = TokenClock(self._record, parts.metrics)
+        if watching.is_close and call.values.get("include_reasoning") is False:  # it has to be written anew
             answer = self._begin_answer()
             assert isinstance(answer, StreamedAnswer)
-            clock = TokenClock(self._record, self._parts.metrics)
             self._relay = answer.go_on(attempt, self, self._woke, b"", clock)
             return
-        timeouts = self._parts.settings.timeouts
-        self._short = ShortStream(
-            *(attempt, call, self._stream, self, self._record, timeouts.idle_seconds),
-            hides_ids=is_observed and not call.values.get("return_token_ids"),
-        )
-        attempt.response.limit_silence(attempt.first_token_seconds or timeouts.first_token_seconds)
-        attempt.response.attach(self._short)
+        response = attempt.response
+        plain = self._plain = PlainStream(attempt, call, self._stream, self, clock, parts.idle_seconds, watching)
+        response.limit_silence(attempt.first_token_seconds or parts.first_token_seconds)
+        response.attach(plain)
 
-    # Owner of a ShortStream
+    # Owner of a PlainStream
 
     def first_output(self) -> None:
         """The decoder has begun to answer."""
         if self._began_at is None:
             self._began_at = self._parts.suspects.clock()
 
-    def told_gap(self, seconds: float) -> None:
+    def read_by_relay(self) -> Relay:
         """See Owner."""
-        self._parts.metrics.inter_token_seconds.observe(seconds)
-
-    def lengthen(self) -> Relay:
-        """See Owner."""
-        short, attempt = self._short, self._attempt
-        assert short is not None
+        plain, attempt = self._plain, self._attempt
+        assert plain is not None
         assert attempt is not None
         answer = self._begin_answer()
         assert isinstance(answer, StreamedAnswer)
-        self._short = None
-        self._stream.pass_over(short.sent_bytes)
-        clock = TokenClock(self._record, self._parts.metrics)
-        clock.go_on(short.writes, short.written_at)
-        self._relay = answer.go_on(attempt, self, self._woke, b"".join(short.seen), clock)
+        self._plain = None
+        self._stream.pass_over(plain.sent_bytes)
+        seen = b"".join(plain.seen)
+        self._relay = answer.go_on(attempt, self, self._woke, seen, plain.clock, plain.transcript)
         return self._relay
 
     def finished(self) -> None:
         """See Owner."""
-        short, attempt = self._short, self._attempt
-        assert short is not None
+        plain, attempt = self._plain, self._attempt
+        assert plain is not None
         assert attempt is not None
         try:
-            attempt.saw_usage(short.usage)
+            attempt.saw_usage(plain.usage)
             steps.finish(self._legs)
         except Exception as error:
             self._break(error)
             return
         self._timeline.leave()
-        self._stream.end(short.unsent + self._dialect.done_event)
+        self._stream.end(plain.unsent + self._dialect.done_event)
         self._complete()
 
     def _begin_answer(self) -> StreamedAnswer | EngineBody:
@@ -352,9 +341,9 @@ class FastRequest(FastAttempt):
         parts.gateway.admission.buffers.give_back(self._held_bytes)
         if self._quota is not None:
             self._quota.__exit__(None, None, None)
-        self._client.done(parts.clock())
+        self._client.done(record.ended)
         # Each knows this request: they would be cycles of garbage, with the whole body.
-        self._answer = self._attempt = self._relay = self._response = self._short = self._task = None
+        self._answer = self._attempt = self._relay = self._response = self._plain = self._task = None
         del self._stream
         if not self._in_task:
             del self._legs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -11,10 +11,12 @@ import orjson
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.flow.relay import Relay, TokenClock
+from proxy.flow.relay import Relay
+from proxy.flow.token_clock import TokenClock
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
-from proxy.wire.document import REMOVED, joined
+from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
+from proxy.wire.long_answer import LongAnswer
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engine import Watching
-    from proxy.wire.document import Document
+    from proxy.resume.transcript import Transcript
 
 
 class Answer(ABC):
@@ -51,8 +53,12 @@ class Answer(ABC):
         self.engine = watching.engine
         """What works on it."""
         self._client = client
-        self.call = watching.observed(delivery.call)
-        """The call as it is sent to the engines."""
+        self._watching = watching
+
+    @cached_property
+    def call(self) -> Call:
+        """The call as it is sent to the engines. Only an attempt loop asks, which most answers do without."""
+        return self._watching.observed(self.delivery.call)
 
     def sent(self, call: Call) -> Call:
         """A call at this answer as engines get it."""
@@ -89,7 +95,10 @@ class EngineBody(Answer):
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer. An answer that comes in one piece has no first output before its end."""
         self._raw = await attempt.response.read()
-        self._answer, values = _read_answer(attempt, self._raw, self._dialect)
+        attempt.kv_arrived()
+        self._answer = parse_answer(Document, attempt.response, self._raw)
+        values = dict(self._answer.values)
+        _check(attempt, values, self._dialect)
         self._corrections = await self._dialect.corrections(self.call, values, attempt)
 
     @staticmethod
@@ -97,9 +106,18 @@ class EngineBody(Answer):
         """What `take` and `body` come to for a body that has been read, in a dialect that waits for nothing. Raises
         UpstreamError.
         """
-        answer, values = _read_answer(attempt, body, dialect)
+        response = attempt.response
+        attempt.kv_arrived()
+        is_long = len(body) > SHORT_BYTES
+        answer = parse_answer(LongAnswer, response, body) if is_long else parse_answer(Document, response, body)
+        values = answer.values
+        assert isinstance(values, dict)
+        _check(attempt, values, dialect)
         corrections = dialect.corrected(values, attempt)
-        return joined(answer.with_changes(corrections)) if corrections else body
+        if not corrections:
+            return body
+        changed = answer.with_changes(corrections)
+        return joined(changed or parse_answer(Document, response, body).with_changes(corrections))
 
     def body(self) -> bytes:
         """See Whole."""
@@ -113,15 +131,10 @@ class EngineBody(Answer):
         return {name: value for name, value in values.items() if value is not REMOVED}
 
 
-def _read_answer(attempt: Attempt, body: bytes, dialect: Dialect) -> tuple[Document, dict[str, Any]]:
-    """An answer that has come in one piece, and its values, which were seen to be one. Raises UpstreamError."""
-    response = attempt.response
-    attempt.kv_arrived()
-    answer = parse_answer(response, body)
-    values = dict(answer.values)
-    dialect.check_answer(response, values)
+def _check(attempt: Attempt, values: dict[str, Any], dialect: Dialect) -> None:
+    """See that they are an answer, and take in its usage. Raises UpstreamError."""
+    dialect.check_answer(attempt.response, values)
     attempt.saw_usage(dialect.usage(values))
-    return answer, values
 
 
 class _Relayed(Answer):
@@ -225,20 +238,28 @@ class StreamedAnswer(_Relayed):
         )
         super().__init__(delivery, parts, watching, client, prompt)
         self._stream = client
-        self._clock = TokenClock(record, parts.metrics)
+        self._record = record
+        self._clock: TokenClock | None = None
+        """None before the first stream."""
         self._rendering = rendering
         self._shares_client = shares_client
         self._begun: Relay | None = None
 
     def go_on(
-        self, attempt: Attempt, guard: OutputListener, wake: Callable[[], None], seen: bytes, clock: TokenClock
+        self,
+        attempt: Attempt,
+        guard: OutputListener,
+        wake: Callable[[], None],
+        seen: bytes,
+        clock: TokenClock,
+        transcript: Transcript | None = None,
     ) -> Relay:
         """Go on, without a task, with the answer of an attempt of which this much was seen already, and timed by this
-        clock. `take` goes on with it.
+        clock. `transcript`: see Relay.begin. `take` goes on with it.
         """
         self._clock = clock
         self._begun = Relay(attempt, self.delivery, guard, self._stream, clock)
-        self._begun.begin(self._timeouts, wake, seen)
+        self._begun.begin(self._timeouts, wake, seen, transcript)
         return self._begun
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
@@ -248,6 +269,8 @@ class StreamedAnswer(_Relayed):
             rendering.begin(attempt, goes_on=self.delivery.goes_on)
         relay, self._begun = self._begun, None
         if relay is None or not relay.is_of(attempt):
+            if self._clock is None:
+                self._clock = TokenClock(self._record, self._metrics)
             relay = Relay(attempt, self.delivery, guard, self._stream, self._clock)
         else:
             relay.hand_over(guard)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 _TOKEN_IDS: Final = b'"token_ids":['
+_NO_TOKEN_IDS: Final = b'"token_ids":null'
 
 
 class ChunkWriter:
@@ -79,12 +80,11 @@ class ChunkWriter:
 
 def without_token_ids(data: bytes) -> bytes:
     """The data of an event, or an event of one line, with `null` in place of its token ids, if it has any."""
-    begin = data.find(_TOKEN_IDS)
-    if begin < 0:
+    before, name, behind = data.partition(_TOKEN_IDS)
+    if not name:
         return data
-    begin += len(_TOKEN_IDS) - 1
-    end = data.index(b"]", begin) + 1
-    return b"%b%b%b" % (data[:begin], b"null".ljust(end - begin), data[end:])
+    ids, _, rest = behind.partition(b"]")
+    return before + _NO_TOKEN_IDS.ljust(len(ids) + len(b'"token_ids":[]')) + rest
 
 
 def has_only_ids(choice: dict[str, Any]) -> bool:

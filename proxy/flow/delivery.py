@@ -89,8 +89,8 @@ class Delivery:
         self._seam: Seam | None = None
         self._expected: bytes | None = None
         self._is_checked = False
-        self.shapes = TokenShapes()
-        """Of the present decoder's tokens."""
+        self.shapes: TokenShapes
+        """Of the present decoder's tokens, once there is one."""
         self._held: list[bytes] = []
         self._wants_ids = writer.wants_ids
         writer.keeps_bytes &= keeps_bytes
@@ -177,7 +177,7 @@ class Delivery:
         if not self.is_observed:
             choices = segment.payload.get("choices")
             if self._tells_shapes and choices and len(choices) == 1:
-                self.shapes.learn(segment, event, choices[0], has_tools=False)
+                self._learn(segment, event, choices[0])
             return self._given(self.writer.as_it_came(segment, event, segment.payload))
         if self._seam is not None:
             return self._given(self._stitched(segment, recomputed=False))
@@ -190,12 +190,17 @@ class Delivery:
         if choice.get("finish_reason") is not None:
             self.is_finished = True
         if self._tells_shapes:
-            self.shapes.learn(segment, event, choice, has_tools=bool(self.transcript.tools))
+            self._learn(segment, event, choice)
         if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
         if not self.writer.keeps_bytes:
             return self._given(self.writer.anew(payload, choice))
         return self._given(self.writer.as_it_came(segment, event, payload))
+
+    def _learn(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
+        """Learn what tokens look like from one of them. Where tools were called they may differ in more than text."""
+        is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
+        self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.data is event.data)
 
     def recomputed(self, segment: Segment) -> bytes:
         """The chunk with which a decoder gives up: its text counts, its finish does not, nor do its tool calls."""

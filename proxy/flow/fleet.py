@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from proxy.resume.engines import ENGINES
 from proxy.resume.vllm import VLLM
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.resume.engine import Engine
 
-_changes: Final = attrgetter("changes")
-
 
 class Fleet:
     """The eligible backends of the roles that a request needs."""
@@ -26,7 +23,7 @@ class Fleet:
         """`kind`: the software that the connector is for, as `Identity.kind` has it; None: any, and they say which."""
         self._pools = tuple(pools)
         self._connectors_kind = kind
-        self._seen = [-1 for _ in self._pools]
+        self._seen = [(pool, -1) for pool in self._pools]
         """How many changes each of them had had at the last look."""
         self._facts: list[EngineFacts | None] = []
         self._known: dict[Capability, bool] = {}
@@ -67,11 +64,15 @@ class Fleet:
         """Nearly free as long as nothing has changed. As long as there is nobody, the pools look, too; otherwise each
         lease has them do so.
         """
-        if self._facts and self._seen == list(map(_changes, self._pools)):
-            return
+        for pool, changes in self._seen:
+            if pool.changes != changes:
+                break
+        else:
+            if self._facts:
+                return
         self._known.clear()
         self._facts = [pool.facts(backend) for pool in self._pools for backend in pool.eligible()]
-        self._seen = list(map(_changes, self._pools))
+        self._seen = [(pool, pool.changes) for pool in self._pools]
         kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}
         if self._connectors_kind is not None:
             kinds = {self._connectors_kind}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.base import Unit
 from proxy.flow.admission import Admission
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engine import Watching
     from proxy.settings import Settings
+
+
+_NOT: Final = VLLM.watching[Watch.NOT]
 
 
 class Gateway:
@@ -82,6 +85,12 @@ class Gateway:
         )
         self._chat_prompts = ChatPrompts(self._parts.fleet, detokenizer)
         self._serving = tuple(map(pools.of, connector.roles))
+        self._read(settings)
+
+    def _read(self, settings: Settings) -> None:
+        """Keep at hand what every request asks for."""
+        self._is_exact = settings.resume.mode == "exact"
+        self._repeat_up_to_tokens = settings.resume.repeat_up_to_tokens
 
     def _on_wait(self, is_waiting: bool) -> None:
         """Have the pools tell of room only while a unit waits for it: otherwise each request would cost three calls."""
@@ -94,6 +103,7 @@ class Gateway:
         self.budget.configure(settings.retry.budget_share, settings.retry.budget_least)
         self.admission.configure(settings.admission)
         self._connector.configure(settings)
+        self._read(settings)
 
     def speaks(self, dialect: Dialect) -> bool:
         """Whether engines can serve it."""
@@ -206,16 +216,16 @@ class Gateway:
         """
         if prompt is not None:
             return prompt.engine.watching[Watch.IDS]
-        resume, fleet = self._parts.settings.resume, self._parts.fleet
+        fleet = self._parts.fleet
         limit = None if call.stream else call.output_limit
         engine = fleet.engine
         if (
             engine is None
-            or resume.mode != "exact"
-            or (limit is not None and limit <= resume.repeat_up_to_tokens)
+            or not self._is_exact
+            or (limit is not None and limit <= self._repeat_up_to_tokens)
             or not (self._connector.splits(call) or dialect.is_single(call))
         ):
-            return VLLM.watching[Watch.NOT]
+            return _NOT
         return engine.watching[engine.watch(call, fleet.has)]
 
     async def _run(self, answers: Sequence[Answer], record: RequestRecord, suspicion: Suspicion) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
+from proxy.flow.bypass import Bypass
 from proxy.resume.overlap import Mismatch
-from proxy.upstream.fast_forward import Tokens
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from proxy.errors import UpstreamError
     from proxy.flow.client import ClientWriter
     from proxy.flow.delivery import Delivery
-    from proxy.observe.metrics import Metrics
-    from proxy.observe.record import RequestRecord
+    from proxy.flow.token_clock import TokenClock
+    from proxy.resume.transcript import Transcript
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
-    from proxy.wire.token import Shape
 
 
 END_MARK_SECONDS: Final = 1.0
@@ -37,46 +36,6 @@ END_MARK_SECONDS: Final = 1.0
 _ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
-class TokenClock:
-    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike.
-
-    Who cannot afford a call for each token does by himself what `tick` does for all but the first; see Tokens.
-    """
-
-    __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "index", "now")
-
-    def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
-        self.index = -1
-        """Of the last part of the answer that went to the client; -1: none has."""
-        self.gap_from = 0.0
-        """When the gap began that is timed: one in eight is."""
-        self.now = record.clock
-        self._has_begun = False
-        self._record = record
-        self._metrics = metrics
-
-    def go_on(self, count: int, gap_from: float) -> None:
-        """Somebody else has timed so many parts of the answer, and the gap behind the last one began then."""
-        self.index, self.gap_from, self._has_begun = count - 1, gap_from, count > 0
-
-    def tick(self) -> None:
-        """Part of the answer went to the client."""
-        self.index = index = self.index + 1
-        if index & 6:
-            return
-        if index & 1:
-            self.sample()
-            return
-        if not self._has_begun:
-            self._has_begun = True
-            self._record.first_token()
-        self.gap_from = self.now()
-
-    def sample(self) -> None:
-        """The gap that is timed has ended."""
-        self._metrics.inter_token_seconds.observe(self.now() - self.gap_from)
-
-
 class OutputListener(Protocol):
     """Hears of an attempt's first output; a UnitGuard is one."""
 
@@ -84,7 +43,7 @@ class OutputListener(Protocol):
         """The decoder has begun to answer."""
 
 
-class Relay:
+class Relay(Bypass):
     """Copies one attempt's stream. A Sink for the engine's answer."""
 
     def __init__(
@@ -98,6 +57,7 @@ class Relay:
         """`client` None: the answer is collected and not streamed. The guard is told of the first output, the clock of
         each write that holds part of the answer; they are for an answer that is streamed.
         """
+        super().__init__()
         self.segment = delivery.begin_stream()
         self._attempt = attempt
         self._delivery = delivery
@@ -105,14 +65,6 @@ class Relay:
         self._client = client
         self._clock = clock
         self._splitter = EventSplitter()
-        self._tokens: Tokens | None = None
-        """Those that may bypass this relay; None before there are any."""
-        self._shape: Shape | None = None
-        """Theirs."""
-        self._lets_pass = False
-        """They do."""
-        self._passed_from = -1
-        """Tokens.index since when."""
         self.malformed_events = 0
         """Events that are not what any engine sends. They are passed on: the client may know better."""
         self._opened = False
@@ -130,11 +82,14 @@ class Relay:
         """Nothing more comes of this stream."""
         return self._ended
 
-    def begin(self, timeouts: Timeouts, wake: Callable[[], None], seen: bytes = b"") -> None:
+    def begin(
+        self, timeouts: Timeouts, wake: Callable[[], None], seen: bytes = b"", transcript: Transcript | None = None
+    ) -> None:
         """Copy from now on. `wake` is called when the client must be attended to before more is read for it, and when
         the stream has ended; from within the read callback, which may not have given all of its output then.
 
-        `seen`: what has arrived already, and somebody else has timed.
+        `seen`: what has arrived already, and somebody else has timed. `transcript`: of all that has arrived, if parts
+        in the middle of the answer are not in what was seen.
         """
         self._wake = wake
         self._has_begun = True
@@ -144,7 +99,9 @@ class Relay:
         if seen:
             clock, self._clock = self._clock, None
             self.received(seen)
-            self._clock, self._shape, self._lets_pass = clock, None, False
+            self._clock, self._shape, self._is_bypassed = clock, None, False
+            if transcript is not None:
+                self._delivery.transcript = transcript
             self._forward_tokens()
         response.attach(self)
 
@@ -189,8 +146,8 @@ class Relay:
     # Sink
 
     def received(self, data: bytes) -> bool:
-        if self._lets_pass:
-            self._look_back()
+        if self._is_bypassed:
+            self._look_back(self._clock, self._delivery.shapes)
         if self._is_over:
             self._end(None)  # there is more after `[DONE]`: its end is not waited for
             return False
@@ -236,43 +193,15 @@ class Relay:
         """Have the next events bypass this relay, if they are tokens that look like one before."""
         delivery, client = self._delivery, self._client
         shape = delivery.shape
-        if shape is None or self._lets_pass or self._is_over or not self._splitter.is_empty:
+        if shape is None or self._is_bypassed or self._is_over or not self._splitter.is_empty:
             return
-        clock, transcript = self._clock, delivery.transcript
-        tokens = self._tokens
-        if tokens is None or shape is not self._shape:
-            line = None
-            if client is not None and (line := client.line) is None:
-                return
-            is_observed = delivery.is_observed
-            markers = transcript.grammar.reasoning_end_ids if is_observed and shape.is_reasoning else ()
-            tokens = self._tokens = Tokens(
-                shape,
-                transcript.journal(shape.between, is_reasoning=shape.is_reasoning) if is_observed else None,
-                transcript.settle,
-                line,
-                clock,
-                skips=frozenset(b"%d" % marker for marker in markers),
-                hides_ids=is_observed and not delivery.writer.wants_ids,
-            )
-            self._shape = shape
-        if clock is not None:
-            tokens.index = clock.index
-        self._passed_from = tokens.index
-        if client is not None:
-            client.protocol.on_full = self.hold
-        self._lets_pass = True
-        self._attempt.response.pass_on(tokens)
-
-    def _look_back(self) -> None:
-        """Something else has come than tokens that bypass this relay."""
-        self._lets_pass = False
-        tokens = self._tokens
-        assert tokens is not None
-        if self._clock is not None:
-            self._clock.index = tokens.index
-        if tokens.index > self._passed_from:
-            self._delivery.shapes.was_right()
+        is_observed = delivery.is_observed
+        transcript = delivery.transcript if is_observed else None
+        hides_ids = is_observed and not delivery.writer.wants_ids
+        if self._let_pass(shape, self._attempt.response, client, self._clock, transcript, hides_ids=hides_ids):
+            if client is not None:
+                client.protocol.on_full = self.hold
+            self.segment.forget_event()  # it may be the last one for long
 
     def _give(self, output: bytes) -> None:
         if self._client is not None and self._client.write(output):
@@ -285,6 +214,8 @@ class Relay:
         self._wake()
 
     def ended(self, error: UpstreamError | None) -> None:
+        if self._is_bypassed:
+            self._look_back(self._clock, self._delivery.shapes)
         if self.segment.is_complete:  # after `[DONE]` the answer is whole, whatever becomes of the connection
             error = None
         elif error is None:
@@ -350,7 +281,7 @@ class Relay:
         if self._tokens is not None and self._client is not None:
             self._client.protocol.on_full = None
         self._tokens = self._shape = None
-        self._lets_pass = False
+        self._is_bypassed = False
 
 
 def _nobody_waits() -> None:

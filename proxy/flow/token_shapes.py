@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from proxy.wire.token import Shape
-
-if TYPE_CHECKING:
-    from proxy.dialects.segment import Segment
-    from proxy.wire.sse import Event
 
 # Some streams have no shape, and an attempt to learn one costs more than parsing a token.
 _MAX_ATTEMPTS: Final = 8
@@ -24,18 +20,18 @@ class TokenShapes:
         """The shape of the present tokens, as long as they add to the same text; None while it is not known."""
         self._attempts_left = _MAX_ATTEMPTS
 
-    def learn(self, segment: Segment, event: Event, choice: dict[str, Any], *, has_tools: bool) -> None:
-        """Learn what the next tokens look like if this one, which was parsed, looks different from those before it.
+    def learn(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
+        """Learn what the next tokens look like if this event, which was parsed, looks different from those before it.
 
-        `has_tools`: the answer has called tools, so that its chunks may differ in more than their text.
+        `is_token`: it shows text, and what comes behind it may differ in no more than its text. `is_whole`: it was
+        parsed as it came.
         """
-        is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not has_tools
-        if is_token and self.current is not None and self.current.is_around(event.raw):
+        if is_token and self.current is not None and self.current.is_around(raw):
             return
         self.current = None
-        if is_token and self._attempts_left and segment.data is event.data:
+        if is_token and self._attempts_left and is_whole:
             self._attempts_left -= 1
-            self.current = Shape.of(event.raw)
+            self.current = Shape.of(raw)
 
     def was_right(self) -> None:
         """Tokens had the present shape, so another one is worth learning when they change: SGLang's chunks tell the

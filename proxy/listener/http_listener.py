@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -27,7 +28,6 @@ from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.malformed import MALFORMED, refusal_of
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
@@ -123,6 +123,7 @@ class HttpListener:
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
         sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what is accepted has it, too
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(self._accept_connection, sock=sock, backlog=self._listen.backlog)
         self._listening.append((listener, sock))

@@ -103,7 +103,7 @@ def access_line(fields: Mapping[str, object]) -> None:
 
 def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
     """Write the lines of several requests at once: when each was over, in seconds of the monotonic clock, and its
-    fields; see access_line.
+    fields, which are not asked for where nobody wants them; see access_line.
     """
     if not access.isEnabledFor(logging.INFO):
         return

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from proxy.logs.formats import LineFormatter
     from proxy.logs.writer import LineWriter
 
+    Requests = Iterable[tuple[float, Mapping[str, object]]]
+    """When the line of each was created, and its fields."""
+
 access: Final = logging.getLogger("proxy.access")
 
 ALWAYS: Final = {"is_always_written": True}
@@ -74,8 +77,8 @@ class LineHandler(logging.Handler):
         if self._settle is not None and threading.get_ident() == self._settles_on:
             self._settle()
 
-    def write_requests(self, requests: Iterable[tuple[float, Mapping[str, object]]]) -> None:
-        """Write the lines of finished requests together: when each was created, and its fields."""
+    def write_requests(self, requests: Requests) -> None:
+        """Write the lines of finished requests together."""
         self.acquire()
         try:
             self._writer.keep(self._request_lines(requests))
@@ -84,7 +87,7 @@ class LineHandler(logging.Handler):
         finally:
             self.release()
 
-    def _request_lines(self, requests: Iterable[tuple[float, Mapping[str, object]]]) -> Iterator[bytes]:
+    def _request_lines(self, requests: Requests) -> Iterator[bytes]:
         for created, fields in requests:
             if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
                 if not self._floods.admits(kind):

@@ -12,9 +12,8 @@ import os
 import select
 import socket
 import stat
-from bisect import bisect_right
 from collections import deque
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_KEPT_BYTES: Final = 1024 * 1024
 # Written at once.
-_MOST_LINES: Final = 64
+_MOST_BYTES: Final = select.PIPE_BUF
 
 
 class LineWriter:
@@ -46,6 +45,12 @@ class LineWriter:
 
     def keep(self, lines: Iterable[bytes]) -> bool:
         """Keep lines for the next flush; False when one had to be dropped."""
+        lines = tuple(lines)
+        kept_bytes = self._kept_bytes + sum(map(len, lines))
+        if kept_bytes <= self._max_kept_bytes:
+            self._kept.extend(lines)
+            self._kept_bytes = kept_bytes
+            return True
         is_kept = True
         for line in lines:
             kept_bytes = self._kept_bytes + len(line)
@@ -62,8 +67,9 @@ class LineWriter:
 
     def flush(self) -> bool:
         """Write what was kept, as far as that can be done at once; whether lines flow again, or still do."""
-        while self._kept:
-            lines = self._next()
+        kept = self._kept
+        while kept:
+            lines, count = self._next()
             try:
                 taken = self._raw.write(lines) or 0
             except OSError:  # the disk is full, or the reader is gone
@@ -71,23 +77,30 @@ class LineWriter:
                 self._drop()
                 return False
             self._is_failing = False
-            self._take_out(taken)
-            if not taken:
-                return False
+            if taken < len(lines):
+                self._take_out(taken)
+                if not taken:
+                    return False
+                continue
+            self._kept_bytes -= taken
+            self._is_begun = False
+            for _ in range(count):
+                kept.popleft()
         return not self._is_failing
 
     def close(self) -> None:
         """Close the description. What is kept is lost."""
         self._raw.close()
 
-    def _next(self) -> bytes:
-        """As many lines as a pipe takes whole, or one that is longer."""
-        first = self._kept[0]
-        if len(self._kept) == 1:
-            return first
-        sizes = [*accumulate(map(len, islice(self._kept, _MOST_LINES)))]
-        count = bisect_right(sizes, select.PIPE_BUF)
-        return b"".join(islice(self._kept, count)) if count else first
+    def _next(self) -> tuple[bytes, int]:
+        """As many lines as a pipe takes whole, or one that is longer; and how many these are."""
+        size_bytes = count = 0
+        for line in self._kept:
+            size_bytes += len(line)
+            if size_bytes > _MOST_BYTES:
+                break
+            count += 1
+        return (b"".join(islice(self._kept, count)), count) if count else (self._kept[0], 1)
 
     def _take_out(self, taken_bytes: int) -> None:
         """How many bytes of the lines are written."""

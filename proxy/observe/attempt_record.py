@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from operator import sub
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.balancer.choice import reason
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
     Marks = list[tuple[Stage | None, float]]
     """The stages that an attempt has entered, None where it left one for no other, each with the clock's second."""
+
+
+NO_STAGE: Final = "-"
+"""In a course, where a stage was left for no other."""
 
 
 class AttemptFailure(NamedTuple):
@@ -52,41 +56,49 @@ class AttemptRecord:
     """It goes on with the answer that the one before was broken off in."""
     failure: AttemptFailure | None = None
     """None: it succeeded, or its end was no instance's doing, or it has not ended."""
-    marks: Marks
-    """Whoever knows them all at once may set them."""
-    _reasons: tuple[str | None, str | None] | None = None
+    stages: list[Stage | None]
+    """Those that it has entered, in order, None where it left one for no other."""
+    times: list[float]
+    """When it did, each the clock's second. Whoever knows them all at once may set both."""
+    reasons: tuple[str | None, str | None] = (None, None)
+    """What the picks of prefiller and decoder come to, in one of choice.REASONS each: there when it is closed."""
 
     def __init__(self) -> None:
-        self.marks = []
+        self.stages, self.times = [], []
 
     @property
-    def reasons(self) -> tuple[str | None, str | None]:
-        """What the picks of prefiller and decoder come to, in one of choice.REASONS each. To be asked when it is over:
-        it is worked out once.
-        """
-        if self._reasons is None:
-            prefill, decode = self.prefill_pick, self.decode_pick
-            self._reasons = (None if prefill is None else reason(prefill), None if decode is None else reason(decode))
-        return self._reasons
+    def marks(self) -> Marks:
+        """Its stages with their times."""
+        return list(zip(self.stages, self.times, strict=True))
+
+    def close(self) -> None:
+        """It is over: work out what all who tell of it ask for."""
+        prefill, decode = self.prefill_pick, self.decode_pick
+        self.reasons = None if prefill is None else reason(prefill), None if decode is None else reason(decode)
 
     def move_out(self) -> AttemptRecord:
         """All of it as a record of its own, which leaves this one as if nothing had been noted in it."""
         moved, own = AttemptRecord(), vars(self)
         vars(moved).update({name: own.pop(name) for name in AttemptRecord.__annotations__ if name in own})
-        self.marks = []
+        self.stages, self.times = [], []
         return moved
+
+
+@lru_cache(maxsize=64)  # nearly all attempts take one of a few courses
+def course_of(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
+    """The letters of stages that were entered, NO_STAGE for none; and whether it is a plain course: it has entered each
+    once, from the one before, and has left the last.
+    """
+    is_plain = len(stages) > 1 and len(set(stages)) == len(stages) and stages[-1] is None
+    return "".join([NO_STAGE if stage is None else stage.value for stage in stages]), is_plain
 
 
 def seconds_of(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
     """Spent in each stage that was left, and before."""
-    if not marks:
-        return dict(before)
-    stages, times = zip(*marks, strict=True)
-    stretches = list(zip(stages, map(sub, times[1:], times), strict=False))
-    spent = dict(stretches)
-    if before or len(spent) < len(stretches) or None in spent:  # most enter each stage once, and leave it for another
-        spent = dict(before)
-        for stage, seconds in stretches:
-            if stage is not None:
-                spent[stage] = spent.get(stage, 0.0) + seconds
+    spent = dict(before) if before else {}
+    stage, entered = None, 0.0
+    for following, at in marks:
+        if stage is not None:
+            spent[stage] = spent.get(stage, 0.0) + (at - entered)
+        stage, entered = following, at
     return spent

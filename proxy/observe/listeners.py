@@ -17,20 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from proxy.observe.metrics import Metrics
+    from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
 
 # Of records. What is asked of each of many in this way takes no step of the interpreter.
 _API: Final = attrgetter("api")
-_KIND: Final = attrgetter("api", "stream", "outcome.status", "outcome.term", "outcome.broken", "served_model")
+_KIND: Final = attrgetter("api", "stream", "outcome", "served_model")
 _TIMELINES: Final = attrgetter("timelines")
-_STAGE_SECONDS: Final = attrgetter("stage_seconds")
 _TOKENS: Final = attrgetter("tokens")
 _ENDED: Final = attrgetter("ended")
 _FIELDS: Final = attrgetter("fields")
 # Of timelines, and of attempts.
 _HISTORY: Final = attrgetter("history")
 _REASONS: Final = attrgetter("reasons")
+
+_PREFILL: Final = Stage.PREFILL.value
 
 
 class RequestMetrics(RequestListener):
@@ -57,11 +59,10 @@ class RequestMetrics(RequestListener):
         """See RequestListener. Requests that count in the same series are counted together."""
         for api, count in tally(map(_API, began)):
             self._inflight(api).inc(count)
-        kinds: defaultdict[tuple[str, bool, int, str, tuple[str, str] | None, str | None], list[RequestRecord]]
-        kinds = defaultdict(list)
+        kinds: defaultdict[tuple[str, bool, Outcome, str | None], list[RequestRecord]] = defaultdict(list)
         for record, kind in zip(ended, map(_KIND, ended), strict=True):
             kinds[kind].append(record)
-        for (api, stream, status, term, broken, model), records in kinds.items():
+        for (api, stream, (term, status, broken), model), records in kinds.items():
             count = len(records)
             self._inflight(api).dec(count)
             self._requests(api, status).inc(count)
@@ -74,38 +75,36 @@ class RequestMetrics(RequestListener):
         for tokens, amount in zip(TOKEN_KINDS, map(sum, zip(*map(_TOKENS, ended), strict=True)), strict=False):
             self._tokens(tokens).inc(amount)
         units: list[Timeline] = [*chain.from_iterable(map(_TIMELINES, ended))]
-        seconds: list[dict[Stage, float]] = [*chain.from_iterable(map(_STAGE_SECONDS, ended))]
-        self._observe_stages(seconds)
-        self._compare_predictions(units, seconds)
+        self._observe_stages(units)
+        self._compare_predictions(units)
         self._count_choices(units)
 
     def _observe_times(self, api: str, records: Collection[RequestRecord], *, is_streamed: bool) -> None:
-        durations = [record.outcome.duration_seconds for record in records]
+        durations = [record.duration_seconds for record in records]
         self._durations(api, "true" if is_streamed else "false").observe_all(durations)
         first_tokens = [record.first_token_seconds for record in records if record.first_token_seconds is not None]
         if first_tokens:
             self._first_tokens(api).observe_all(first_tokens)
 
-    def _observe_stages(self, units: Iterable[dict[Stage, float]]) -> None:
-        """`units`: the seconds in each stage of each."""
-        courses: defaultdict[tuple[Stage, ...], list[Iterable[float]]] = defaultdict(list)
-        for seconds in units:
-            courses[tuple(seconds)].append(seconds.values())
-        for stages, all_seconds in courses.items():  # of which there are few
-            for stage, times in zip(stages, zip(*all_seconds, strict=True), strict=True):
-                self._stages(stage.label).observe_all(times)
+    def _observe_stages(self, units: Iterable[Timeline]) -> None:
+        courses: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
+        for timeline in units:
+            courses[timeline.course].append(timeline.spent)
+        for letters, all_seconds in courses.items():  # of which there are few
+            for letter, times in zip(letters, zip(*all_seconds, strict=True), strict=True):
+                self._stages(Stage(letter).label).observe_all(times)
 
-    def _compare_predictions(self, units: Iterable[Timeline], seconds: Iterable[dict[Stage, float]]) -> None:
+    def _compare_predictions(self, units: Iterable[Timeline]) -> None:
         """Where a prefill was predicted and done at the first attempt: what it has taken, and found cached."""
         ratios: list[float] = []
         predicted = found = 0
-        for timeline, spent in zip(units, seconds, strict=True):
+        for timeline in units:
             prediction, usage = timeline.prediction, timeline.usage
             if prediction is None or timeline.attempts != 1 or usage.prompt_tokens is None:
                 continue
-            if (took := spent.get(Stage.PREFILL)) is None:
+            if (place := timeline.course.find(_PREFILL)) < 0:
                 continue
-            ratios.append(took / max(1e-6, prediction.seconds))
+            ratios.append(timeline.spent[place] / max(1e-6, prediction.seconds))
             if (cached := usage.cached_tokens) is not None:
                 predicted += prediction.cached_tokens
                 found += cached

@@ -110,7 +110,15 @@ class Observers:
         over, self._ended = self._ended, next_ended
         if not began and not over:
             return
-        ended = [record for record in over if _closes(record)]
+        ended: list[RequestRecord] = []
+        for record in over:
+            # A mistake in what is made of one request concerns no other.
+            try:
+                record.close()
+            except Exception:
+                logger.exception("what a request came to could not be told: %s", record.request_id)
+            else:
+                ended.append(record)
         for listener in self._at_settle:
             _tell(listener.settle, began, ended)
         for listener in self._at_end:
@@ -136,16 +144,6 @@ def _tell(tell: Callable[..., None], *what: Any) -> None:
         tell(*what)
     except Exception:
         logger.exception("a listener to requests failed: %s", tell.__qualname__)
-
-
-def _closes(record: RequestRecord) -> bool:
-    """Close it. A mistake in what is made of one request concerns no other."""
-    try:
-        record.close()
-    except Exception:
-        logger.exception("what a request came to could not be told: %s", record.request_id)
-        return False
-    return True
 
 
 def _overrides(listener: RequestListener, method: str) -> bool:

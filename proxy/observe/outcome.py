@@ -22,18 +22,17 @@ class Outcome(NamedTuple):
     second is the stage, R while the request was being read."""
     status: int
     """For log and metrics; 499 where the client left before there was one."""
-    duration_seconds: float
     broken: tuple[str, str] | None = None
     """Which side broke an answer off whose status had been sent, and why; None: it is whole, or nothing was sent."""
 
 
-def outcome_of(record: RequestRecord) -> Outcome:
-    """The outcome of a request that has ended."""
-    seconds, error = record.ended - record.started, record.error
-    if error is None:
-        return Outcome("--", 200, seconds)
+COMPLETE: Final = Outcome("--", 200)
+
+
+def outcome_of(record: RequestRecord, error: BaseException) -> Outcome:
+    """The outcome of a request that was ended by this error."""
     term, status = _term_and_status(record, error)
-    return Outcome(term, status, seconds, _broken(error) if record.committed else None)
+    return Outcome(term, status, _broken(error) if record.committed else None)
 
 
 def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, int]:

@@ -7,17 +7,17 @@ does.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.choice import figures
 from proxy.errors import UpstreamError
 from proxy.logs import timestamp
-from proxy.observe.attempt_record import seconds_of
+from proxy.observe.access_line import access_line
+from proxy.observe.attempt_record import NO_STAGE, course_of, seconds_of
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.balancer.choice import Pick
     from proxy.observe.attempt_record import AttemptRecord
@@ -29,30 +29,48 @@ _MAX_ATTEMPTS: Final = 16
 # Of one choice: those that were nearest to being chosen, and the one that was.
 _MAX_CANDIDATES: Final = 8
 _DIGITS: Final = 6
-_PAST: Final = attrgetter("past")
-_NAME: Final = attrgetter("name")
+# Of an attempt, by the names of the access line.
+_NAMES: Final = ("p", "d", "p_id", "d_id", "kv")
 
 
-def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> dict[str, Any]:
-    """What is kept; see `shown`. `zero`: the system's time when the record's clock was at 0."""
-    error = record.error
-    history = [
-        _attempt(unit, attempt) for unit, timeline in enumerate(record.timelines) for attempt in timeline.history
+def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> list[Any]:
+    """What is kept, of plain values; see `told`. `zero`: the system's time when the record's clock was at 0."""
+    facts, error, model = record.facts, record.error, record.model
+    if error is not None and facts[-1] is not None:
+        facts = (*facts[:-1], _text(redact(str(facts[-1]))))
+    history: list[list[Any]] = []
+    for unit, timeline in enumerate(record.timelines):
+        if timeline.past:
+            history += [_attempt(unit, attempt, is_in_line=False) for attempt in timeline.past]
+        if timeline.attempts:
+            history.append(_attempt(unit, timeline, is_in_line=not unit))
+    left_out = max(0, len(history) - _MAX_ATTEMPTS)
+    return [
+        facts,
+        model if type(model) is str and len(model) <= _MAX_CHARS and model.isascii() else _text(model),
+        error.backend.name if isinstance(error, UpstreamError) else None,
+        worker,
+        record.started,
+        zero + record.ended,
+        history[:_MAX_ATTEMPTS] if left_out else history,
+        left_out,
     ]
-    told: dict[str, Any] = {
-        **record.fields,
-        "model": _text(record.model),
-        "backend": error.backend.name if isinstance(error, UpstreamError) else None,
+
+
+def told(row: Sequence[Any]) -> dict[str, Any]:
+    """What was kept of a request, by its names; see `shown`."""
+    facts, model, backend, worker, started, ended, history, left_out = row
+    fields = access_line(facts)
+    found = {
+        **fields,
+        "model": model,
+        "backend": backend,
         "worker": worker,
-        "started": record.started,
-        "ended": zero + record.ended,
-        "history": history[:_MAX_ATTEMPTS],
+        "started": started,
+        "ended": ended,
+        "history": [_told_attempt(attempt, fields) for attempt in history],
     }
-    if len(history) > _MAX_ATTEMPTS:
-        told["attempts_left_out"] = len(history) - _MAX_ATTEMPTS
-    if told["error"] is not None:
-        told["error"] = _text(redact(told["error"]))
-    return told
+    return {**found, "attempts_left_out": left_out} if left_out else found
 
 
 def shown(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +87,12 @@ def is_troubled(record: RequestRecord) -> bool:
     """Whether something went wrong behind the gateway: an engine failed, or was too slow, even if another one has made
     up for it; or the answer was cut off. Not what the gateway refused, nor a client that left.
     """
-    return record.outcome.term[0] in "SscK" or any(map(_PAST, record.timelines))
+    if record.error is not None and record.outcome.term[0] in "SscK":
+        return True
+    for timeline in record.timelines:  # noqa: SIM110 - a generator takes longer
+        if timeline.past:
+            return True
+    return False
 
 
 def names_instance(told: Mapping[str, Any], instance: str) -> bool:
@@ -90,55 +113,53 @@ def names_engine_id(told: Mapping[str, Any], engine_id: str) -> bool:
 
 def _left(attempt: Mapping[str, Any], what: str) -> list[str]:
     """The instances, or ids, of the legs that others took the place of."""
-    return [leg[what] for leg in attempt.get("left", ())]
+    return [leg[what] for leg in attempt["left"]]
 
 
 # Writing
 
 
-def _attempt(unit: int, attempt: AttemptRecord) -> dict[str, Any]:
+def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any]:
+    """`is_in_line`: the access line has its names."""
     prefill, decode = attempt.prefill_pick, attempt.decode_pick
     prefill_reason, decode_reason = attempt.reasons
-    choices = {}
-    if prefill is not None:
-        choices["prefill"] = _choice(prefill, prefill_reason)
-    if decode is not None:
-        choices["decode"] = _choice(decode, decode_reason)
-    told: dict[str, Any] = {
-        "unit": unit,
-        "p": attempt.prefiller,
-        "d": attempt.decoder,
-        "p_id": attempt.prefill_id,
-        "d_id": attempt.decode_id,
-        "kv": attempt.kv,
-        "continues": attempt.continues,
-        "failure": None if attempt.failure is None else attempt.failure._asdict(),
-        "marks": attempt.marks,
-        "choices": choices,
-    }
-    if attempt.left:
-        told["left"] = [leg._asdict() for leg in attempt.left]
-    return told
+    course, _ = course_of(tuple(attempt.stages))
+    row: list[Any] = [
+        unit,
+        attempt.continues,
+        None if attempt.failure is None else attempt.failure._asdict(),
+        course,
+        attempt.times,
+        None if prefill is None else _choice(prefill, prefill_reason),
+        None if decode is None else _choice(decode, decode_reason),
+        [leg._asdict() for leg in attempt.left] if attempt.left else None,
+    ]
+    if not is_in_line:
+        row += attempt.prefiller, attempt.decoder, attempt.prefill_id, attempt.decode_id, str(attempt.kv)
+    return row
 
 
-def _choice(pick: Pick, reason: str | None) -> dict[str, Any]:
+def _choice(pick: Pick, reason: str | None) -> list[Any]:
+    """The reason, and of what was looked at the policy, the candidates, what it knew of them, and how many are left
+    out.
+    """
     known = figures(pick)
     if known is None:
-        return {"reason": reason}
-    columns = known.columns
-    names = [*map(_NAME, known.backends)]
+        return [reason]
+    policy, candidates, columns, order = known
+    names = [candidate.backend.name for candidate in candidates]
     if len(names) <= _MAX_CANDIDATES:
-        return {"reason": reason, "policy": known.policy, "candidates": names, **columns}
-    nearest = sorted(range(len(names)), key=known.order.__getitem__)[:_MAX_CANDIDATES]
+        return [reason, policy, names, columns, 0]
+    nearest = sorted(range(len(names)), key=order.__getitem__)[:_MAX_CANDIDATES]
     if (chosen := names.index(pick[0].name)) not in nearest:
         nearest[-1] = chosen
-    return {
-        "reason": reason,
-        "policy": known.policy,
-        "candidates": [names[place] for place in nearest],
-        **{name: [column[place] for place in nearest] for name, column in columns.items()},
-        "candidates_left_out": len(names) - _MAX_CANDIDATES,
-    }
+    return [
+        reason,
+        policy,
+        [names[place] for place in nearest],
+        {name: [column[place] for place in nearest] for name, column in columns.items()},
+        len(names) - _MAX_CANDIDATES,
+    ]
 
 
 def _text(value: object) -> str | None:
@@ -146,7 +167,33 @@ def _text(value: object) -> str | None:
     return value[:_MAX_CHARS].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else None
 
 
-# Showing
+# Reading and showing
+
+
+def _told_attempt(row: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields`: the access line, which has the names of the last attempt at the first unit."""
+    unit, continues, failure, course, times, prefill, decode, left, *names = row
+    stages = [None if letter == NO_STAGE else letter for letter in course]
+    return {
+        "unit": unit,
+        **dict(zip(_NAMES, names or [fields[name] for name in _NAMES], strict=True)),
+        "continues": continues,
+        "failure": failure,
+        "marks": [*zip(stages, times, strict=True)],
+        "choices": {
+            role: _told_choice(choice) for role, choice in (("prefill", prefill), ("decode", decode)) if choice
+        },
+        "left": left or [],
+    }
+
+
+def _told_choice(row: Sequence[Any]) -> dict[str, Any]:
+    reason, *looked = row
+    if not looked:
+        return {"reason": reason}
+    policy, candidates, columns, left_out = looked
+    told = {"reason": reason, "policy": policy, "candidates": candidates, **columns}
+    return {**told, "candidates_left_out": left_out} if left_out else told
 
 
 def _shown_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]:
@@ -158,7 +205,7 @@ def _shown_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]
         **rest,
         "stages": {stage.label: _rounded(seconds) for stage, seconds in seconds_of(marks, {}).items()},
         "choices": {role: _shown_choice(choice) for role, choice in attempt["choices"].items()},
-        "left": attempt.get("left", []),
+        "left": attempt["left"],
     }
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import time
-from itertools import repeat
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from proxy.observe.outcome import outcome_of
+from proxy.observe.access_line import access_line
+from proxy.observe.outcome import COMPLETE, outcome_of
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from proxy.observe.access_line import Facts
     from proxy.observe.outcome import Outcome
     from proxy.observe.trace import Trace
 
-_STAGES: Final = tuple(Stage)
 _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
-# Each as often as somebody asks.
-_ZEROS: Final = repeat(0.0)
-_DIGITS: Final = repeat(4)
-_ATTEMPTS: Final = attrgetter("attempts")
-_RESUMES: Final = attrgetter("resumes")
 
 
 class RequestRecord:
@@ -42,26 +36,23 @@ class RequestRecord:
     first_token_seconds: float | None = None
     ended: float = 0.0
     """The clock's second in which it was over; 0 before."""
-    error: BaseException | None = None
+    error: BaseException | None
     """What ended the request before its answer was complete."""
-    lost_engines: int = 0
+    lost_engines: int
     """Engines that went down under it, or under the same request before, and perhaps because of it."""
     committed: bool = False
     """A streamed answer's status and headers went out."""
-    context: Mapping[str, str] | None = None
+    context: Mapping[str, str] | None
     """The headers that tell engines whose trace the request belongs to; None: those that the client sent."""
-    trace: Trace | None = None
+    trace: Trace | None
     """None: it is not sampled."""
     outcome: Outcome
     """This and the next three: there when it is closed."""
-    stage_seconds: list[dict[Stage, float]]
-    """Spent in each stage, of each unit."""
+    duration_seconds: float
     tokens: tuple[int, int, int]
     """Prompt, cached and completion tokens as far as engines reported them."""
-    fields: dict[str, object]
-    """The access line, for all who tell of it, so it must not be changed. With several units: the first one's backends,
-    the sum of attempts, the longest stages.
-    """
+    facts: Facts
+    """What the access line is made of."""
 
     def __init__(
         self,
@@ -76,6 +67,9 @@ class RequestRecord:
         self.clock = clock
         self.started = clock() if started is None else started
         self.timelines: list[Timeline] = []
+        # What is often asked for although nobody has set it: to find it in the class takes longer.
+        self.error = self.context = self.trace = None
+        self.lost_engines = 0
 
     def timeline(self) -> Timeline:
         """The record of one more unit."""
@@ -96,60 +90,64 @@ class RequestRecord:
 
     def close(self) -> None:
         """It is over: work out what all who tell of it ask for."""
-        self.outcome = outcome_of(self)
-        self.stage_seconds = []
-        prompt = cached = completion = 0
-        for timeline in self.timelines:
-            self.stage_seconds.append(timeline.seconds)
+        error = self.error
+        self.outcome = COMPLETE if error is None else outcome_of(self, error)
+        self.duration_seconds = duration = self.ended - self.started
+        timelines, trace = self.timelines, self.trace
+        prompt = cached = completion = attempts = resumes = 0
+        for timeline in timelines:
+            for attempt in timeline.past:
+                attempt.close()
+            timeline.close()
+            attempts += timeline.attempts
+            resumes += timeline.resumes
             usage = timeline.usage
             prompt += usage.prompt_tokens or 0
             cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
         self.tokens = prompt, cached, completion
-        self.fields = self._access_line()
-
-    def _access_line(self) -> dict[str, object]:
-        outcome, timelines = self.outcome, self.timelines
-        first = timelines[0] if timelines else Timeline(self.clock)
+        if len(timelines) == 1:
+            (first,) = timelines
+            course, spent = first.course, first.spent
+        else:
+            first = timelines[0] if timelines else Timeline(self.clock)
+            seconds = longest([timeline.seconds for timeline in timelines])
+            course, spent = "".join([stage.value for stage in seconds]), [*seconds.values()]
         prediction = first.prediction
-        prefill_reason, decode_reason = first.reasons
-        seconds = longest(self.stage_seconds)
-        queue, encode, prefill, handoff, first_token, stream = map(round, map(seconds.get, _STAGES, _ZEROS), _DIGITS)
-        prompt, cached, completion = self.tokens
-        return {
-            "id": self.request_id,
-            "key": self.key,
-            "api": self.api,
-            "stream": self.stream,
-            "code": outcome.status,
-            "term": outcome.term,
-            "p": first.prefiller,
-            "d": first.decoder,
-            "p_id": first.prefill_id,
-            "d_id": first.decode_id,
-            "kv": first.kv,
-            **({"p_why": prefill_reason} if prefill_reason is not None else {}),
-            **({"d_why": decode_reason} if decode_reason is not None else {}),
-            "units": len(timelines),
-            "attempts": sum(map(_ATTEMPTS, timelines)),
-            "resumes": sum(map(_RESUMES, timelines)),
-            "t_queue": queue,
-            **({"t_encode": encode} if Stage.ENCODE in seconds else {}),  # few have encoders
-            "t_prefill": prefill,
-            "t_handoff": handoff,
-            "t_first_token": first_token,
-            "t_stream": stream,
-            "ttft": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
-            "dur": round(outcome.duration_seconds, 4),
-            # What was thought would come of the prefill; `t_prefill` and `tokens_cached` say what came of it.
-            **({"p_seconds": round(prediction.seconds, 4), "p_cached": prediction.cached_tokens} if prediction else {}),
-            "tokens_in": prompt,
-            "tokens_cached": cached,
-            "tokens_out": completion,
-            **({"trace_id": self.trace.id} if self.trace is not None else {}),
-            **({"lost_engines": self.lost_engines} if self.lost_engines else {}),
-            "error": getattr(self.error, "message", None),
-        }
+        self.facts = (
+            self.request_id,
+            self.key,
+            self.api,
+            self.stream,
+            self.outcome[1],
+            self.outcome[0],
+            first.prefiller,
+            first.decoder,
+            first.prefill_id,
+            first.decode_id,
+            str(first.kv),  # of an enum's member an encoder would ask for its value, which takes long
+            *first.reasons,
+            len(timelines),
+            attempts,
+            resumes,
+            course,
+            spent,
+            self.first_token_seconds,
+            duration,
+            None if prediction is None else prediction.seconds,
+            None if prediction is None else prediction.cached_tokens,
+            prompt,
+            cached,
+            completion,
+            None if trace is None else trace.id,
+            self.lost_engines,
+            None if error is None else getattr(error, "message", None),
+        )
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The access line."""
+        return access_line(self.facts)
 
 
 def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:

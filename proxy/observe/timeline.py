@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from operator import sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from proxy.observe.attempt_record import AttemptFailure, AttemptRecord, LeftLeg, seconds_of
+from proxy.observe.attempt_record import AttemptFailure, AttemptRecord, LeftLeg, course_of, seconds_of
 from proxy.terms import Stage
 from proxy.usage import Usage
 
@@ -28,24 +29,32 @@ class Timeline(AttemptRecord):
 
     prediction: Prediction | None = None
     """What was thought of the last attempt's prefill when its prefiller was chosen; None: nothing."""
-    attempts: int = 0
-    resumes: int = 0
+    attempts: int
+    resumes: int
     """How often its answer was broken off and taken up again."""
-    past: Sequence[AttemptRecord] = ()
+    past: Sequence[AttemptRecord]
     """The attempts before the one under way, in order."""
+    course: str
+    """The letters of the stages that it was in, with those of attempts before that count; and in `spent` the seconds
+    in each of them. Both are there when it is closed."""
+    spent: Sequence[float]
     _seen_resumes: int = 0
-    _spent: Mapping[Stage, float] = _NOTHING  # seconds of the attempts before that count
-    _has_encoded: bool = False
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.marks = []
+        self.stages, self.times = [], []
         self.usage = Usage()
+        self.attempts = self.resumes = 0
+        # What is asked of every attempt although hardly any has it: to find it in the class takes longer.
+        self.past = self.left = ()
+        self.failure, self.continues = None, False
+        self._spent = _NOTHING  # seconds of the attempts before that count
+        self._has_encoded = False
 
     @property
     def stage(self) -> Stage | None:
         """The one that the attempt under way is in or, if it is over, was in last; None: it has entered none."""
-        return next((stage for stage, _ in reversed(self.marks) if stage is not None), None)
+        return next((stage for stage in reversed(self.stages) if stage is not None), None)
 
     @property
     def seconds(self) -> dict[Stage, float]:
@@ -62,7 +71,7 @@ class Timeline(AttemptRecord):
         if self._has_encoded:
             self._has_encoded = False
             return
-        if self.attempts or self.marks:
+        if self.attempts or self.stages:
             self._start_anew()
         self.attempts += 1
 
@@ -76,7 +85,7 @@ class Timeline(AttemptRecord):
             self.continues = self.resumes > self._seen_resumes
             self._seen_resumes = self.resumes
         else:
-            self.marks = []
+            self.stages, self.times = [], []
 
     def failed(self, error: UpstreamError) -> None:
         """The attempt under way was ended by this."""
@@ -105,10 +114,23 @@ class Timeline(AttemptRecord):
 
     def enter(self, stage: Stage) -> None:
         """Leave the stage of now and enter the next."""
-        self.marks.append((stage, self.clock()))
+        self.stages.append(stage)
+        self.times.append(self.clock())
 
     def leave(self) -> None:
         """The attempt has ended, well or not, in the stage of now. May be called again."""
-        marks = self.marks
-        if marks and marks[-1][0] is not None:
-            marks.append((None, self.clock()))
+        stages = self.stages
+        if stages and stages[-1] is not None:
+            stages.append(None)
+            self.times.append(self.clock())
+
+    def close(self) -> None:
+        """See AttemptRecord."""
+        super().close()
+        times = self.times
+        course, is_plain = course_of(tuple(self.stages))
+        if is_plain and not self._spent:
+            self.course, self.spent = course[:-1], [*map(sub, times[1:], times)]
+        else:
+            seconds = self.seconds
+            self.course, self.spent = "".join([stage.value for stage in seconds]), [*seconds.values()]

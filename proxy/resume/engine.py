@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Watch(Enum):
     """How closely an answer is watched while it is told, and so how it could go on."""
 
+    __hash__ = object.__hash__  # that of an Enum is written in Python, and every request looks one up
+
     NOT = auto()  # it begins anew as long as the client has nothing of it
     TEXT = auto()  # it is asked for again, and compared with what the client has
     IDS = auto()  # it goes on from its token ids

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars import UNRECOGNISED, grammar_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from proxy.dialects.grammars.base import Grammar
 
 _MAX_TOOL_CALLS: Final = 4096
@@ -39,7 +35,7 @@ class Transcript:
     __slots__ = (
         *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field"),
         *("_ids", "_settled", "_chunk_start", "_reasoning_ids", "_reasoned", "_reasoning", "_content"),
-        *("_offsets", "_offset_end", "_grammar", "_journal", "_notes", "_is_reasoning"),
+        *("_offsets", "_offset_end", "_grammar", "_texts", "_noted_ids", "_is_reasoning"),
     )
 
     def __init__(self, reasoning_field: str = "reasoning") -> None:
@@ -61,8 +57,8 @@ class Transcript:
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
-        self._journal: list[bytes] = []
-        self._notes: Callable[[bytes], list[tuple[bytes, bytes]]] | None = None
+        self._texts: list[str] = []
+        self._noted_ids: list[int] = []
         self._is_reasoning = False
 
     # What was noted is read when somebody asks for what it changes.
@@ -122,11 +118,11 @@ class Transcript:
     @property
     def has_text(self) -> bool:
         """Is there anything that a client can see?"""
-        return bool(self._journal or self._content or self._reasoning or self.tools)
+        return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
         """Add one chunk's choice, which stands for these token ids. True when it shows anything."""
-        if self._journal:
+        if self._texts:
             self.settle()
         before = len(self._ids)
         if ids:
@@ -146,34 +142,34 @@ class Transcript:
         self._settled = len(self._ids)
         return True
 
-    def journal(self, between: bytes | None, *, is_reasoning: bool) -> list[bytes]:
-        """Where to note tokens that add to the same text. A note: the text as it is in a JSON string, the bytes
-        `between` it and the id, the id's digits and the bracket behind them. Without an id: text and quote.
+    def noting(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
+        """Where to note tokens that add to the same text: of each its text and, if it has one, its id.
 
         Whoever does so calls `settle` now and then, as notes take many times the memory of what they say.
         """
         self.settle()
-        self._notes = None if between is None else _notes(between)
         self._is_reasoning = is_reasoning
-        return self._journal
+        return self._texts, self._noted_ids
 
     def settle(self) -> None:
         """Read what was noted."""
-        if not self._journal:
+        texts = self._texts
+        if not texts:
             return
-        journal = b"".join(self._journal)
-        self._journal.clear()
-        text = self._reasoning if self._is_reasoning else self._content
-        if self._notes is None:
-            text += journal.replace(b'"', b"")
+        is_reasoning = self._is_reasoning
+        written = self._reasoning if is_reasoning else self._content
+        written += "".join(texts).encode()
+        has_several = len(texts) > 1
+        texts.clear()
+        noted = self._noted_ids
+        if not noted:
             return
-        texts, digits = zip(*self._notes(journal), strict=True)
-        text += b"".join(texts)
         ids = self._ids
-        ids.extend(map(int, digits))
+        ids.fromlist(noted)
+        noted.clear()
         before = len(ids) - 1
-        if self._is_reasoning:
-            self._reasoned = before if len(texts) > 1 else self._reasoning_ids
+        if is_reasoning:
+            self._reasoned = before if has_several else self._reasoning_ids
             self._reasoning_ids = len(ids)
         self._chunk_start, self._settled = before, len(ids)
 
@@ -248,9 +244,3 @@ class Transcript:
         call.id = part.get("id") or call.id
         call.name = function.get("name") or call.name
         call.written += (function.get("arguments") or "").encode()
-
-
-@lru_cache(maxsize=16)
-def _notes(between: bytes) -> Callable[[bytes], list[tuple[bytes, bytes]]]:
-    """Finds the text and the digits of each note. There is no quote in the text."""
-    return re.compile(b'([^"]*)' + re.escape(between) + rb"([0-9]+)\]").findall

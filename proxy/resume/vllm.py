@@ -12,8 +12,11 @@ from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
+from proxy.wire.shape import Constant
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from proxy.call import Call
     from proxy.resume.engine import Has
 
@@ -22,13 +25,29 @@ _GRAMMARS: Final = (
 )
 
 
+# Read off their classes by every request they would take as long as four calls.
+_CHAT: Final = Api.CHAT
+_IDS: Final = Watch.IDS
+
+# What makes an answer tell its tokens.
+_OBSERVED: Final = Constant(
+    {
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+)
+
+
 class Vllm(Engine):
     """See Engine."""
 
     def watch(self, call: Call, has: Has) -> Watch:
         """See Engine."""
-        if not has(CHAT_STREAM_TOKEN_IDS if call.api is Api.CHAT else TOKEN_IDS):
+        if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT else TOKEN_IDS):
             return Watch.NOT
+        if call.is_ordinary:
+            return _IDS
         values = call.values
         if values.get("prompt_logprobs") is not None or values.get("echo"):
             return Watch.NOT  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
@@ -42,13 +61,11 @@ class Vllm(Engine):
         """See Engine. Costs some bytes per token, and the prompt's ids once."""
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
-        changes: dict[str, object] = {
-            "stream": True,
-            "return_token_ids": True,
-            "stream_options": {**(options or {}), "include_usage": True},
-        }
+        changes: Mapping[str, object] = _OBSERVED
+        if options and len(options) > 1:
+            changes = {**changes, "stream_options": {**options, "include_usage": True}}
         if values.get("include_reasoning") is False:
-            changes["include_reasoning"] = REMOVED  # its ids would be missing
+            changes = {**changes, "include_reasoning": REMOVED}  # its ids would be missing
         return call.changed(changes, stream=True)
 
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:

@@ -78,7 +78,7 @@ def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg])
         "http.response.status_code": outcome.status,
         "llm_d.pd_proxy.connector": traced.connector,
         "llm_d.pd_proxy.disaggregation_used": any(_hands_over(timeline) for timeline in timelines),
-        "llm_d.pd_proxy.total_duration_ms": outcome.duration_seconds * _MS,
+        "llm_d.pd_proxy.total_duration_ms": record.duration_seconds * _MS,
         "pdproxy.request_id": record.request_id,
         "pdproxy.term": outcome.term,
         "pdproxy.units": len(timelines),

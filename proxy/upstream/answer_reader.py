@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.upstream.any_answer import AnyAnswer
 from proxy.upstream.plain_head import plain_head
+from proxy.upstream.size_lines import SIZE_LINES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,9 +20,8 @@ _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
 _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
 _CRLF: Final = b"\r\n"
 _BLANK_LINE: Final = b"\r\n\r\n"
+_EVENT_END: Final = b"\n\n"
 _MAX_PLAIN_BYTES: Final = 4096  # of a head, or of chunks that are read at once
-_hexadecimal: Final = b"%x".__mod__
-_END: Final = b"0"
 _END_MARK: Final = b"0\r\n\r\n"
 
 
@@ -65,44 +65,50 @@ class AnswerReader:
             self.close()
         if self.is_complete or not self.status:
             self.status, self.is_complete = 0, False
-            end = data.find(_BLANK_LINE) + 4
-            head = plain_head(data[:end]) if 4 <= end <= _MAX_PLAIN_BYTES else None
-            if head is None:
+            head, blank, rest = data.partition(_BLANK_LINE)
+            known = plain_head(head) if blank and len(head) < _MAX_PLAIN_BYTES else None
+            if known is None:
                 return self._feed_any(data)
-            length = head.length
+            status, headers, length, keeps_alive = known
+            left = 0 if length is None else length - len(rest)
+            if left < 0:
+                return self._feed_any(data)
+            self.status, self.headers, self.keeps_alive = status, headers, keeps_alive
             if length is not None:
-                left = end + length - len(data)
-                if left < 0:
-                    return self._feed_any(data)
-                self.status, self.headers, self.keeps_alive = head.status, head.headers, head.keeps_alive
                 self._is_chunked, self._left, self.is_complete = False, left, not left
-                return data[end:]
-            self.status, self.headers, self.keeps_alive = head.status, head.headers, head.keeps_alive
+                return rest
             self._is_chunked, self._left, self._line = True, 0, b""
-            at = end
+            if not rest:
+                return rest
+            data = rest
         elif not self._is_chunked:
             left = self._left - len(data)
             if left < 0:
                 return self._give_up(data, self._left, [])
             self._left, self.is_complete = left, not left
             return data
-        else:
-            at = 0
-            if self._line:
-                data, self._line = self._line + data, b""
-        # What is left of the present chunk, or else a size line, stands at `at`.
+        elif self._line:
+            data, self._line = self._line + data, b""
         left = self._left
-        if not left and len(data) <= _MAX_PLAIN_BYTES:  # a search for two bytes takes long in long data
-            # Whole chunks without line ends in them, as engines write events: lines of sizes and lines of such sizes.
-            lines = data[at:].split(_CRLF)
-            sizes, pieces = lines[:-1:2], lines[1::2]
-            if len(lines) % 2 and not lines[-1] and sizes == list(map(_hexadecimal, map(len, pieces))):
-                ends = sizes.count(_END)
-                if not ends or (ends == 1 and sizes[-1] == _END):
-                    self.is_complete = ends > 0
-                    return b"".join(pieces)
+        if not left and len(data) <= _MAX_PLAIN_BYTES:
+            # Whole chunks with an event in each, as engines write them, and perhaps the end mark.
+            pieces = data.split(_EVENT_END + _CRLF)
+            rest = pieces.pop()
+            if not rest or rest == _END_MARK:
+                events = []
+                for piece in pieces:
+                    size_line = SIZE_LINES[len(piece) + 4]
+                    begin = len(size_line)
+                    if piece[:begin] != size_line:
+                        break
+                    events.append(piece[begin:])
+                else:
+                    self.is_complete = bool(rest)
+                    events.append(b"")
+                    return _EVENT_END.join(events)
+        # What is left of the present chunk, or else a size line, comes next.
         pieces = []
-        size = len(data)
+        at, size = 0, len(data)
         while at < size:
             if not left:
                 line = _size_line(data, at)

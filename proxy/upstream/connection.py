@@ -156,22 +156,31 @@ class Connection(FastForward):
         self._limit_seconds = seconds
         self.is_active = self._is_stream = True
 
-    def check_silence(self, now: float, lost_seconds: float) -> None:
-        """Fail the exchange if its answer is not there in time, or a stream's next part.
+    def check_silence(self, now: float, lost_seconds: float) -> bool | None:
+        """Fail the exchange if its answer is not there in time, or a stream's next part. Whether any of a stream has
+        arrived since the last look; None: none is under way, or we hold it back.
 
         Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Bytes are no
         progress by themselves: an engine, or what lies before it, can send some for ever and never come to an end.
         """
-        self._quiet_since = min(self._quiet_since + lost_seconds, now)
-        if self.is_active or self.is_paused:
+        moves = self.is_active
+        if self.is_paused:
             self.is_active, self._quiet_since = False, now
-        elif now - self._quiet_since > self._limit_seconds:
+            return None
+        watched = moves if self.is_stream else None
+        if moves:
+            self.is_active, self._quiet_since = False, now
+            return watched
+        if lost_seconds:
+            self._quiet_since = min(self._quiet_since + lost_seconds, now)
+        if now - self._quiet_since > self._limit_seconds:
             stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
+        return watched
 
-    def pass_on(self, tokens: Tokens) -> None:
+    def pass_on(self, tokens: Tokens | None) -> None:
         """Send the next reads to the client as they arrive, the framing of chunks included, as far as they are such
-        tokens: that is progress. What comes behind them, and all that follows, the exchange receives.
+        tokens: that is progress. What comes behind them, and all that follows, the exchange receives. None: all.
 
         For a chunked answer, of which all that has arrived are whole chunks; nothing happens for any other.
         """
@@ -199,9 +208,14 @@ class Connection(FastForward):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        sock = transport.get_extra_info("socket")
-        for option in SOCKET_OPTIONS:  # without TCP_NODELAY: both event loops set it
-            sock.setsockopt(*option)
+        # What uvloop gives out as a socket makes a new one for each option. The family does not matter to them.
+        descriptor = transport.get_extra_info("socket").fileno()
+        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        try:
+            for option in SOCKET_OPTIONS:  # without TCP_NODELAY: both event loops set it
+                sock.setsockopt(*option)
+        finally:
+            sock.detach()  # it is the transport's
 
     def _read(self, data: bytes) -> None:
         exchange = self._exchange

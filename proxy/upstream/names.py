@@ -50,6 +50,8 @@ class _Name:
     """What is known of one name. A literal is a name that needs no look-up, ever."""
 
     addresses: tuple[str, ...] = ()
+    allowed: tuple[str, ...] | None = None
+    """Those of the addresses that the rules allow, which takes long to find out; None: nobody has asked."""
     due: float = -math.inf
     pending: asyncio.Future[None] | None = None
     """Of the look-up under way; it is done when that has ended, well or not."""
@@ -103,6 +105,8 @@ class Names:
         """Change who may be where, for connections from now on."""
         self._rules = rules
         self._configured = frozenset(configured)
+        for name in self._names.values():
+            name.allowed = None
 
     def known(self, host: str) -> tuple[str, ...]:
         """Addresses to try in this order, as far as they can be told at once; none: `find` has to be waited for.
@@ -110,7 +114,7 @@ class Names:
         Raises AddressProblem when the host must not be there.
         """
         name = self._refreshed(host)
-        return self._checked(host, name.addresses) if name.addresses else ()
+        return self._checked(host, name) if name.addresses else ()
 
     def has_left(self, host: str, address: str) -> bool:
         """Whether an address that was this name's is known not to be so any more."""
@@ -130,7 +134,7 @@ class Names:
             await asyncio.wait((name.pending,), timeout=_WAIT_SECONDS)  # cancels nothing: others wait for it, too
         if not name.addresses:
             raise AddressProblem(name.problem or "timed out")
-        return self._checked(host, name.addresses)
+        return self._checked(host, name)
 
     def check(self, address: str) -> None:
         """Raise AddressProblem unless some instance may have this address."""
@@ -152,16 +156,17 @@ class Names:
             raise AddressProblem("not a host name")
         if len(self._names) >= _MAX_NAMES:
             del self._names[next(iter(self._names))]
-        name = self._names[host] = _Name((host,), math.inf) if is_literal(host) else _Name()
+        name = self._names[host] = _Name((host,), due=math.inf) if is_literal(host) else _Name()
         return name
 
-    def _checked(self, host: str, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    def _checked(self, host: str, name: _Name) -> tuple[str, ...]:
         if host in self._configured:
-            return addresses
-        allowed = tuple(address for address in addresses if self._rules.allows(address))
-        if not allowed:
+            return name.addresses
+        if name.allowed is None:
+            name.allowed = tuple(filter(self._rules.allows, name.addresses))
+        if not name.allowed:
             raise AddressProblem(_FORBIDDEN)
-        return allowed
+        return name.allowed
 
     # Looking up
 
@@ -200,7 +205,7 @@ class Names:
                 kept = "its last address stays in use" if name.addresses else "it has no address yet"
                 logger.warning("the name %s cannot be looked up (%s); %s", host, problem, kept)
         else:
-            name.addresses = addresses
+            name.addresses, name.allowed = addresses, None
             if name.problem:
                 logger.info("the name %s can be looked up again", host)
         name.problem = problem

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # A subset of RFC 9112: the tokens and field values that it defines, complete lines, one space after the version.
 _HEAD: Final = re.compile(
-    rb"HTTP/1\.1 ([2-5][0-9][0-9]) [ -~]*\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\r\n)+)\r\n"
+    rb"HTTP/1\.1 ([2-5][0-9][0-9]) [ -~]*((?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)+)"
 )
 # Whatever says how long the body is, or what becomes of the connection.
 _FRAMING: Final = re.compile(
@@ -29,7 +29,7 @@ class PlainHeaders(Mapping[str, str]):
     __slots__ = ("_by_name", "_fields")
 
     def __init__(self, fields: bytes) -> None:
-        """`fields`: each with the end of its line."""
+        """`fields`: each behind the end of the line before it."""
         self._fields = fields
         self._by_name: dict[str, str] | None = None
 
@@ -63,7 +63,7 @@ class PlainHead(NamedTuple):
 # Engines write the same head for a second, until its date is another: then it is looked up instead of being read.
 @lru_cache(maxsize=128)
 def plain_head(head: bytes) -> PlainHead | None:
-    """What bytes up to the first blank line say; None where they are no head, or httptools should read it."""
+    """What the bytes before the first blank line say; None where they are no head, or httptools should read it."""
     match = _HEAD.fullmatch(head)
     if match is None:
         return None

@@ -169,7 +169,7 @@ class Response(EngineResponse):
         """Read again after `pause`."""
         self._connection.pause(False)
 
-    def pass_on(self, tokens: Tokens) -> None:
+    def pass_on(self, tokens: Tokens | None) -> None:
         """See Connection.pass_on; nothing when the answer has ended."""
         if not self._ended:
             self._connection.pass_on(tokens)

@@ -253,11 +253,14 @@ class Upstream:
         self._swept_at = now
         # This process was stopped or blocked. What the engines sent meanwhile may not have been read yet.
         lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
-        moving: dict[Backend, bool] = {}
+        active: dict[str, Backend] = {}
+        silent: dict[str, Backend] = {}
         for connection in list(self._busy):
-            if connection.is_stream and not connection.is_paused:
-                moving[connection.backend] = connection.is_active or moving.get(connection.backend, False)
-            connection.check_silence(now, lost_seconds)
+            moves = connection.check_silence(now, lost_seconds)
+            if moves is not None:
+                backend = connection.backend
+                (active if moves else silent)[backend.key] = backend
+        moving = {**dict.fromkeys(silent.values(), False), **dict.fromkeys(active.values(), True)}
         for backend in self._progress.observe(now, moving, lost_seconds=lost_seconds):
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)

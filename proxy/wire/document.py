@@ -32,8 +32,8 @@ JOINED_BYTES: Final = 64 * 1024
 Body = bytes | list[bytes | memoryview]
 """The bytes of a request, or the pieces of a long one, whose order counts."""
 
-# To build all of it costs less than to find out what of it need not be.
-_SHORT_BYTES: Final = 4 * 1024
+SHORT_BYTES: Final = 4 * 1024
+"""To build all of such an object costs less than to find out what of it need not be."""
 _BRACKET: Final = ord("[")
 
 
@@ -58,7 +58,7 @@ class Document:
         # Not kept beside the values where it is not needed: a call lives as long as its answer takes.
         self._raw: bytes | bytearray = b""
         try:
-            if len(raw) > _SHORT_BYTES:
+            if len(raw) > SHORT_BYTES:
                 self.values = Members(raw)
                 self._raw, self._spans = raw, self.values.spans
                 return
@@ -110,7 +110,7 @@ class Document:
         """A copy of the bytes of a member's value; None when there is no such member."""
         if name not in self.values:
             return None
-        return orjson.dumps(self.values[name]) if self._spans is None else bytes(self.view(name))
+        return bytes(self.view(name))  # what orjson writes keeps 4 KB, however short it is
 
     def view(self, name: str) -> memoryview:
         """The bytes of a member's value; of a long object they are its own. Raises KeyError."""
@@ -118,6 +118,18 @@ class Document:
             return memoryview(orjson.dumps(self.values[name]))
         _, start, end = self._spans[name]
         return memoryview(self._raw)[start:end]
+
+    def together(self, first: Mapping[str, object], second: Mapping[str, object]) -> Mapping[str, object]:
+        """Both changes, one after the other, as one."""
+        return {**first, **second} if first else second
+
+    def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
+        """As `with_changes` with both, one after the other."""
+        return self.with_changes(self.together(first, second))
+
+    def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
+        """As `with_changes`, and then with this member, which the changes do not have: its value verbatim."""
+        return self.with_changes({**changes, name: orjson.Fragment(value)})
 
     def with_changes(self, changes: Mapping[str, object]) -> Body:
         """The object with members replaced, added at the end, or left out (REMOVED).

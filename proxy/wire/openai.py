@@ -52,6 +52,17 @@ RESERVED_FIELDS: Final = frozenset(
 """Fields that steer KV transfer or engine-internal routing. From a client they could point a decoder at any host, or
 collide with a live request, so they are removed."""
 
+ORDINARY_FIELDS: Final = frozenset(
+    {
+        *("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
+        *("temperature", "top_p", "top_k", "min_p", "stop", "user", "tools", "tool_choice", "response_format"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "chat_template_kwargs"),
+        *("reasoning_effort", "metadata", "store", "service_tier", "prompt_cache_key", "session_id"),
+    }
+)
+"""What nearly all requests have nothing beside. Whoever looks for what only few have need not look in these: see
+`Call.is_ordinary`."""
+
 DONE: Final = b"[DONE]"
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 

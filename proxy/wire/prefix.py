@@ -95,7 +95,6 @@ class Prompt:
         self,
         document: Document,
         changes: Mapping[str, object] | None = None,
-        *,
         has_reasoning: bool = False,
         has_media: bool = False,
     ) -> None:
@@ -112,12 +111,7 @@ class Prompt:
         """The prompt of a body with some members changed, as by `Document.with_changes`; often the same one."""
         if changes.keys().isdisjoint(_PROMPTS):
             return self
-        return Prompt(
-            self._document,
-            {**self._changes, **changes},
-            has_reasoning=self._has_reasoning,
-            has_media=self._has_media,
-        )
+        return Prompt(self._document, {**self._changes, **changes}, self._has_reasoning, self._has_media)
 
     @property
     def keys(self) -> PrefixKeys:

@@ -161,7 +161,7 @@ class _InstanceRequests:
     def __init__(self, metrics: Metrics) -> None:
         # Finding a series by its labels costs more than counting with it, and there are few.
         self._counters = cache(metrics.instance_requests_total.labels)
-        self._untold: dict[Role, Counter[tuple[str, str]]] = {role: Counter() for role in Role}
+        self._untold: dict[Role, dict[str, Counter[str]]] = {role: {} for role in Role}  # by results
         metrics.settle_first(self.count)
 
     def of(self, role: Role) -> Callable[[Backend, str], None]:
@@ -169,16 +169,20 @@ class _InstanceRequests:
         untold = self._untold[role]
 
         def on_end(backend: Backend, result: str) -> None:
-            untold[backend.name, result] += 1
+            known = untold.get(result)
+            if known is None:
+                known = untold[result] = Counter()
+            known[backend.name] += 1
 
         return on_end
 
     def count(self) -> None:
         """Count what has ended so far."""
         for role, untold in self._untold.items():
-            for (name, result), count in untold.items():
-                self._counters(role.value, name, result).inc(count)
-            untold.clear()
+            for result, counts in untold.items():
+                for name, count in counts.items():
+                    self._counters(role.value, name, result).inc(count)
+                counts.clear()
 
 
 def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:

@@ -33,9 +33,10 @@ def test_every_policy_has_a_reason(balancer: Balancer, policy: str, role: Role) 
         assert reason(lease.pick) == ("equal" if policy == "least_load" else policy)
         known = figures(lease.pick)
         assert known is not None
-        assert known.policy == policy
-        assert [backend.port for backend in known.backends] == [1, 2]
-        assert all(len(column) == 2 for column in (known.order, *known.columns.values()))
+        label, candidates, columns, order = known
+        assert label == policy
+        assert [candidate.backend.port for candidate in candidates] == [1, 2]
+        assert all(len(column) == 2 for column in (order, *columns.values()))
         assert reason(lease.pick) in REASONS
 
 
@@ -43,7 +44,7 @@ def test_what_was_known_stays_as_it_was(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
     with pool.lease(LOAD) as first, pool.lease(LOAD) as second, pool.lease(LOAD) as third:
         seen = [figures(lease.pick) for lease in (first, second, third)]
-        assert [sorted(each.columns["running"]) for each in seen if each] == [[0, 0], [0, 1], [1, 1]]
+        assert [sorted(columns["running"]) for _, _, columns, _ in filter(None, seen)] == [[0, 0], [0, 1], [1, 1]]
 
 
 def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_soon(balancer: Balancer) -> None:
@@ -54,9 +55,10 @@ def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_s
         assert reason(lease.pick) == "cached_prefix"
         known = figures(lease.pick)
         assert known is not None
-        place = list(known.backends).index(lease.backend)
-        assert known.columns["cached_tokens"][place] == pytest.approx(4 * 512)
-        assert known.columns["work_seconds"][place] == min(known.columns["work_seconds"])
+        _, candidates, columns, _ = known
+        place = [candidate.backend for candidate in candidates].index(lease.backend)
+        assert columns["cached_tokens"][place] == pytest.approx(4 * 512)
+        assert columns["work_seconds"][place] == min(columns["work_seconds"])
         assert why(prefillers.pool, prompt(*range(100, 120))) == "least_seconds"  # it has to wait where the other is
 
 
@@ -71,10 +73,11 @@ def test_of_a_request_that_has_waited_all_are_told_and_not_only_who_was_free(bal
     assert reason(lease.pick) == "least_seconds"
     known = figures(lease.pick)
     assert known is not None
-    place = list(known.backends).index(lease.backend)
-    assert known.columns["wait_seconds"][place] == 0.0
-    assert known.columns["wait_seconds"][1 - place] > 0.0
-    assert all(len(column) == 2 for column in (known.order, *known.columns.values()))
+    _, candidates, columns, order = known
+    place = [candidate.backend for candidate in candidates].index(lease.backend)
+    assert columns["wait_seconds"][place] == 0.0
+    assert columns["wait_seconds"][1 - place] > 0.0
+    assert all(len(column) == 2 for column in (order, *columns.values()))
 
 
 def test_there_may_be_nothing_to_choose(balancer: Balancer) -> None:

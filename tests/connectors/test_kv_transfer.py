@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import get_args
 
 import aiohttp
+import orjson
 import pytest
 
 from proxy.balancer.engines.engine_facts import parse_engine_version
-from proxy.connectors.kv_transfer import KvTransfer, kv_transfer, pin_seconds, releases_rejected
+from proxy.connectors.kv_transfer import KvTransfer, kv_params_in, pin_seconds, releases_rejected
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import PROFILES, ConnectorName
 from proxy.wire.openai import Api
@@ -28,7 +29,7 @@ async def test_an_engine_is_known_by_its_answer_and_version(profile: str, connec
         params = (await ask(session, engine.url, body)).json["kv_transfer_params"]
         async with session.get(f"{engine.url}/version") as answer:
             version = parse_engine_version(await answer.json())
-    transfer = kv_transfer(params)
+    transfer = kv_params_in(orjson.dumps(params)).transfer
     assert transfer == TRANSFERS.get(connector, KvTransfer.OTHER)
     assert pin_seconds(transfer, version) == PROFILES[profile].pin_seconds(connector)
     if releases_rejected(transfer, version):

@@ -19,7 +19,7 @@ from proxy.connectors.base import (
     prefill_seconds,
 )
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.kv_transfer import PrefilledKv, kv_transfer
+from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
 from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
@@ -57,16 +57,15 @@ class Example(Connector):
                     headers,
                     answer_seconds=prefill_seconds(timeouts, call),
                 )
-                params = parse_prefilled(response, body).values.get("kv_transfer_params")
+                told = bytes(parse_prefilled(response, body).kv_transfer_params)
             except UpstreamError as error:
                 self._context.releaser.suspect(prefiller, call.prompt_tokens, error)
                 raise
+            params = orjson.loads(told)
             if not isinstance(params, dict):
                 raise response.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
             handoff.prefiller.free_compute()
-            handoff.kv = PrefilledKv(
-                prefiller, orjson.dumps(params), kv_transfer(params), call.prompt_tokens, call.headers
-            )
+            handoff.kv = PrefilledKv(prefiller, told, kv_params_in(told).transfer, call.prompt_tokens, call.headers)
             handoff.held()
             timeline.enter(Stage.HANDOFF)
             with await upstream.open(

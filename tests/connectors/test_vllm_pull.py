@@ -61,6 +61,18 @@ async def post(gateway: Deployment, path: str, body: bytes, **headers: str) -> N
         await response.read()
 
 
+ODD_USAGE = (b'{"prompt_tokens":5,"prompt_tokens_details":{"cached_tokens":1%b}}' % (b"0" * 40), b"[7]")
+
+
+@pytest.mark.parametrize("usage", ODD_USAGE)
+async def test_what_cannot_be_written_of_a_prefillers_usage_harms_no_answer(deploy: Deploy, usage: bytes) -> None:
+    prefiller, decoder = canned_pair()
+    body = PREFILLED.replace(b'"usage":null', b'"usage":%b' % usage)
+    prefiller.answer = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)]
+    gateway = await deploy([prefiller], [decoder], resume={"mode": "off"})
+    await post(gateway, Api.COMPLETIONS.path, COMPLETION)
+
+
 # What the legs say
 
 

@@ -9,10 +9,12 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from proxy.connectors.one_engine import RARE
+from proxy.dialects.openai import ChatCompletions, Completions
 from proxy.errors import BadRequest
 from proxy.settings import Cost
 from proxy.wire.document import joined
-from proxy.wire.openai import RESERVED_FIELDS, Api
+from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api
 from tests.parsing import parse
 
 if TYPE_CHECKING:
@@ -192,6 +194,14 @@ def test_a_client_that_wants_usage_keeps_its_own_options() -> None:
     call = chat(stream=True, stream_options=options)
     assert call.include_usage
     assert json.loads(joined(call.body({})))["stream_options"] == options
+
+
+def test_what_somebody_looks_for_in_few_requests_is_not_ordinary() -> None:
+    read = {*ChatCompletions.readings, *Completions.readings} - {"max_tokens", "max_completion_tokens"}
+    rare = read | RESERVED_FIELDS | RARE | {"vllm_xargs", "include_reasoning", "echo", "prompt_logprobs"}
+    assert ORDINARY_FIELDS.isdisjoint(rare)
+    assert chat(temperature=1, max_tokens=3).is_ordinary
+    assert not any(chat(**{name: None}).is_ordinary for name in sorted(rare))
 
 
 def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:

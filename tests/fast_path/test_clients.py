@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from proxy.fast_path.connection import FastConnection
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data, event_stream, json_answer
-from tests.fast_path.roads import raw
+from tests.fast_path.roads import Clients, raw
 from tests.fuzz.cutting import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tests.canned import Received
+    from tests.conftest import Deploy
     from tests.deployment import Deployment
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
 
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)
@@ -192,3 +196,16 @@ async def test_bursts_on_connections_that_are_used_again_are_not_mixed_up(roads:
         unordered=True,
         **OFF,
     )
+
+
+async def test_a_client_whose_host_is_gone_is_noticed(deploy: Deploy) -> None:
+    gateway = await deploy()
+    clients = Clients(gateway)
+    line = await clients.connect()
+    line.send(raw(request(Api.CHAT, max_tokens=1)))
+    await line.answer()
+    accepted = [each.door for each in gc.get_objects() if type(each) is FastConnection and not each.door.is_closing()]
+    assert accepted
+    for door in accepted:  # as the listening socket has it
+        assert door.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    line.writer.close()

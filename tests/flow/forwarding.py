@@ -51,15 +51,15 @@ def tokens_like(
 ) -> Tokens:
     """Tokens that are written to `client` and noted for `transcript`; None: they are not."""
     known = Transcript() if transcript is None else transcript
-    journal = known.journal(shape.between, is_reasoning=shape.is_reasoning)
+    notes = known.noting(is_reasoning=shape.is_reasoning)
     skips = known.grammar.reasoning_end_ids if shape.is_reasoning else ()
     return Tokens(
         shape,
-        None if transcript is None else journal,
+        None if transcript is None else notes,
         known.settle,
         client,
         None,
-        skips=frozenset(b"%d" % marker for marker in skips),
+        skips=frozenset(skips),
         hides_ids=hides_ids,
     )
 

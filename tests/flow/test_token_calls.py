@@ -16,7 +16,8 @@ import proxy
 from proxy.connectors.attempt import Attempt
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.flow.relay import Relay, TokenClock
+from proxy.flow.relay import Relay
+from proxy.flow.token_clock import TokenClock
 from proxy.observe.metrics import Metrics
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
@@ -42,6 +43,11 @@ WORDS: Final = words(
 )
 
 
+_SOCKET: Final = socket.socket()
+"""For the options that are set on each; nothing is ever connected."""
+atexit.register(_SOCKET.close)
+
+
 class Line:
     """A transport that goes nowhere, and loses its connection when it is told to."""
 
@@ -57,8 +63,8 @@ class Line:
     def get_extra_info(self, _: str) -> Line:
         return self  # its own socket
 
-    def setsockopt(self, *_: int) -> None:
-        pass
+    def fileno(self) -> int:
+        return _SOCKET.fileno()
 
     def write(self, _: object) -> None:
         """Requests are sent nowhere."""

@@ -101,7 +101,8 @@ def test_a_record_that_cannot_be_closed_keeps_no_other_from_being_told(caplog: p
     observers = Observers((ends,))
     with observers.in_batches(later):
         bad, good = observers.begin("chat", "bad"), observers.begin("chat", "good")
-        bad.timeline().marks = [(Stage.PREFILL, "mistaken"), (None, 1.0)]  # type: ignore[list-item]
+        timeline = bad.timeline()
+        timeline.stages, timeline.times = [Stage.PREFILL, None], ["mistaken", 1.0]  # type: ignore[list-item]
         observers.end(bad)
         observers.end(good)
     assert [record.request_id for record in ends.records] == ["good"]

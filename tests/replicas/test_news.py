@@ -85,7 +85,7 @@ def send(
 ) -> Sent:
     """A prompt of which nothing is cached yet."""
     load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
-    return prefiller.send(Asked(PickRequest.of(load), keys, ends, tokens), 0, seconds, load, now)
+    return prefiller.send(Asked(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
 
 
 @pytest.fixture

@@ -195,6 +195,21 @@ async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
         assert at.names.known("added") == ("127.0.0.1",)
 
 
+async def test_the_rules_are_asked_about_an_address_once(clock: Clock) -> None:
+    asked: list[str] = []
+
+    class Rules(AddressRules):
+        def allows(self, address: str) -> bool:
+            asked.append(address)
+            return super().allows(address)
+
+    async with desk(clock) as at:
+        at.names.configure(Rules(["127.0.0.0/8"]), [])
+        for _ in range(3):
+            assert at.names.known("127.0.0.3") == ("127.0.0.3",)
+    assert asked == ["127.0.0.3"]
+
+
 async def test_only_so_many_names_are_remembered(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.names._MAX_NAMES", 2)
     async with desk(clock) as at:

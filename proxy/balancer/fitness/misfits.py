@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.shared.memory import SharedValue
@@ -25,6 +25,9 @@ _BYTES_PER_MISFIT = 2048  # a host name has at most 253, and a hint is cut
 _MAX_HINT = 400
 _BYTES_PER_VERDICT = 320
 _MAX_PAIRS = 4096
+
+
+_UNKNOWN: Final = Verdict.UNKNOWN  # to read a member off its class takes as long as four calls
 
 
 class MisfitKind(StrEnum):
@@ -102,7 +105,7 @@ class Misfits:
         """What it makes of KV that is handed over to it: from this prefiller where that is known, or altogether."""
         if self.versions[0] != self._read_version:
             self._read()
-        verdict = self._verdicts.get(decoder.name, Verdict.UNKNOWN)
+        verdict = self._verdicts.get(decoder.name, _UNKNOWN)
         if self._divided and prefiller is not None:
             return self._divided.get(decoder.name, {}).get(prefiller.name, verdict)
         return verdict

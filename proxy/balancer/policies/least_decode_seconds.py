@@ -7,7 +7,6 @@ it had when it made most tokens a second: requests wait in the gateway's queue i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
@@ -25,11 +24,8 @@ if TYPE_CHECKING:
     from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
-    _Noted = tuple[Sequence[int], tuple[float, float, float], Sequence[float], bool]
-    """Of candidates: the answers that they write; how a token's cost is made of that; how slow each is; and whether
-    several were equal."""
-
-_share_percent = attrgetter("share_percent")
+    _Noted = tuple[Sequence[int], Sequence[float], bool]
+    """Of candidates: the answers that they write; what a token more of each takes; and whether several were equal."""
 
 # What was learned is taken for choosing now and then.
 _LOOK_SECONDS: Final = 1.0
@@ -38,12 +34,14 @@ _LOOK_SECONDS: Final = 1.0
 _KV_SHARE: Final = 0.1
 # What can be told apart no longer.
 _TIE: Final = 1e-3
+_BELOW: Final = 1 - _TIE
+_AS_GOOD: Final = 1 + _TIE
 # Only where all have what they should have at most.
 _FULL_SCORE: Final = 1e6
 # An answer shorter than this tells little of how fast the next will be.
 _LEAST_TOKENS: Final = 8
 # Answers' lengths are told apart by their limits, in powers of two.
-_LENGTH_STEP: Final = 0.05
+_LENGTHS: Final = 20  # what is learned is of no more than so many
 _ENOUGH_LENGTHS: Final = 8
 _HELD_STEP: Final = 0.05
 # Of a decoder's KV memory what its answers will have in their ends, which do not come all at once, those whose prompts
@@ -69,8 +67,11 @@ class _Answer(Tracker):
 
     __slots__ = ("backend", "before", "request", "_decoder", "_policy")
 
-    def __init__(self, load: Load, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> None:
-        self.load = load
+    def __init__(
+        self, compute: int, kv: int, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest
+    ) -> None:
+        self.compute = compute
+        self.kv = kv
         self.backend = backend
         self.request = request
         self.before: Sequence[float] = ()
@@ -128,25 +129,28 @@ class LeastDecodeSeconds(LeastTokens):
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
         running = bounds.reader.running()
         held = sum(weights) / (sum(running) or 1) or 1.0
-        share, slope, step = _KV_SHARE / held, 2 * self.pace.slope, self.pace.step + self.pace.slope
-        loads = [streams + share * weight for streams, weight in zip(running, weights, strict=True)]
-        percents = list(map(_share_percent, candidates))
-        if min(percents) < FULL:
-            both = zip(loads, percents, strict=True)
-            loads = [load if percent == FULL else (load + 1) * FULL / percent - 1 for load, percent in both]
-        scores = [(step + slope * load) * slower for load, slower in zip(loads, bounds.slowness, strict=True)]
-        if not bounds.is_open:
-            for place, streams in enumerate(running):
-                if self._is_full(bounds, place, streams, weights[place]):
-                    scores[place] += _FULL_SCORE
-        least, equal = _ANY, []
-        for candidate, score in zip(candidates, scores, strict=True):
-            if score < least * (1 - _TIE):
+        pace, share = self.pace, _KV_SHARE / held
+        slope, step = 2 * pace.slope, pace.step + pace.slope
+        slowness, is_open = bounds.slowness, bounds.is_open
+        least = _ANY
+        equal: list[Candidate] = []
+        seconds: list[float] = []
+        for place, candidate in enumerate(candidates):
+            streams, weight, percent = running[place], weights[place], candidate.share_percent
+            load = streams + share * weight
+            score = (step + slope * load) * slowness[place]
+            seconds.append(score)
+            if percent != FULL:
+                load = (load + 1) * FULL / percent - 1
+                score = (step + slope * load) * slowness[place]
+            if not is_open and self._is_full(bounds, place, streams, weight):
+                score += _FULL_SCORE
+            if score < least * _BELOW:
                 least, equal = score, [candidate]
-            elif score <= least * (1 + _TIE):
+            elif score <= least * _AS_GOOD:
                 equal.append(candidate)
         is_equal = len(equal) > 1
-        self.noted = running, (step, slope, share), bounds.slowness, is_equal
+        self.noted = running, seconds, is_equal
         return self._take_turn(equal) if is_equal else equal[0]
 
     def reason(self, noted: _Noted, backend: Backend) -> str:
@@ -155,11 +159,7 @@ class LeastDecodeSeconds(LeastTokens):
 
     def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        running, (step, slope, share), slowness, _ = noted
-        seconds = [
-            (step + slope * (streams + share * weight)) * slower
-            for streams, weight, slower in zip(running, weights, slowness, strict=True)
-        ]
+        running, seconds, _ = noted
         return {"running": running, "token_seconds": seconds}, seconds
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
@@ -169,6 +169,9 @@ class LeastDecodeSeconds(LeastTokens):
         bounds = self._bounds
         if bounds.is_open:
             return True
+        return self._has_free(bounds)
+
+    def _has_free(self, bounds: _Bounds) -> bool:
         running = bounds.reader.running()
         held = bounds.reader.weights(0, 1) if bounds.has_kv else running
         both = enumerate(zip(running, held, strict=True))
@@ -180,12 +183,18 @@ class LeastDecodeSeconds(LeastTokens):
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """The prompt's KV, and what the answer will probably add to it."""
-        load = request.decode
+        return Load(request.decode.compute, self._kv_of(request))
+
+    def _kv_of(self, request: PickRequest) -> int:
         limit = 0 if request.subject is None else request.subject.output_tokens
-        mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
-        kv = load.kv if number < _ENOUGH_LENGTHS else load.kv - limit + min(limit, round(mean))
+        kv = request.decode.kv
+        known = self._lengths.get(limit.bit_length())
+        if known is not None and known[1] >= _ENOUGH_LENGTHS:
+            likely = round(known[0])
+            if likely < limit:
+                kv += likely - limit
         self._held += _HELD_STEP * (kv - self._held) if self._held else kv
-        return Load(load.compute, kv)
+        return kv
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What the answer takes of a decoder that makes as many tokens as it can; 0: not known."""
@@ -195,7 +204,7 @@ class LeastDecodeSeconds(LeastTokens):
 
     def track(self, backend: Backend, request: PickRequest) -> _Answer:
         """See Policy."""
-        return _Answer(self.cost_of(backend, request), self, backend, request)
+        return _Answer(request.decode.compute, self._kv_of(request), self, backend, request)
 
     def begin(self, backend: Backend) -> _Decoder:
         """A decoder writes one more answer."""
@@ -217,7 +226,9 @@ class LeastDecodeSeconds(LeastTokens):
             if subject is not None:
                 length = subject.output_tokens.bit_length()
                 mean, number = self._lengths.get(length, (0.0, 0))
-                self._lengths[length] = mean + max(_LENGTH_STEP, 1 / (number + 1)) * (tokens - mean), number + 1
+                if number < _LENGTHS:
+                    number += 1
+                self._lengths[length] = mean + 1 / number * (tokens - mean), number
             if tokens >= _LEAST_TOKENS:
                 both = zip(answer.before, decoder.spent, strict=True)
                 spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]

@@ -41,6 +41,7 @@ _TIE_SECONDS: Final = 0.02
 _KIND_PIECES: Final = 8
 # The share of busy backends over that of idle ones, at most; and how fast the share is followed.
 _MOST_CROWDING: Final = 6.0
+_MOST_BUSY: Final = _MOST_CROWDING / (1 + _MOST_CROWDING)
 _BUSY_STEP: Final = 0.02
 # Weights are 10 for a token of compute: see least_tokens.WEIGHTS.
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
@@ -74,41 +75,55 @@ class LeastSeconds(LeastTokens):
         that begin alike, or which is least loaded. That is by a hash: gateways that do not talk agree, also on what
         keys do not show, such as pictures whose addresses change.
         """
-        prefillers = self._prefillers.known(candidates)
-        decided, self._decided = self._decided, None
-        among = None
-        if decided is not None and decided[0] is (request.subject or request):
-            among = [prefiller in decided[1] for prefiller in prefillers]
-        asked = self._asked.get(id(request.subject or request)) or ask(request)
-        now = self.context.clock()
-        waits = self._waits(prefillers, weights, now, _SECONDS_PER_WEIGHT)
-        work = self._prefillers.work(prefillers, asked)
-        equal = [0]
+        known = self._prefillers
+        prefillers = known.known(candidates)
+        asked = self._asked.get(id(request.subject or request)) if self._asked else None
+        if asked is None:
+            asked = ask(request)
+        waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
+        work = known.work(prefillers, asked)
+        place, is_equal = 0, False
         if len(candidates) > 1:
-            scores, near = self._scores(waits, work, among)
-            equal = [place for place, score in enumerate(scores) if score <= near]
-        if len(equal) == 1:
-            place = equal[0]
-        elif not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
-            tied = [candidates[place] for place in equal]
-            place = equal[tied.index(super().choose(tied, [weights[place] for place in equal], request))]
-        elif asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
-            place = scores.index(min(scores))
-        else:
-            session = request.session
-            if session is not None:
-                kind = crc32(session.encode(errors="surrogatepass"))
-            else:
-                kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
-            place = max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind))
+            place, is_equal = self._soonest(candidates, prefillers, weights, request, asked, waits, work)
+        self._decided = None
         hit, cached = 0, None
         if asked.keys:
-            there, ends = asked.there, asked.ends
-            cached = [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]
-            hit = there[prefillers[place]][1]
+            hit, cached = asked.there[prefillers[place]][1], _cached_tokens(prefillers, asked)
         self._chosen = request, prefillers[place], asked, hit, work[place]
-        self.noted = prefillers, waits, work, len(equal) > 1, cached
+        self.noted = prefillers, waits, work, is_equal, cached
         return candidates[place]
+
+    def _soonest(
+        self,
+        candidates: Sequence[Candidate],
+        prefillers: Sequence[Prefiller],
+        weights: Sequence[int],
+        request: PickRequest,
+        asked: Asked,
+        waits: Sequence[float],
+        work: Sequence[float],
+    ) -> tuple[int, bool]:
+        """The place of the one that is chosen of several, and whether it is as good as others."""
+        decided, among = self._decided, None
+        if decided is not None and decided[0] is (request.subject or request):
+            among = [prefiller in decided[1] for prefiller in prefillers]
+        scores, near = self._scores(waits, work, among)
+        equal = [place for place, score in enumerate(scores) if score <= near]
+        if len(equal) == 1:
+            return equal[0], False
+        if not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
+            tied, loads = candidates, weights
+            if len(equal) < len(candidates):
+                tied, loads = [candidates[place] for place in equal], [weights[place] for place in equal]
+            return equal[tied.index(super().choose(tied, loads, request))], True
+        if asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
+            return scores.index(min(scores)), True
+        session = request.session
+        if session is not None:
+            kind = crc32(session.encode(errors="surrogatepass"))
+        else:
+            kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+        return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
         """The predicted seconds, in what they are in tokens."""
@@ -128,8 +143,8 @@ class LeastSeconds(LeastTokens):
         """What is under way counts as cached, or a burst with one prompt would scatter."""
         _, prefiller, asked, hit, seconds = self._choice(backend, request)
         self._chosen = None
-        load = Load(round(seconds / SECONDS_PER_LOAD), request.prefill.kv)
-        sent = prefiller.send(asked, hit, seconds, load, self.context.clock())
+        compute = round(seconds / SECONDS_PER_LOAD)
+        sent = prefiller.send(asked, hit, seconds, compute, request.prefill.kv, self.context.clock())
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
         cached = sent.cached
         expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
@@ -262,8 +277,9 @@ class LeastSeconds(LeastTokens):
         """Whether all of them have room; None: some have."""
         prefillers = self._prefillers.known(candidates)
         loads = self._prefillers.reader.compute()
-        self._busy += _BUSY_STEP * (1 - loads.count(0) / len(loads) - self._busy)
-        if not any(loads):
+        idle = loads.count(0) / len(loads)
+        self._busy += _BUSY_STEP * (1 - idle - self._busy)
+        if idle == 1:
             return True
         waits = self._waits(prefillers, loads, self.context.clock())
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
@@ -278,8 +294,9 @@ class LeastSeconds(LeastTokens):
 
         `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
         """
-        counts = 1 + self.crowding * min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
-        scores = list(map(add, waits, map(counts.__mul__, work)))
+        crowding = self._busy / (1 - self._busy) if self._busy < _MOST_BUSY else _MOST_CROWDING
+        counts = 1 + self.crowding * crowding
+        scores = [wait + counts * work[place] for place, wait in enumerate(waits)]
         if among is not None and True in among:
             scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
         least = min(scores)
@@ -289,6 +306,15 @@ class LeastSeconds(LeastTokens):
         self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD
     ) -> list[float]:
         """Seconds until each of them is free; 0.0: it is. `unit`: the seconds that one of a load stands for."""
-        return [
-            prefiller.left(load * unit, now) if load else 0.0 for prefiller, load in zip(prefillers, loads, strict=True)
-        ]
+        waits = [0.0] * len(loads)
+        if any(loads):
+            for place, load in enumerate(loads):
+                if load:
+                    waits[place] = prefillers[place].left(load * unit, now)
+        return waits
+
+
+def _cached_tokens(prefillers: Sequence[Prefiller], asked: Asked) -> Sequence[float]:
+    """Of the prompt, that are probably cached at each of these."""
+    ends, there = asked.ends, asked.there
+    return [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]

@@ -62,7 +62,7 @@ class LeastTokens(_Turns):
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """The request does not matter."""
         lowest = min(weights)
-        equal = [candidate for candidate, weight in zip(candidates, weights, strict=True) if weight == lowest]
+        equal = [candidate for place, candidate in enumerate(candidates) if weights[place] == lowest]
         if len(equal) > 1:
             return self._take_turn(equal)
         self._last_slot = equal[0].backend.slot

@@ -10,7 +10,6 @@ from proxy.balancer.pick import Tracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.backend import Load
     from proxy.balancer.pick import Prediction
     from proxy.balancer.policies.asked import Asked
 
@@ -21,7 +20,8 @@ class Sent(Tracker):
 
     on_end: Callable[[Sent, bool], None]
     """Called when it has been computed, or will not be."""
-    load: Load
+    compute: int
+    kv: int
     asked: Asked
     at: float
     seconds: float

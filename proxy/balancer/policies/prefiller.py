@@ -16,7 +16,7 @@ from proxy.balancer.policies.prefixes import CachedPrefixes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.backend import Backend, Load
+    from proxy.backend import Backend
     from proxy.balancer.policies.asked import Asked
     from proxy.balancer.shared.journal import Seat
 
@@ -104,9 +104,9 @@ class Prefiller:
         """This worker has sent something that is under way."""
         return bool(self._sent)
 
-    def send(self, asked: Asked, hit: int, seconds: float, load: Load, now: float) -> Sent:
+    def send(self, asked: Asked, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
         """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
-        the backend is charged. What is under way counts as cached, or a burst would scatter.
+        the backend is charged `compute`, beside `kv`. What is under way counts as cached, or a burst would scatter.
         """
         prefixes, before = self.cached, self._sent
         ahead = len(before) + len(self._others)
@@ -122,30 +122,33 @@ class Prefiller:
         if self.journal is not None:
             self._write(Kind.SENT, asked.keys, asked.ends, now, seconds, computed)
         self.version += 1
-        self.charge += load.compute
+        self.charge += compute
         self.computing += computed
         if before:
             self.behind += 1
             self.behind_seconds += seconds
         else:
             self._began, self._step_seconds, self._step_charged = now, seconds, seconds
-        sent = Sent(self.on_end, load, asked, now, seconds, cached, known, odometer, ahead, wait)
+        sent = Sent(self.on_end, compute, kv, asked, now, seconds, cached, known, odometer, ahead, wait)
         before[sent] = None
         return sent
 
-    def end(self, sent: Sent, served: bool, now: float) -> Sample | None:
-        """It has been computed, or will not be; None: that teaches nothing of the time it takes."""
+    def end(self, sent: Sent, served: bool, now: float, is_lesson: bool = True) -> Sample | None:
+        """It has been computed, or will not be; None: that teaches nothing of the time it takes, or it had no company
+        and would only be one more lesson, which is not wanted.
+        """
         asked, cached = sent.asked, sent.cached
         has_overtaken = next(iter(self._sent)) is not sent or (bool(self._others) and self._others[0][0] < sent.at)
         del self._sent[sent]
         self.version += 1
-        self.charge -= sent.load.compute
+        self.charge -= sent.compute
         if self._sent:
             self.computing -= asked.tokens - cached
             self._begin(now if served else self._began)
         else:
             self.computing = 0.0
-        prefixes, dropped = self.cached, list[int]()
+        prefixes = self.cached
+        dropped: Sequence[int] = ()
         further, sample = 0.0, None
         if served:
             tokens: float = asked.tokens
@@ -160,8 +163,9 @@ class Prefiller:
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
-            seconds = now - max(sent.at, self._answered_at)
-            if tokens > cached:  # else nothing is known of it
+            # Otherwise nothing is known of it, or nothing new.
+            if tokens > cached and (is_lesson or sent.ahead or was_behind or self.journal is not None):
+                seconds = now - max(sent.at, self._answered_at)
                 times = seconds, now - sent.at, sent.ahead, float(was_behind), float(has_overtaken)
                 sample = Sample(tokens - cached, cached, *times)
             self._answered_before, self._answered_at = self._answered_at, now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import attrgetter
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.concurrency import Concurrency
@@ -26,7 +26,6 @@ _TOGETHER: Final = 0.25
 _LESSON_SECONDS: Final = 0.05
 # So many lessons are enough to tell by what a prompt takes what several take.
 _TAUGHT: Final = 16
-_slowness = attrgetter("slowness")
 
 
 class Prefillers:
@@ -55,19 +54,22 @@ class Prefillers:
     def known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
         """Of each of them."""
         if candidates is not self._candidates:
-            self._candidates = candidates
-            self._known = [self.of(candidate.backend) for candidate in candidates]
-            for prefiller, candidate in zip(self._known, candidates, strict=True):
-                if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
-                    prefiller.backend = candidate.backend
-                    self._by_slot[candidate.backend.slot] = prefiller
-                self._take_facts(prefiller)
-            if candidates:
-                slots = [candidate.backend.slot for candidate in candidates]
-                self.reader = SlotReader(candidates[0].scoreboard, slots)
+            self._look_up(candidates)
         if self._journal is not None:
             self.listen()
         return self._known
+
+    def _look_up(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+        self._known = [self.of(candidate.backend) for candidate in candidates]
+        for prefiller, candidate in zip(self._known, candidates, strict=True):
+            if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
+                prefiller.backend = candidate.backend
+                self._by_slot[candidate.backend.slot] = prefiller
+            self._take_facts(prefiller)
+        if candidates:
+            slots = [candidate.backend.slot for candidate in candidates]
+            self.reader = SlotReader(candidates[0].scoreboard, slots)
 
     def listen(self) -> None:
         """Take in what other workers have told, if there are any."""
@@ -90,7 +92,8 @@ class Prefillers:
         """An answer teaches how long prompts take and what is cached."""
         if self._journal is not None:
             self.listen()  # since when it has computed this one, another worker may know
-        sample = prefiller.end(sent, served, self._clock())
+        now = self._clock()
+        sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
             self.learn(prefiller, sample)
 
@@ -157,5 +160,9 @@ class Prefillers:
     def work(self, prefillers: Sequence[Prefiller], asked: Asked) -> list[float]:
         """The seconds that a prompt takes each of these."""
         if asked.keys or asked.request.subject is None:
-            return [self.own(prefiller, asked)[1] for prefiller in prefillers]
-        return list(map(self.cost.seconds(asked.tokens, 0.0).__mul__, map(_slowness, prefillers)))
+            own, among = self.own, repeat(asked)
+            return [seconds for _, seconds in map(own, prefillers, among)]
+        work = [self.cost.seconds(asked.tokens, 0.0)] * len(prefillers)
+        for place, prefiller in enumerate(prefillers):
+            work[place] *= prefiller.slowness
+        return work

@@ -77,8 +77,23 @@ class Row:
     def add(self, slot: int, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
         """Charge a slot; negative numbers give back."""
         cells, place = self._cells, _SLOT_BYTES * slot
-        before = _CHARGES.unpack_from(cells, place)
-        _CHARGES.pack_into(cells, place, before[0] + requests, before[1] + running, before[2] + compute, before[3] + kv)
+        had_requests, had_running, had_compute, had_kv = _CHARGES.unpack_from(cells, place)
+        _CHARGES.pack_into(
+            cells, place, had_requests + requests, had_running + running, had_compute + compute, had_kv + kv
+        )
+
+    def take_work(self, slot: int, compute: int) -> None:
+        """The work on one request is done: give back its `running`, and this compute."""
+        cells, first = self._cells, CELLS_PER_SLOT * slot
+        cells[first + RUNNING] -= 1
+        cells[first + COMPUTE] -= compute
+
+    def take_kv(self, slot: int, requests: int, kv: int) -> None:
+        """Give back this cache, and the requests that have nothing more to do with the backend."""
+        cells, first = self._cells, CELLS_PER_SLOT * slot
+        cells[first + KV] -= kv
+        if requests:
+            cells[first + REQUESTS] -= requests
 
     def charge(self, slot: int, running: int, compute: int, kv: int) -> None:
         """Replace what this row has. Only for guests, whose requests are not known one by one."""
@@ -253,7 +268,7 @@ class SlotReader:
     would triple its price. To be made once for slots that are read again and again.
     """
 
-    __slots__ = ("compute", "running", "_loads")
+    __slots__ = ("compute", "running", "_loads", "_places")
 
     def __init__(self, scoreboard: Scoreboard, slots: Sequence[int]) -> None:
         self.running = scoreboard.reader(slots, RUNNING)
@@ -261,9 +276,12 @@ class SlotReader:
         self.compute = scoreboard.reader(slots, COMPUTE)
         """The compute of each."""
         self._loads = scoreboard.reader(slots, COMPUTE, KV, _PINNED_TOKENS)
+        self._places = range(0, 3 * len(slots), 3)
 
     def weights(self, per_compute: int, per_kv: int) -> list[int]:
         """`per_compute * compute + per_kv * (kv + pinned tokens)` of each."""
-        loads = self._loads()
-        each = zip(loads[::3], loads[1::3], loads[2::3], strict=True)
-        return [per_compute * compute + per_kv * (kv + pinned) for compute, kv, pinned in each]
+        loads, weights = self._loads(), []  # a comprehension would be a call more
+        for place in self._places:
+            weight = per_compute * loads[place] + per_kv * (loads[place + 1] + loads[place + 2])
+            weights.append(weight)
+        return weights

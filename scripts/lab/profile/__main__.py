@@ -12,16 +12,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
-from lab.common import environment, peers
+from lab.common import environment
 from lab.common.proc import cpu_seconds
-from lab.common.processes import free_ports, running, wait_until_ready
-from lab.profile import choosing, scraping
+from lab.profile import choosing, instructions, scraping
 from lab.profile.asking import ask
+from lab.profile.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +55,15 @@ def main() -> None:
     """Measure the scenarios one after the other, and print a table for each."""
     parser = argparse.ArgumentParser(prog="scripts/profile", description="Where the gateway's CPU time goes.")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
+    parser.add_argument(
+        "--functions",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="also so many functions that take most of it themselves",
+    )
     parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
+    parser.add_argument("--instructions", action="store_true", help="machine instructions of a request, by valgrind")
     parser.add_argument("--scraping", action="store_true", help="what a scrape takes, and what streams notice of it")
     parser.add_argument("--fleet-size", action="store_true", help="the same by the number of instances and of workers")
     options = parser.parse_args()
@@ -65,6 +72,9 @@ def main() -> None:
         return
     if options.choosing:
         print(choosing.table(("least_tokens", "least_load")))
+        return
+    if options.instructions:
+        print(instructions.table(options.seconds))
         return
     if options.scraping:
         print(scraping.table(options.seconds))
@@ -76,22 +86,16 @@ def main() -> None:
         if scenario.name in _SCENARIOS:
             result, used_seconds, stacks = _sampled(scenario.name, seconds)
             per, count = ("token", result.tokens) if scenario.name == PACED else ("request", result.completed)
-            print(f"{scenario.title}: {1e6 * used_seconds / max(1, count):.1f} µs CPU per {per}")
-            print(_table(stacks.splitlines(), 1e6 * used_seconds / max(1, count)))
+            total_us = 1e6 * used_seconds / max(1, count)
+            print(f"{scenario.title}: {total_us:.1f} µs CPU per {per}")
+            print(_table(stacks.splitlines(), total_us))
+            if options.functions:
+                print(functions(stacks.splitlines(), total_us, options.functions))
 
 
 def _sampled(scenario: str, seconds: float) -> tuple[Result, float, str]:
     """One scenario: what came of it, the CPU seconds, and the collapsed stacks."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prefill, decode, (port,) = free_ports(2), free_ports(2), free_ports(1)
-        words = (",".join(map(str, prefill)), ",".join(map(str, decode)))
-        engines = [sys.executable, "-m", "lab.bench.engines", *words]
-        stack.enter_context(running("the engines", engines, decode[-1], directory / "engines"))
-        peer = peers.ours()
-        command = peer.command(port, prefill, decode, saturating=False)
-        pid = stack.enter_context(running(peer.name, command, port, directory / "gateway"))
-        wait_until_ready(peer.name, port, peer.ready_path)
+    with tempfile.TemporaryDirectory() as name, serving(directory := Path(name)) as (pid, port):
         ask(port, SHORT_STREAM, 0.5)  # a warm-up
         spy = (str(environment.PYTHON.with_name("py-spy")), "record", "--pid", str(pid), "--format", "raw")
         samples = ("--rate", str(_SAMPLES_PER_SECOND), "--duration", str(round(seconds)), "--output")
@@ -113,6 +117,18 @@ def _table(stacks: Iterable[str], total_us: float) -> str:
     total = max(1, samples.total())
     lines = [f"  {total_us * samples[part] / total:7.1f}  {part}" for part, _ in PARTS]
     return "\n".join(lines) + "\n"
+
+
+def functions(stacks: Iterable[str], total_us: float, count: int) -> str:
+    """The gateway's functions that take most of the time themselves, or in C that they call, a line each."""
+    samples: Counter[str] = Counter()
+    for line in stacks:
+        frames, _, number = line.rpartition(" ")
+        innermost = next((frame for frame in reversed(frames.split(";")) if "proxy/" in frame), "none of the gateway's")
+        samples[re.sub(r":\d+\)$", ")", innermost)] += int(number)
+    total = max(1, samples.total())
+    lines = [f"  {total_us * number / total:7.1f}  {name}" for name, number in samples.most_common(count)]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def part_of(frames: list[str]) -> str:

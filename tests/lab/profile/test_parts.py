@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.profile.__main__ import PARTS, part_of
+from lab.profile.__main__ import PARTS, functions, part_of
 
 ROOT = Path(__file__).parents[3]
 NAMED = [
@@ -35,3 +35,10 @@ def test_what_a_part_names_is_there(path: str) -> None:
 )
 def test_a_frame_of_the_standard_library_belongs_to_its_caller(frames: list[str], part: str) -> None:
     assert part_of(frames).startswith(part)
+
+
+def test_a_function_has_the_time_of_all_its_lines_and_of_what_it_calls_outside_of_the_gateway() -> None:
+    loop, begin = "run (asyncio/runners.py:118)", "begin (proxy/fast_path/intake.py"
+    stacks = [f"{loop};{begin}:7) 2", f"{loop};{begin}:8);loads (json/decoder.py:1) 1", f"{loop} 1"]
+    assert functions(stacks, 100.0, 1) == "     75.0  begin (proxy/fast_path/intake.py)\n"
+    assert functions(stacks, 100.0, 2).endswith("     25.0  none of the gateway's\n")

@@ -1,0 +1,73 @@
+"""How many machine instructions a request takes: `scripts/profile --instructions`.
+
+A busy or slow machine changes times, and instructions hardly: so a step of a hundredth can be told from none. The
+gateway runs under Valgrind's callgrind, some fifty times slower than by itself. What it does without requests is
+counted for as long, and taken off.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lab.bench.scenarios import SHORT_ANSWER, SHORT_STREAM
+from lab.profile.asking import ask
+from lab.profile.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER)
+_WARM_UP_SECONDS: Final = 4.0
+# The last number of a part that was dumped.
+_totals: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
+
+
+def table(seconds: float) -> str:
+    """Thousands of instructions for one request of each scenario, asked for so many seconds."""
+    if shutil.which("valgrind") is None:
+        sys.exit("--instructions: there is no valgrind on the PATH (Debian: apt-get install valgrind)")
+    lines = [f"{scenario}: {_per_request(scenario, seconds) / 1000:,.0f} k instructions" for scenario in _SCENARIOS]
+    return "\n".join(lines)
+
+
+def _per_request(scenario: str, seconds: float) -> float:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        counted = directory / "counted"
+        valgrind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counted}")
+        pid, port = stack.enter_context(serving(directory, *valgrind))
+        _control("--instr=on", pid)
+        ask(port, scenario, _WARM_UP_SECONDS)
+        _control("--zero", pid)
+        began = time.monotonic()
+        result = ask(port, scenario, seconds)
+        took = time.monotonic() - began
+        _control("--dump", pid)
+        time.sleep(took)
+        _control("--dump", pid)
+        busy, idle = (instructions(counted.with_suffix(f".{part}").read_text()) for part in (1, 2))
+        if result.errors or not result.completed:
+            sys.exit(f"some requests failed: {result.errors}")
+        return (busy - idle) / result.completed
+
+
+def _control(what: str, pid: int) -> None:
+    subprocess.run(
+        ("callgrind_control", what, str(pid)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True
+    )
+
+
+def instructions(dumped: str) -> int:
+    """Those of one part that callgrind has dumped. Raises ValueError if it says none."""
+    found: Sequence[str] = _totals.findall(dumped)
+    if not found:
+        raise ValueError("callgrind tells no totals")
+    return int(found[-1])
