@@ -51,7 +51,9 @@ async def test_a_rolling_restart_fails_no_request(session: aiohttp.ClientSession
             for role in ("prefill", "prefill", "decode", "decode")
         ]
         words = [word for engine in engines for word in (f"--{engine.options.role}", engine.url)]
-        program = await stack.enter_async_context(gateway(*words, "--workers", workers))
+        # A restarted engine soon gets as much as the other one.
+        environment = {"PROXY_HEALTH__SLOW_START_SECONDS": "0.5"}
+        program = await stack.enter_async_context(gateway(*words, "--workers", workers, **environment))
         await is_ready(session, program.url)
         operator = Operator(session, program)
         load = Load(session, program.url)
