@@ -95,6 +95,10 @@ class PickRequest:
         """The same, but these are avoided and no others."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
 
+    def preferring(self, prefer: Backend) -> PickRequest:
+        """The same, but this one is preferred."""
+        return PickRequest(self.prefill, self.decode, self.subject, self.avoid, prefer, self.proves_generation)
+
     def elsewhere(self, avoid: Collection[Backend]) -> PickRequest:
         """The same for another backend than before: these are avoided and no others, and none is preferred."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
@@ -164,7 +168,7 @@ def _unknown(backend: Backend) -> EngineFacts | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PolicyContext:
     """What a policy may use. Each worker has its own, and so has each role."""
 

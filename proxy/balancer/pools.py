@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Pools:
     """The backends of all roles."""
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
     from proxy.settings import Settings, Timeouts
     from proxy.upstream import Response, Upstream
+    from proxy.upstream.response import EngineResponse
     from proxy.wire.openai import Api
 
 
@@ -52,7 +53,7 @@ may collide with a live one, is never used."""
 _SECONDS_PER_TOKEN: Final = 1.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ConnectorContext:
     """What a connector works with: one worker's parts."""
 
@@ -152,7 +153,7 @@ async def check_status(response: Response) -> None:
         raise refusal(response, await response.read())
 
 
-def refusal(response: Response, body: bytes) -> UpstreamError:
+def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     """The error for an engine's answer that is not a success."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
@@ -180,7 +181,7 @@ class Prefilled(msgspec.Struct):
 _prefilled_in = msgspec.json.Decoder(Prefilled).decode
 
 
-def parse_prefilled(response: Response, body: bytes) -> Prefilled:
+def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
     """What a prefiller of vLLM answered with. Raises UpstreamError unless it has prefilled: some tell of an error with
     status 200.
     """
@@ -201,7 +202,7 @@ def parse_prefilled(response: Response, body: bytes) -> Prefilled:
     return answer
 
 
-def parse_answer(kind: Callable[[bytes], Parsed], response: Response, body: bytes) -> Parsed:
+def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
     """The JSON object an engine answered with, as `kind` reads it. Raises UpstreamError for anything else."""
     _check_elements(response, body)
     try:
@@ -210,10 +211,10 @@ def parse_answer(kind: Callable[[bytes], Parsed], response: Response, body: byte
         raise _no_object(response) from None
 
 
-def _check_elements(response: Response, body: bytes) -> None:
+def _check_elements(response: EngineResponse, body: bytes) -> None:
     if len(body) > LONG_BYTES and is_heavier(body, MAX_ANSWER_ELEMENTS):
         raise response.fail(Failure.BAD_ANSWER, "the answer has more elements than any engine's")
 
 
-def _no_object(response: Response) -> UpstreamError:
+def _no_object(response: EngineResponse) -> UpstreamError:
     return response.fail(Failure.BAD_ANSWER, "the answer is not a JSON object")

@@ -1,26 +1,24 @@
 """The legs of an attempt that come one after the other, as a generator: what is to be done next, and no IO.
 
-A protocol writes the order of its steps once. Its driver sends what it asks for: `opened` does so from a
+A protocol writes the order of its steps once. Its driver sends what it asks for: `driver.opened` does so from a
 coroutine, the fast path from the callbacks of its connections.
 """
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proxy.connectors.attempt import Attempt
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Mapping
+    from collections.abc import Generator, Mapping
 
     from proxy.backend import Backend
-    from proxy.upstream import Response, Upstream
+    from proxy.connectors.attempt import Attempt
+    from proxy.upstream import Response
     from proxy.wire.document import Body
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Leg:
     """One request to one engine; see Upstream.open."""
 
@@ -47,36 +45,6 @@ if TYPE_CHECKING:
 
     Closing it early, or throwing anything else in, gives everything back, too.
     """
-
-
-@asynccontextmanager
-async def opened(legs: Legs, upstream: Upstream) -> AsyncIterator[Attempt]:
-    """Drive an attempt from a coroutine; see Connector.open."""
-    step = next(legs)
-    while not isinstance(step, Attempt):
-        try:
-            if isinstance(step, Leg):
-                send = upstream.fetch if step.is_whole else upstream.open
-                result: object = await send(
-                    step.backend,
-                    step.path,
-                    step.body,
-                    step.headers,
-                    answer_seconds=step.answer_seconds,
-                    resend_if_stale=step.resend_if_stale,
-                )
-            else:
-                result = await step.read()
-        except BaseException as error:
-            step = legs.throw(error)
-        else:
-            step = legs.send(result)
-    try:
-        yield step
-    except BaseException as error:
-        fail(legs, error)
-    else:
-        finish(legs)
 
 
 def finish(legs: Legs) -> None:

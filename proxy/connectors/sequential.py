@@ -8,7 +8,6 @@ decoder alone would have sooner goes there, where the settings say so.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -21,9 +20,10 @@ from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
+from proxy.connectors.driver import opened
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
-from proxy.connectors.legs import Leg, opened
+from proxy.connectors.legs import Leg
 from proxy.connectors.one_engine import RARE
 from proxy.connectors.prefill_body import Prefill
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -127,7 +127,7 @@ class Sequential(Disaggregated):
                 local.handed_over(timeline.decoder, asked, took, usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = replace(request, prefer=decoder)
+        chosen = request.preferring(decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         told = None if tokens is None or cached is None else (tokens, cached)

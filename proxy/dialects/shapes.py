@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -109,4 +108,4 @@ class Shapes:
             return None
         if not call.is_ordinary or not _MEASURED.isdisjoint(shape.values):
             return None
-        return shape, replace(call, changes=Constant(call.changes))
+        return shape, call.with_changes(Constant(call.changes))

@@ -234,10 +234,10 @@ class PlainStream(Bypass):
                             raise _Odd
                     else:
                         has_text = False
-                        for name, value in delta.items():
-                            if name not in _TEXTS or (value is not None and type(value) is not str):
+                        for member, value in delta.items():
+                            if member not in _TEXTS or (value is not None and type(value) is not str):
                                 raise _Odd
-                            if value and name != "role":
+                            if value and member != "role":
                                 has_text = True
                     if ids:
                         if type(ids) is not list or (reason is None and delta is not None and not delta):

@@ -21,6 +21,13 @@ NO_STAGE: Final = "-"
 """In a course, where a stage was left for no other."""
 
 
+OF_AN_ATTEMPT: Final = (
+    *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "prefill_pick", "decode_pick", "left", "continues"),
+    *("failure", "stages", "times", "reasons"),
+)
+"""What is noted in an AttemptRecord."""
+
+
 class AttemptFailure(NamedTuple):
     """What an instance has ended an attempt by."""
 
@@ -78,9 +85,10 @@ class AttemptRecord:
 
     def move_out(self) -> AttemptRecord:
         """All of it as a record of its own, which leaves this one as if nothing had been noted in it."""
-        moved, own = AttemptRecord(), vars(self)
-        vars(moved).update({name: own.pop(name) for name in AttemptRecord.__annotations__ if name in own})
-        self.stages, self.times = [], []
+        moved, new = AttemptRecord(), AttemptRecord()
+        for name in OF_AN_ATTEMPT:
+            setattr(moved, name, getattr(self, name))
+            setattr(self, name, getattr(new, name))
         return moved
 
 

@@ -97,7 +97,7 @@ def is_troubled(record: RequestRecord) -> bool:
 
 def names_instance(told: Mapping[str, Any], instance: str) -> bool:
     """Whether a request was sent to an instance, `host:port`, by any attempt."""
-    return any(instance in (attempt["p"], attempt["d"], *_left(attempt, "instance")) for attempt in told["history"])
+    return any(instance in {attempt["p"], attempt["d"], *_left(attempt, "instance")} for attempt in told["history"])
 
 
 def names_engine_id(told: Mapping[str, Any], engine_id: str) -> bool:

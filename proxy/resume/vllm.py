@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -84,7 +83,7 @@ class Vllm(Engine):
 
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
         """See Engine."""
-        return replace(call, kv_params={key: orjson.Fragment(prompt_ids)})
+        return call.with_kv_params({key: orjson.Fragment(prompt_ids)})
 
 
 VLLM: Final = Vllm()

@@ -24,7 +24,7 @@ _LONGEST: Final = 10  # times `seconds`
 _NOBODY: Final[frozenset[Backend]] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pair:
     failures: int = 0  # hand-overs in a row
     quarantines: int = 0  # in a row

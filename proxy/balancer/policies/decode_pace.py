@@ -132,9 +132,9 @@ class DecodePace:
         beyond = [place for place in known if place > best and self._declines(best, place)]
         if beyond:
             good = max(place for place in known if place < beyond[0])
-            self.most = self.scout = SIZES[(good + beyond[0]) // 2]
+            self.most = self.scout = float(SIZES[(good + beyond[0]) // 2])
             if now - max(self._seen_at[place] for place in beyond) > TRUSTED_SECONDS:
-                self.scout = SIZES[beyond[0]]
+                self.scout = float(SIZES[beyond[0]])
             known = [place for place in known if place < beyond[0]]
         if known:
             self.scout = min(self.scout, self._fewer(known, now))

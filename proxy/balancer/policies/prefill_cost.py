@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECONDS_PER_LOAD: Final = 0.0345e-3
 """What one token of `Load.compute` stands for: vllm-ascend's example estimates a prefill as 0.0345 ms a token and
 120 ms, which are 3,480 tokens."""
-_PRIOR: Final = (0.12, SECONDS_PER_LOAD, 0.0)
+_PRIOR: Final[tuple[float, ...]] = (0.12, SECONDS_PER_LOAD, 0.0)
 # The prior counts as such a part of a sample at each of these lengths, once it is brought to the level of the samples:
 # what was only seen of short prompts must not say that long ones cost nothing.
 _PRIOR_TOKENS: Final = (500, 5_000, 50_000)

@@ -151,7 +151,7 @@ class Prefiller:
         dropped: Sequence[int] = ()
         further, sample = 0.0, None
         if served:
-            tokens: float = asked.tokens
+            tokens = float(asked.tokens)
             if sent.answer is not None:
                 told_tokens, told_cached = sent.answer
                 if asked.keys:
