@@ -255,4 +255,4 @@ def may_have_pinned(error: UpstreamError) -> bool:
     """
     if error.failure is Failure.STATUS:
         return error.engine_status is not None and error.engine_status >= 500 and error.engine_status != 503
-    return error.failure in (*(Failure.RESET, Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.BROKEN, Failure.REMOVED),)
+    return error.failure in (Failure.RESET, Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.BROKEN, Failure.REMOVED)

@@ -36,6 +36,7 @@ class FastRequest(FastAttempt):
     Is the guard of its first attempt; see Relay.
     """
 
+    __deletable__ = ("_stream",)  # for mypyc
     __slots__ = (
         *("_answer", "_attempt", "_began_at", "_call", "_client", "_dialect", "_has_task", "_held_bytes"),
         *("_is_awake", "_is_counted", "_key", "_quota", "_record", "_plain", "_relay", "_stream", "_task"),

@@ -1,0 +1,68 @@
+"""The package once more, with its modules for requests compiled by mypyc."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from lab.compile.classes import compilable, subclassed
+from lab.compile.modules import MODULES
+
+COMPILED: Final = Path("build/compiled")
+_STAMP: Final = "compiled-from"
+_ROOT: Final = Path.cwd()  # the project's, see scripts/lib.sh
+# Classes that somebody may well write another one of, beside those of which the package has some that are not compiled.
+_PORTS: Final = {"Client", "Connector", "Engine", "FastForward", "Fleet", "Policy", "RequestListener", "Tracker"}
+
+
+class NotCompiled(Exception):
+    """With what the compiler has said."""
+
+
+def compiled(directory: Path = COMPILED) -> Path:
+    """A directory that has the whole package, compiled for the Python that runs this: made if there is none, or not of
+    these sources. Raises NotCompiled.
+    """
+    stamp = _stamp()
+    if (directory / _STAMP).is_file() and (directory / _STAMP).read_text() == stamp:
+        return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__"))
+    _rewrite(directory)
+    _run("-m", "mypyc", *MODULES, cwd=directory)
+    shutil.rmtree(directory / "build")
+    for path in MODULES:
+        shutil.copy(_ROOT / path, directory / path)
+    _run("-c", "import sys; sys.path.insert(0, ''); import proxy.worker.assembly", cwd=directory)
+    (directory / _STAMP).write_text(stamp)
+    return directory
+
+
+def _run(*words: str, cwd: Path) -> None:
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise NotCompiled(done.stdout)
+
+
+def _rewrite(directory: Path) -> None:
+    others = {str(path.relative_to(directory)): path for path in directory.rglob("*.py")}
+    for path in MODULES:
+        del others[path]
+    names = _PORTS.union(*(subclassed(path.read_text()) for path in others.values()))
+    for path in MODULES:
+        source = directory / path
+        source.write_text(compilable(source.read_text(), names))
+
+
+def _stamp() -> str:
+    """What a compiled package is made of."""
+    made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {MODULES}".encode())
+    for path in sorted([*_ROOT.glob("proxy/**/*.py"), *Path(__file__).parent.glob("*.py")]):
+        made.update(f"{path.name}\n".encode() + path.read_bytes())
+    return made.hexdigest()

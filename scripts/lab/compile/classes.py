@@ -1,0 +1,139 @@
+"""Classes as mypyc wants them: it has no dataclasses with slots, and those without have annotations that it evaluates.
+
+All of it keeps every line where it is, so that tracebacks of compiled code name lines of the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+_FUTURE: Final = "from __future__ import annotations\n\n"
+# What compiling alone knows: that a class may have subclasses which are not compiled.
+_ATTRIBUTES: Final = (
+    "from __future__ import annotations; import typing\n"
+    "if typing.TYPE_CHECKING: from mypy_extensions import mypyc_attr\n"
+)
+_OPEN: Final = "@mypyc_attr(allow_interpreted_subclasses=True)\n"
+# Their annotations are for whoever reads them.
+_TOLD: Final = {"NamedTuple", "Struct"}
+
+
+class Refused(Exception):
+    """A class that cannot be rewritten."""
+
+
+def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
+    """The source of a module, line by line, for mypyc. `has_subclasses`: names of classes of which there are subclasses
+    that are not compiled. Raises Refused.
+    """
+    lines = source.splitlines(keepends=True)
+    is_open = False
+    tree = ast.parse(source)
+    known = {*dir(builtins), *_defined(tree)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for decorator in node.decorator_list:
+            if _name(decorator) == "dataclass":
+                _rewrite(node, decorator, lines, known)
+        if _TOLD.intersection(map(_name, node.bases)):
+            for field in _fields(node):
+                _quote(field.annotation, lines)
+        if node.name in has_subclasses:
+            first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
+            if lines[first - 2].strip():
+                raise Refused(f"{node.name} has no blank line before it")
+            lines[first - 2] = _OPEN
+            is_open = True
+    text = "".join(lines)
+    return text.replace(_FUTURE, _ATTRIBUTES, 1) if is_open else text
+
+
+def subclassed(source: str) -> Iterator[str]:
+    """Names of the classes that have subclasses in a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            yield from map(_name, node.bases)
+
+
+def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: Collection[str]) -> None:
+    """A dataclass without comparison becomes a class that sets its fields; of another one the slots are left out."""
+    words = {word.arg: word.value for word in getattr(decorator, "keywords", ())}
+    at = decorator.lineno - 1
+    if "eq" not in words:
+        for field in _fields(node):
+            for name in ast.walk(field.annotation):
+                if isinstance(name, ast.Name) and name.id not in known:
+                    raise Refused(f"{node.name} can be compared, and mypyc would evaluate {name.id}: let it be eq=False")
+        lines[at] = re.sub(r"(, )?slots=True(, )?", lambda match: ", " if match[1] and match[2] else "", lines[at])
+        return
+    lines[at] = "\n"
+    parameters, steps = [], []
+    fields = [field for field in _fields(node) if "ClassVar" not in ast.unparse(field.annotation)]
+    for field in fields:
+        parameter, step = _step(field)
+        if parameter:
+            parameters.append(parameter)
+        steps.append(step)
+        for line in range(field.lineno - 1, field.end_lineno or field.lineno):
+            lines[line] = "\n"
+    if any(isinstance(each, ast.FunctionDef) and each.name == "__post_init__" for each in node.body):
+        steps.append("self.__post_init__()")
+    told = ", ".join(["self", *(["*"] if "kw_only" in words else []), *parameters])
+    lines[fields[0].lineno - 1] = f"    def __init__({told}) -> None: {'; '.join(steps)}\n"
+
+
+def _step(field: ast.AnnAssign) -> tuple[str, str]:
+    """The parameter of a dataclass's field, empty if it has none, and how it is set."""
+    name, kind, value = ast.unparse(field.target), ast.unparse(field.annotation), field.value
+    if value is None:
+        return f"{name}: {kind}", f"self.{name}: {kind} = {name}"
+    if _name(value) != "field":
+        return f"{name}: {kind} = {ast.unparse(value)}", f"self.{name}: {kind} = {name}"
+    assert isinstance(value, ast.Call)
+    words = {word.arg: word.value for word in value.keywords}
+    made = words.get("default_factory")
+    if made is None:
+        if "init" in words:
+            return "", f"self.{name}: {kind}"
+        default = f" = {ast.unparse(words['default'])}" if "default" in words else ""
+        return f"{name}: {kind}{default}", f"self.{name}: {kind} = {name}"
+    new = ast.unparse(made.body if isinstance(made, ast.Lambda) else ast.Call(made, [], []))
+    if "init" in words:
+        return "", f"self.{name}: {kind} = {new}"
+    return f"{name}: {kind} | None = None", f"self.{name}: {kind} = {new} if {name} is None else {name}"
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Names that a module has when it runs, but for those that are assigned."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            yield node.name
+
+
+def _fields(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
+    return (each for each in node.body if isinstance(each, ast.AnnAssign))
+
+
+def _quote(annotation: ast.expr, lines: list[str]) -> None:
+    if annotation.lineno != annotation.end_lineno:
+        raise Refused(f"line {annotation.lineno}: an annotation of several lines")
+    line, first, last = lines[annotation.lineno - 1], annotation.col_offset, annotation.end_col_offset
+    lines[annotation.lineno - 1] = line[:first] + repr(line[first:last]) + line[last:]
+
+
+def _name(node: ast.expr) -> str:
+    """Without its module, its arguments and its parameters."""
+    if isinstance(node, ast.Call):
+        return _name(node.func)
+    if isinstance(node, ast.Subscript):
+        return _name(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

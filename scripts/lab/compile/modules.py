@@ -1,0 +1,29 @@
+"""What is compiled: the modules that a plain request and its tokens run through."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BY_PACKAGE: Final = {
+    "": "call usage",
+    "balancer": "choice chooser lease members outcomes pick pool pools",
+    "balancer/fitness": "fitness misfits",
+    "balancer/health": "pair_quarantine suspect_memory",
+    "balancer/policies": (
+        "asked cache_count concurrency decode_pace least_decode_seconds least_seconds least_tokens length_groups"
+        " prefill_cost prefill_samples prefiller prefillers prefixes"
+    ),
+    "balancer/shared": "journal scoreboard",
+    "connectors": "attempt base disaggregated handoff kv_transfer legs prefill_body releaser sequential vllm_pull",
+    "dialects": "shapes",
+    "fast_path": "attempt connection head intake plain_stream request stream",
+    "flow": "budget buffers bypass chunk_writer fleet token_clock",
+    "observe": "attempt_record observers receipt receipts record timeline",
+    "resume": "engine vllm",
+    "upstream": "answer_reader connection fast_forward request_heads response upstream",
+    "wire": "document elision ids openai shape",
+}
+MODULES: Final = [
+    f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()
+]
+"""Their paths, from the directory that has the package."""
