@@ -13,6 +13,7 @@ import pytest_asyncio
 import uvloop
 from aiohttp import web_app
 
+import proxy.balancer.lease
 from proxy.sim.engine import SimulatedEngine
 from tests.clock import Clock
 from tests.deployment import deployed, engine_options
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from tests.deployment import Deployment, Engine
+
+IS_COMPILED = not proxy.balancer.lease.__file__.endswith(".py")
+"""The gateway is that of scripts/compile."""
+collect_ignore = ["fast_path/test_cost.py"] if IS_COMPILED else []
 
 pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.selection.plugin"]
 
@@ -34,6 +39,14 @@ hypothesis.settings.load_profile("pdproxy")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--loop", choices=_LOOPS, default="uvloop", help="event loop of asynchronous tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See the marker `interpreted`."""
+    if IS_COMPILED:
+        for item in items:
+            if item.get_closest_marker("interpreted"):
+                item.add_marker(pytest.mark.skip("the gateway is compiled"))
 
 
 @pytest.hookimpl(optionalhook=True)

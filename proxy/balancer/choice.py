@@ -4,7 +4,7 @@ somebody asks, after the request is over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ knows no seconds said so, of which those that are not in the table are `other`."
 class Explains(Protocol):
     """What a Policy is for this."""
 
-    label: str
+    label: ClassVar[str]
 
     def reason(self, noted: Any, backend: Backend) -> str:
         """See Policy."""

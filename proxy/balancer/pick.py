@@ -10,7 +10,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from proxy.backend import Load, Role
 from proxy.balancer.choice import OTHER
@@ -231,9 +231,9 @@ class Policy(ABC):
     `choose` is all that it must have. A policy that overrides none of the other methods is not called for them.
     """
 
-    label: str = OTHER
+    label: ClassVar[str] = OTHER
     """What receipts and metrics call it."""
-    weighs_load = True
+    weighs_load: ClassVar[bool] = True
     """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
     noted: Any = None
     """What it has looked at when it last chose, for `reason` and `figures`, which are asked much later. Never changed

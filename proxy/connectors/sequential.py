@@ -8,7 +8,7 @@ decoder alone would have sooner goes there, where the settings say so.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 import orjson
@@ -68,9 +68,9 @@ _ASK_FOR_KV: Final = Prefill(
 class Sequential(Disaggregated):
     """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
 
-    least_tokens = LEAST_TOKENS
+    least_tokens: ClassVar[int] = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
-    source_without_kv: KvSource
+    source_without_kv: ClassVar[KvSource]
     """Where a decoder gets the KV from when the prefiller's answer names none for it to fetch."""
 
     def __init__(self, context: ConnectorContext) -> None:

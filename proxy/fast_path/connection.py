@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
 from proxy.fast_path.head import is_one_request, read_head
-from proxy.listener import replies
 from proxy.listener.first_protocol import FirstProtocol
+from proxy.listener.replies import accepted_id, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ class FastConnection(FirstProtocol):
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request; an error is told before."""
         if error is not None:
-            self.transport.write(self._listener.refuse(self, error, replies.new_request_id()))
+            self.transport.write(self._listener.refuse(self, error, new_request_id()))
         self.transport.close()
 
     def end_after_answer(self) -> None:
@@ -220,7 +220,7 @@ class FastConnection(FirstProtocol):
             self._odd += 1
             return False
         self._odd = 0
-        request.start(replies.accepted_id(head.fields.get("x-request-id", "")), since)
+        request.start(accepted_id(head.fields.get("x-request-id", "")), since)
         return True
 
     def _keep(self, data: bytes) -> None:

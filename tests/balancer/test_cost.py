@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
+
 from proxy.backend import Role
 from proxy.settings import Cost
 from proxy.wire.openai import Api
@@ -45,6 +47,7 @@ def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
     return calls
 
 
+@pytest.mark.interpreted
 def test_choosing_takes_no_more_calls_than_it_did(balancer: Balancer) -> None:
     prefillers = balancer.pool(Role.PREFILL, "least_load")
     decoders = balancer.pool(Role.DECODE, "least_load")

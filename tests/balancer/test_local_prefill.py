@@ -126,6 +126,7 @@ def test_the_busier_a_decoder_is_the_less_it_is_left_with(both: Both) -> None:
         lease.__exit__(None, None, None)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bound", ["limit", "knee", "memory"])
 def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
     both: Both, bound: str, monkeypatch: pytest.MonkeyPatch

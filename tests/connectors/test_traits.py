@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from proxy.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
@@ -12,6 +14,7 @@ def test_every_connector_has_traits_under_its_name() -> None:
     assert CONNECTORS.keys() <= CONNECTOR_TRAITS.keys()
 
 
+@pytest.mark.interpreted
 def test_connectors_without_prefillers_have_no_such_role() -> None:
     for name, connector in CONNECTORS.items():
         roles = connector.roles

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
 
+pytestmark = pytest.mark.interpreted  # for its pool
+
 CHATS: Final = ChatCompletions()
 COST: Final = Cost(bytes_per_token=3)
 HEADERS: Final = {"traceparent": "00-1"}

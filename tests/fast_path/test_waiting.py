@@ -93,6 +93,7 @@ async def test_there_is_no_place_to_wait(roads: Roads, body: dict[str, Any]) -> 
     assert course.answers[2][0][0].startswith("HTTP/1.1 503")
 
 
+@pytest.mark.interpreted
 @BODIES
 async def test_a_client_leaves_before_its_request_is_in_line(
     deploy: Deploy, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def token(field: str | None, number: int, ids: bool) -> bytes:
     ],
     ids=["chat", "reasoning", "with ids", "completion", "not streamed"],
 )
+@pytest.mark.interpreted
 async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
     """That where its bytes arrive. Another half times one gap in eight, and reads what was noted of sixteen."""
     tokens = [token(field, number, ids) for number in range(73)]

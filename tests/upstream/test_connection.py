@@ -201,6 +201,7 @@ async def test_a_whole_body_that_arrived_before_anybody_attached_is_not_lost(ups
         assert sink.body == b"ok"
 
 
+@pytest.mark.interpreted
 async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.response._MAX_ANSWER_BYTES", 10)
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n12345678901"

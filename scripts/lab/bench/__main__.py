@@ -18,6 +18,7 @@ from lab.bench.report import NOTES, table
 from lab.bench.scenarios import Scenario, scenarios
 from lab.bench.targets import judged
 from lab.common import peers
+from lab.common.compiled import compiled
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ def main() -> None:
     options = _options()
     base = called_from()
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
+    there = compiled() if options.compiled else None
     if options.duel:
-        _duel(options, base, [scenario for scenario in chosen if not scenario.saturates])
+        _duel(options, base, there, [scenario for scenario in chosen if not scenario.saturates])
         return
-    compared = [peers.ours(), rivals.not_resuming(), *peers.routers()]
+    compared = [peers.ours(there), rivals.not_resuming(there), *peers.routers()]
     if options.reference is not None:
         compared.append(peers.reference(base / options.reference))
     measurements = _measured(compared, chosen, options.seconds, options.rounds)
@@ -46,10 +48,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def _duel(options: argparse.Namespace, base: Path, chosen: Sequence[Scenario]) -> None:
-    """This gateway against each peer, both at once on one core."""
+def _duel(options: argparse.Namespace, base: Path, there: Path | None, chosen: Sequence[Scenario]) -> None:
+    """This gateway, which is in `there`, against each peer, both at once on one core."""
     with tempfile.TemporaryDirectory() as directory:
-        ours = rivals.dueller(Path(directory))
+        ours = rivals.dueller(Path(directory), there)
         opponents = [rivals.opponent(name, base, Path(directory)) for name in options.duel]
         duels = []
         for theirs in opponents:
@@ -76,6 +78,11 @@ def _options() -> argparse.Namespace:
         metavar="PEER",
         help="only this gateway and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or the"
         " directory of another checkout of this gateway (repeatable: one after the other, and a table of all)",
+    )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="this gateway as scripts/compile makes it, which takes three minutes once",
     )
     parser.add_argument(
         "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"

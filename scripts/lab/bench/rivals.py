@@ -31,24 +31,21 @@ def takes_part(peer: Peer, scenario: Scenario) -> bool:
     return not (peer.name == REFERENCE and scenario.name == SLOW_5000)
 
 
-def not_resuming() -> Peer:
-    """This gateway without exact resume, so without the token ids that it takes."""
-    return Peer(NOT_RESUMING, ("env", "PROXY_RESUME__MODE=restart-only", *ours().words), "/readyz")
+def not_resuming(directory: Path | None) -> Peer:
+    """This gateway without exact resume, so without the token ids that it takes. `directory`: see `ours`."""
+    return Peer(NOT_RESUMING, ("env", "PROXY_RESUME__MODE=restart-only", *ours(directory).words), "/readyz")
 
 
 # What stands in the way of a request that comes to a duel: a file of keys with limits that are not reached.
 _CLIENT_KEYS = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
 
 
-def dueller(directory: Path, checkout: Path | None = None) -> Peer:
+def dueller(directory: Path, checkout: Path | None = None, name: str = OURS) -> Peer:
     """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
     keys = directory / "keys.yaml"
     keys.write_text(_CLIENT_KEYS)
     keys.chmod(0o600)
-    there = () if checkout is None else ("-C", str(checkout.resolve()))
-    name = OURS if checkout is None else checkout.resolve().name
-    words = ("env", *there, f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", sys.executable, "-m", "proxy")
-    return Peer(name, words, "/readyz")
+    return Peer(name, ("env", f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", *ours(checkout).words), "/readyz")
 
 
 def opponent(name: str, called_from: Path, directory: Path) -> Peer:
@@ -62,7 +59,7 @@ def opponent(name: str, called_from: Path, directory: Path) -> Peer:
         return found[0]
     checkout = called_from / name
     if (checkout / "proxy" / "__main__.py").is_file():
-        return dueller(directory, checkout)
+        return dueller(directory, checkout, checkout.resolve().name)
     sys.exit(f"--duel: {name} is neither {', '.join(RUST_ROUTERS)}, {HAPROXY} nor a checkout of this gateway")
 
 

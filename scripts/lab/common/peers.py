@@ -67,9 +67,10 @@ class Peer:
         return [*self.words, *(self.saturating if saturating else ()), *self.spelling(port, prefill, decode)]
 
 
-def ours() -> Peer:
-    """This gateway as it is started by default."""
-    return Peer(OURS, (sys.executable, "-m", "proxy"), "/readyz", saturating=("--workers", "2"))
+def ours(directory: Path | None = None) -> Peer:
+    """This gateway as it is started by default. `directory`: that has the package; None: the project's."""
+    there = () if directory is None else ("env", "-C", str(directory.resolve()))
+    return Peer(OURS, (*there, sys.executable, "-m", "proxy"), "/readyz", saturating=("--workers", "2"))
 
 
 def routers(policy: str = "round_robin") -> list[Peer]:

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from lab.common.compiled import COMPILED, NotCompiled, compiled
 from lab.common.invocation import called_from
-from lab.compile.build import COMPILED, NotCompiled, compiled
 
 
 def main() -> None:

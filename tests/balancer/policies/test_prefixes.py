@@ -114,6 +114,7 @@ def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
     assert cached.capacity == pytest.approx(capacity, rel=0.35)
 
 
+@pytest.mark.interpreted
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
     cached = CachedPrefixes()

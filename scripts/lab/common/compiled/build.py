@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from lab.compile.classes import compilable, subclassed
-from lab.compile.modules import MODULES
+from lab.common.compiled.classes import compilable, subclassed
+from lab.common.compiled.modules import MODULES
 
 COMPILED: Final = Path("build/compiled")
 _STAMP: Final = "compiled-from"

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 _FUTURE: Final = "from __future__ import annotations\n\n"
 # What compiling alone knows: that a class may have subclasses which are not compiled.
 _ATTRIBUTES: Final = (
-    "from __future__ import annotations; import typing\n"
-    "if typing.TYPE_CHECKING: from mypy_extensions import mypyc_attr\n"
+    "from __future__ import annotations; import typing as _typing\n"
+    "if _typing.TYPE_CHECKING: from mypy_extensions import mypyc_attr\n"
 )
 _OPEN: Final = "@mypyc_attr(allow_interpreted_subclasses=True)\n"
+_IMPORTS: Final = "import dataclasses, typing\n"
+_ANYTHING: Final = "'typing.ClassVar[typing.Any]'"
+_FIELDS: Final = "vars(dataclasses.make_dataclass({!r}, [{}]))['__dataclass_fields__']"
+_NOT_GIVEN: Final = ", dataclasses.field(init=False)"
 # Their annotations are for whoever reads them.
 _TOLD: Final = {"NamedTuple", "Struct"}
 
@@ -49,6 +53,8 @@ def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
             first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
             if lines[first - 2].strip():
                 raise Refused(f"{node.name} has no blank line before it")
+            if lines[first - 1] == _IMPORTS:
+                lines[first - 2], first = _IMPORTS, first + 1
             lines[first - 2] = _OPEN
             is_open = True
     text = "".join(lines)
@@ -70,10 +76,12 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
         for field in _fields(node):
             for name in ast.walk(field.annotation):
                 if isinstance(name, ast.Name) and name.id not in known:
-                    raise Refused(f"{node.name} can be compared, and mypyc would evaluate {name.id}: let it be eq=False")
+                    raise Refused(
+                        f"{node.name} can be compared, and mypyc would evaluate {name.id}: let it be eq=False"
+                    )
         lines[at] = re.sub(r"(, )?slots=True(, )?", lambda match: ", " if match[1] and match[2] else "", lines[at])
         return
-    lines[at] = "\n"
+    lines[at] = _IMPORTS
     parameters, steps = [], []
     fields = [field for field in _fields(node) if "ClassVar" not in ast.unparse(field.annotation)]
     for field in fields:
@@ -86,7 +94,13 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
     if any(isinstance(each, ast.FunctionDef) and each.name == "__post_init__" for each in node.body):
         steps.append("self.__post_init__()")
     told = ", ".join(["self", *(["*"] if "kw_only" in words else []), *parameters])
-    lines[fields[0].lineno - 1] = f"    def __init__({told}) -> None: {'; '.join(steps)}\n"
+    first, second, *_ = (line for field in fields for line in range(field.lineno - 1, field.end_lineno or field.lineno))
+    lines[first] = f"    def __init__({told}) -> None: {'; '.join(steps)}\n"
+    # For `dataclasses.replace`.
+    names = ", ".join(
+        f"({ast.unparse(field.target)!r}, object{_NOT_GIVEN if not _step(field)[0] else ''})" for field in fields
+    )
+    lines[second] = f"    __dataclass_fields__: {_ANYTHING} = {_FIELDS.format(node.name, names)}\n"
 
 
 def _step(field: ast.AnnAssign) -> tuple[str, str]:
