@@ -221,5 +221,6 @@ def _shown_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "candidates": rows}
 
 
-def _rounded(number: float | None) -> float | None:
+def _rounded(number: Any) -> Any:
+    """A float to as many digits as are told; what is none as it is."""
     return round(number, _DIGITS) if isinstance(number, float) else number
