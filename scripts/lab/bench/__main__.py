@@ -18,7 +18,7 @@ from lab.bench.report import NOTES, table
 from lab.bench.scenarios import Scenario, scenarios
 from lab.bench.targets import judged
 from lab.common import peers
-from lab.common.compiled import compiled
+from lab.common.compiled import NotCompiled, compiled
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ def main() -> None:
     options = _options()
     base = called_from()
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
-    there = compiled() if options.compiled else None
+    try:
+        there = compiled() if options.compiled else None
+    except NotCompiled as error:
+        sys.exit(f"--compiled: {error}")
     if options.duel:
         _duel(options, base, there, [scenario for scenario in chosen if not scenario.saturates])
         return

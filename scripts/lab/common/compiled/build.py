@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from lab.common.compiled.classes import compilable, subclassed
+from lab.common.compiled.classes import Refused, compilable, subclassed
 from lab.common.compiled.modules import MODULES
 
 COMPILED: Final = Path("build/compiled")
@@ -21,17 +21,22 @@ _PORTS: Final = {"Client", "Connector", "Engine", "FastForward", "Fleet", "Polic
 
 
 class NotCompiled(Exception):
-    """With what the compiler has said."""
+    """With why: what the compiler has said, or what is in the way."""
 
 
 def compiled(directory: Path = COMPILED) -> Path:
     """A directory that has the whole package, compiled for the Python that runs this: made if there is none, or not of
-    these sources. Raises NotCompiled.
+    these sources. Raises NotCompiled, also rather than delete what somebody else has there.
     """
-    stamp = _stamp()
-    if (directory / _STAMP).is_file() and (directory / _STAMP).read_text() == stamp:
-        return directory
-    shutil.rmtree(directory, ignore_errors=True)
+    stamp, made_from = _stamp(), directory / _STAMP
+    if made_from.is_file():
+        if made_from.read_text() == stamp:
+            return directory
+        shutil.rmtree(directory)
+    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise NotCompiled(f"{directory} is not empty, and was not made by this: name another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    made_from.write_text("")  # so that it is known again if this ends early
     shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__"))
     _rewrite(directory)
     _run("-m", "mypyc", *MODULES, cwd=directory)
@@ -39,7 +44,7 @@ def compiled(directory: Path = COMPILED) -> Path:
     for path in MODULES:
         shutil.copy(_ROOT / path, directory / path)
     _run("-c", "import sys; sys.path.insert(0, ''); import proxy.worker.assembly", cwd=directory)
-    (directory / _STAMP).write_text(stamp)
+    made_from.write_text(stamp)
     return directory
 
 
@@ -57,7 +62,10 @@ def _rewrite(directory: Path) -> None:
     names = _PORTS.union(*(subclassed(path.read_text()) for path in others.values()))
     for path in MODULES:
         source = directory / path
-        source.write_text(compilable(source.read_text(), names))
+        try:
+            source.write_text(compilable(source.read_text(), names))
+        except Refused as error:
+            raise NotCompiled(f"{path}: {error}") from None
 
 
 def _stamp() -> str:

@@ -72,7 +72,7 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
     """A dataclass without comparison becomes a class that sets its fields; of another one the slots are left out."""
     words = {word.arg: word.value for word in getattr(decorator, "keywords", ())}
     at = decorator.lineno - 1
-    if "eq" not in words:
+    if not ("eq" in words and ast.unparse(words["eq"]) == "False"):
         for field in _fields(node):
             for name in ast.walk(field.annotation):
                 if isinstance(name, ast.Name) and name.id not in known:
@@ -94,7 +94,10 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
     if any(isinstance(each, ast.FunctionDef) and each.name == "__post_init__" for each in node.body):
         steps.append("self.__post_init__()")
     told = ", ".join(["self", *(["*"] if "kw_only" in words else []), *parameters])
-    first, second, *_ = (line for field in fields for line in range(field.lineno - 1, field.end_lineno or field.lineno))
+    free = [line for field in fields for line in range(field.lineno - 1, field.end_lineno or field.lineno)]
+    if len(free) < 2:
+        raise Refused(f"{node.name} has no two lines of fields")
+    first, second = free[:2]
     lines[first] = f"    def __init__({told}) -> None: {'; '.join(steps)}\n"
     # For `dataclasses.replace`.
     names = ", ".join(

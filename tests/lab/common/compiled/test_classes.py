@@ -98,3 +98,13 @@ def test_what_mypyc_would_evaluate_in_vain_is_refused() -> None:
 def test_what_is_compiled_is_there_and_can_be() -> None:
     for path in MODULES:
         assert compilable(Path(path).read_text())
+
+
+def test_one_that_says_that_it_can_be_compared_still_can() -> None:
+    compared = module(compilable(SOURCE.replace("eq=False", "eq=True")))["Order"]
+    assert compared("a") == compared("a") != compared("b")
+
+
+def test_a_class_of_one_line_is_refused() -> None:
+    with pytest.raises(Refused, match="Compared"):
+        compilable(SOURCE.replace("frozen=True, slots=True", "slots=True, eq=False"))
