@@ -121,12 +121,11 @@ async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy
 async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0}, kv={"release": "never"})
     (there,) = engines_of(gateway, role)
-    absent = SimulatedEngine(role=role)
-    await absent.start()
-    await absent.kill()
-    gateway.roster.add(Backend(Role(role), "127.0.0.1", absent.port))
-    gateway.roster.remove(Role(role), "127.0.0.1", there.port)
-    answer = await gateway.ask(request(Api.CHAT))
+    async with SimulatedEngine(role=role) as absent:
+        await absent.kill()
+        gateway.roster.add(Backend(Role(role), "127.0.0.1", absent.port))
+        gateway.roster.remove(Role(role), "127.0.0.1", there.port)
+        answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
     gateway.may_stay_pinned = 1 if role == "decode" else 0
 

@@ -93,9 +93,8 @@ async def test_an_instance_is_given_up_if_it_never_answers(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
-    async with gateway(*engines, "--max-waiting-retries", "2", "--waiting-retry-interval", "0.05") as program:
-        absent = SimulatedEngine(role="decode")
-        await absent.start()
+    waiting = ("--max-waiting-retries", "2", "--waiting-retry-interval", "0.05")
+    async with gateway(*engines, *waiting) as program, SimulatedEngine(role="decode") as absent:
         await absent.kill()
         instance = {"type": "decode", "instances": f"127.0.0.1:{absent.port}"}
         async with session.post(program.url + "/instances/add", json=instance) as response:

@@ -67,23 +67,27 @@ async def test_any_worker_tells_how_all_of_them_see_an_instance(
 async def test_any_worker_may_be_told_to_stop_waiting_for_an_instance(
     program: Program, session: aiohttp.ClientSession
 ) -> None:
-    absent = SimulatedEngine(role="decode")
-    await absent.start()
-    address = f"127.0.0.1:{absent.port}"
-    absent.faults.add("hang_before_headers", path="/v1/models")
-    instance = {"type": "decode", "instances": address}
-    async with session.post(program.url + "/instances/add", json=instance) as response:
-        assert (await response.json())["joining_decode_instances"] == [address]
-    for told in await on_new_connections(program, "/instances"):
-        assert [one["address"] for one in told["instances"] if one["membership"] == "joining"] == [address]
-    for _ in range(6):  # whoever is asked
-        async with aiohttp.ClientSession() as one, one.post(program.url + "/instances/add", json=instance) as response:
-            assert (await response.json())["message"] == f"add decode instances: ['{address}']."
-    async with aiohttp.ClientSession() as one, one.post(program.url + "/instances/remove", json=instance) as response:
-        assert (await response.json())["not_found"] == []
-    for told in await on_new_connections(program, "/instances"):
-        assert address not in [one["address"] for one in told["instances"]]
-    await absent.kill()
+    async with SimulatedEngine(role="decode") as absent:
+        address = f"127.0.0.1:{absent.port}"
+        absent.faults.add("hang_before_headers", path="/v1/models")
+        instance = {"type": "decode", "instances": address}
+        async with session.post(program.url + "/instances/add", json=instance) as response:
+            assert (await response.json())["joining_decode_instances"] == [address]
+        for told in await on_new_connections(program, "/instances"):
+            assert [one["address"] for one in told["instances"] if one["membership"] == "joining"] == [address]
+        for _ in range(6):  # whoever is asked
+            async with (
+                aiohttp.ClientSession() as one,
+                one.post(program.url + "/instances/add", json=instance) as response,
+            ):
+                assert (await response.json())["message"] == f"add decode instances: ['{address}']."
+        async with (
+            aiohttp.ClientSession() as one,
+            one.post(program.url + "/instances/remove", json=instance) as response,
+        ):
+            assert (await response.json())["not_found"] == []
+        for told in await on_new_connections(program, "/instances"):
+            assert address not in [one["address"] for one in told["instances"]]
     await everywhere(program, "/healthcheck", decode_instances=1)
 
 

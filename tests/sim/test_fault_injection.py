@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -211,6 +212,15 @@ async def test_a_killed_engine_refuses_and_can_be_restarted(client: Client, engi
     await engine.restart()
     status, _ = await client.post(engine, TEXT, ONCE)
     assert status == 200
+
+
+async def test_nobody_else_gets_the_port_of_a_killed_engine() -> None:
+    async with SimulatedEngine() as engine:
+        await engine.kill()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(engine.host, engine.port)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((engine.host, engine.port))
 
 
 async def test_an_engine_dies_and_comes_back_as_another_each_time(client: Client) -> None:

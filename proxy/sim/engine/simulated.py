@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import sys
 from typing import TYPE_CHECKING, Any, Self
 
@@ -84,6 +85,7 @@ class SimulatedEngine:
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
         self._killing: asyncio.Task[None] | None = None
+        self._reserved: dict[int, socket.socket] = {}
         self._on_kill = on_kill or self._kill_soon
 
     @property
@@ -178,13 +180,31 @@ class SimulatedEngine:
         return self.bootstrap_port or self.options.bootstrap_port or DEFAULT_PORT
 
     async def _listen(self, runner: web.AppRunner, port: int) -> int:
-        """Serve on a port, and return which it is."""
-        known = len(runner.addresses)
+        """Serve on a port (0: any), and return which it is."""
+        port = self._reserve(port)
         await web.TCPSite(runner, self.host, port, backlog=4096, reuse_address=True).start()
-        return int(runner.addresses[known][1])
+        return port
+
+    def _reserve(self, port: int) -> int:
+        """Bind a port (0: any) without listening there, and return which it is.
+
+        A killed engine refuses connections, but nobody else is given its port before it is back.
+        """
+        if port not in self._reserved:
+            family, kind, protocol, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
+            reserved = socket.socket(family, kind, protocol)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                reserved.bind(address)
+            except OSError:
+                reserved.close()
+                raise
+            port = int(reserved.getsockname()[1])
+            self._reserved[port] = reserved
+        return port
 
     async def kill(self) -> None:
-        """End as a crash would: every connection reset, the port closed, all pins gone."""
+        """End as a crash would: every connection reset, the port closed (and kept for it), all pins gone."""
         core, runner = self._core, self._runner
         self._core = self._runner = None
         if core is None or runner is None:
@@ -222,7 +242,11 @@ class SimulatedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        try:
+            await self._end()
+        finally:
+            while self._reserved:
+                self._reserved.popitem()[1].close()
 
     def _abort_connections(self, runner: web.AppRunner) -> None:
         for handler in runner.server.connections if runner.server is not None else ():
