@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -240,38 +240,7 @@ class Call:
     def in_context(self, context: Mapping[str, str]) -> Call:
         """The same call in the trace that these headers tell of, whatever its client said."""
         others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
-        return self._with(headers={**others, **context})
-
-    def with_kv_params(self, kv_params: Mapping[str, object]) -> Call:
-        """The same call with these `kv_params` and no others."""
-        return self._with(kv_params=kv_params)
-
-    def with_changes(self, changes: Mapping[str, object]) -> Call:
-        """The same call with these `changes` and no others."""
-        return self._with(changes=changes)
-
-    def _with(
-        self,
-        headers: Mapping[str, str] | None = None,
-        changes: Mapping[str, object] | None = None,
-        kv_params: Mapping[str, object] | None = None,
-    ) -> Call:
-        return Call(
-            self.api,
-            self.document,
-            self.prompt_tokens,
-            self.output_tokens,
-            self.stream,
-            self.include_usage,
-            self.headers if headers is None else headers,
-            self.changes if changes is None else changes,
-            self.prompt,
-            self.output_limit,
-            self.is_ordinary,
-            self.kv_params if kv_params is None else kv_params,
-            self.alias,
-            self.asked,
-        )
+        return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
         """The call for one prompt and one sample of this one. `changes`: members of the body that are replaced, see

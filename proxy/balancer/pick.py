@@ -95,10 +95,6 @@ class PickRequest:
         """The same, but these are avoided and no others."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
 
-    def preferring(self, prefer: Backend) -> PickRequest:
-        """The same, but this one is preferred."""
-        return PickRequest(self.prefill, self.decode, self.subject, self.avoid, prefer, self.proves_generation)
-
     def elsewhere(self, avoid: Collection[Backend]) -> PickRequest:
         """The same for another backend than before: these are avoided and no others, and none is preferred."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)

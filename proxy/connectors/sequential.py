@@ -8,6 +8,7 @@ decoder alone would have sooner goes there, where the settings say so.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
@@ -127,7 +128,7 @@ class Sequential(Disaggregated):
                 local.handed_over(timeline.decoder, asked, took, usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = request.preferring(decoder)
+        chosen = replace(request, prefer=decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         told = None if tokens is None or cached is None else (tokens, cached)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -108,4 +109,4 @@ class Shapes:
             return None
         if not call.is_ordinary or not _MEASURED.isdisjoint(shape.values):
             return None
-        return shape, call.with_changes(Constant(call.changes))
+        return shape, replace(call, changes=Constant(call.changes))

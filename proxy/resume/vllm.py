@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -83,7 +84,7 @@ class Vllm(Engine):
 
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
         """See Engine."""
-        return call.with_kv_params({key: orjson.Fragment(prompt_ids)})
+        return replace(call, kv_params={key: orjson.Fragment(prompt_ids)})
 
 
 VLLM: Final = Vllm()

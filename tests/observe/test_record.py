@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
-from proxy.observe.attempt_record import seconds_of
+from proxy.observe.attempt_record import OF_AN_ATTEMPT, AttemptRecord, seconds_of
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
@@ -284,3 +284,8 @@ def test_the_access_line_of_a_request_that_never_got_anywhere(record: RequestRec
 def test_an_error_without_a_message_for_clients_is_not_told(record: RequestRecord) -> None:
     record.error = RuntimeError("my-secret-prompt")
     assert line(record)["error"] is None
+
+
+@pytest.mark.interpreted
+def test_all_that_is_noted_of_an_attempt_moves_out_with_it() -> None:
+    assert set(OF_AN_ATTEMPT) == set(AttemptRecord.__annotations__)
