@@ -4,6 +4,8 @@
 #
 #   docker buildx build --platform linux/amd64,linux/arm64 --tag registry.example.com/pdproxy:0.1.0 --push .
 #
+# With --build-arg COMPILED=1 what requests run through is machine code, for half of their CPU time (some minutes more).
+#
 # Pin both images by their digests (python:3.12-slim@sha256:…) where builds must repeat. This file was read, not built.
 
 FROM python:3.12-slim AS build
@@ -12,6 +14,18 @@ COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 RUN python -m venv /opt/venv \
  && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check '.[dns,events,otel]'
+
+ARG COMPILED=
+COPY scripts/lab scripts/lab
+RUN if [ -n "$COMPILED" ]; then \
+      apt-get update --quiet \
+   && apt-get install --quiet --yes --no-install-recommends gcc libc6-dev \
+   && python -m venv /opt/compiling \
+   && /opt/compiling/bin/pip install --no-cache-dir --disable-pip-version-check \
+        '.[dns,events,otel,redis]' 'mypy>=1.15' 'setuptools>=77' types-PyYAML \
+   && PYTHONPATH=scripts /opt/compiling/bin/python -m lab.compile \
+   && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --force-reinstall build/compiled; \
+    fi
 
 FROM python:3.12-slim
 LABEL org.opencontainers.image.title="pdproxy" \

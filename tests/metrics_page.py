@@ -44,6 +44,7 @@ _OPEN_LABELS = {
     "code": "the HTTP status, 499 where the client left before it had one",
     "term": "who ended the request and in which stage, see [Log](OPERATING.md#log)",
     "version": "this gateway's version",
+    "compiled": "`true` where what a request runs through is [machine code](OPERATING.md#compiled), `false`",
     "python": "Python's version",
     "aiohttp": "aiohttp's version",
     "source": "a [source of discovery](OPERATING.md#discovery), as an instance's `origins` name it",
@@ -118,7 +119,8 @@ def _name(family: Metric) -> str:
 def _labels(metrics: Metrics, families: Sequence[Metric]) -> Mapping[str, Sequence[str]]:
     """The names of each metric's labels, which prometheus-client keeps to itself."""
     known = {_name(family): tuple(getattr(family, "_labelnames", ())) for family in families}
-    for collector in vars(metrics).values():
+    for attribute in dir(metrics):
+        collector = getattr(metrics, attribute)
         if hasattr(collector, "describe"):
             (described,) = collector.describe()
             known[_name(described)] = tuple(collector._labelnames)

@@ -33,18 +33,21 @@ _MOST_PARTS: Final = 2
 """Of an answer that is kept as it came. What is asked for more has a transcript."""
 _MOST_BYTES: Final = 16 * 1024
 """Of an event that is read here, but for the prompt's ids."""
+_MOST_BEGUN_BYTES: Final = 16 * 1024 * 1024
+"""Of reads that are kept until all of the prompt's ids are there."""
 _BEGIN: Final = b"data: "
 _END: Final = b"\n\n"
 """Of an event that is one line of data."""
 _LF, _CR, _BRACKET, _BRACE = b"\n\r[{"
-_NO_PROMPT_IDS: Final = b'"prompt_token_ids":null'
+_END_OF_IDS: Final = b"]"
+_NO_IDS: Final = b"null"
 _CHOICES: Final = b',"choices":['
 _OPENING: Final = _CHOICES + (
     b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
 )
 """What vLLM's role chunks say behind the members that all chunks of an answer have in common."""
-_PROMPT: Final = b"," + PROMPT_IDS
-_OPENING_WITHOUT_IDS: Final = _OPENING + b"," + _NO_PROMPT_IDS + b"}"
+_OPENING_ENDS: Final = (b"}", b',"prompt_token_ids":null}')
+"""What may stand behind that, the prompt's ids taken out."""
 # What a delta of text says. Calls of tools, and whatever else there may be, are not read here.
 _TEXTS: Final = frozenset({"role", "content", "reasoning", "reasoning_content"})
 _ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
@@ -78,7 +81,8 @@ class PlainStream(Bypass):
         *("clock", "seen", "sent_bytes", "transcript", "unsent", "usage"),
         *("_attempt", "_client", "_owner", "_relay", "_shapes", "_watching"),
         *("_hides_ids", "_include_usage", "_idle_seconds", "_is_short"),
-        *("_held", "_parts", "_prompt_ids", "_is_finished", "_is_done", "_is_whole", "_has_prompt"),
+        *("_begun", "_held", "_parts", "_prompt_ids"),
+        *("_is_finished", "_is_done", "_is_whole", "_has_prompt"),
     )
 
     def __init__(
@@ -117,11 +121,13 @@ class PlainStream(Bypass):
         """It is not worth while to let tokens pass."""
         self._include_usage = call.include_usage
         self._idle_seconds = idle_seconds
+        self._begun: list[bytes] = []
+        """Reads that end amid the prompt's ids, which are as long as the prompt."""
         self._held = b""
         """The role chunk, until there is a part of the answer."""
         self._parts = 0
-        self._prompt_ids: bytes | None = None
-        """The token ids of the prompt, as a JSON array, until the transcript has them."""
+        self._prompt_ids: tuple[int, int] | None = None
+        """Where the token ids of the prompt, a JSON array, begin and end in all that is in `seen`."""
         self._is_finished = self._is_done = self._is_whole = self._has_prompt = False
 
     # Sink
@@ -133,12 +139,15 @@ class PlainStream(Bypass):
             assert self._shapes is not None
             self._look_back(self.clock, self._shapes)
         before = self._parts
+        reads = [data]
+        if not self._has_prompt and (self._begun or data[-2:] != _END) and not self._has_begun(reads):
+            return False
         try:
-            output = self._read(data)
+            output = self._read(reads)
         except _Odd:
             relay = self._leave()
             self._attempt.response.pass_on(None)  # before it has read this nothing can bypass it
-            return relay.received(data)
+            return relay.received(b"".join(reads))
         has_parts = self._parts > before
         if has_parts:
             self.clock.tick()
@@ -157,9 +166,29 @@ class PlainStream(Bypass):
         elif self._is_done:  # the answer is whole, whatever becomes of the connection
             self._owner.finished()
         else:
-            self._leave().ended(error)
+            relay = self._leave()
+            if self._begun:
+                relay.received(b"".join(self._begun))
+            relay.ended(error)
 
     # How
+
+    def _has_begun(self, reads: list[bytes]) -> bool:
+        """Whether there is something to read, which `reads` is then. False: it ends amid the prompt's ids, and is kept
+        until all of them are there.
+        """
+        begun = self._begun
+        (data,) = reads
+        if not begun:
+            at = data.find(PROMPT_IDS, 0, _MOST_BYTES)
+            if at < 0 or data.find(_END_OF_IDS, at) >= 0:
+                return True
+        begun.append(data)
+        if len(begun) == 1 or (_END_OF_IDS not in data and sum(map(len, begun)) < _MOST_BEGUN_BYTES):
+            return False
+        reads[:] = begun
+        begun.clear()
+        return True
 
     def _forward_tokens(self, shapes: TokenShapes) -> None:
         """Have the next events bypass this stream, if they are tokens that look like one before."""
@@ -186,40 +215,45 @@ class PlainStream(Bypass):
         relay = self._relay = self._owner.read_by_relay()
         return relay
 
-    def _read(self, data: bytes) -> bytes:
-        """What the client gets of whole events. Raises _Odd, and then nothing has happened.
+    def _read(self, reads: list[bytes]) -> bytes:
+        """What the client gets of whole events. `reads`: one, or several of which the first ends amid the prompt's ids
+        and the last begins there. Raises _Odd, and then nothing has happened.
 
         One function for all of them, as each function that is called costs more than what it does.
         """
-        if self._is_done or data[:6] != _BEGIN or data[-2:] != _END or _CR in data:
+        first, last = reads[0], reads[-1]
+        if self._is_done or first[:6] != _BEGIN or last[-2:] != _END:
             raise _Odd
+        for data in reads:
+            if _CR in data:
+                raise _Odd
         parts, is_finished, has_prompt = self._parts, self._is_finished, self._has_prompt
         held, usage = self._held, self.usage
         output: list[bytes] = []
         taken: list[_Part] = []
-        events = data[6:-2].split(_END + _BEGIN)
-        is_done = events[-1] == DONE
-        if is_done:
-            events.pop()
-        if not parts and not held and len(events) > 1 and (opening := _opening(events[0], events[1])):
-            shown, self._prompt_ids = opening
-            has_prompt = self._prompt_ids is not None
-            held = _BEGIN + (shown if self._hides_ids else events[0]) + _END
-            del events[0]
-        for shown in events:
-            if _LF in shown:  # more than one line
+        ids_at, ids_end, short = -1, 0, first
+        if not has_prompt and (ids_at := first.find(PROMPT_IDS)) >= 0:  # cut out unparsed, see Segment
+            ids_at += len(PROMPT_IDS) - 1
+            ids_end = last.find(_END_OF_IDS, ids_at if last is first else 0) + 1
+            if not ids_end:
                 raise _Odd
-            told = shown
-            if not has_prompt:  # see Segment
-                before, name, behind = shown.partition(PROMPT_IDS)
-                if name:
-                    has_prompt = True
-                    prompt_ids, bracket, behind = behind.partition(b"]")
-                    self._prompt_ids = b"[" + prompt_ids + bracket
-                    told = before + _NO_PROMPT_IDS + behind
-                    if self._hides_ids:
-                        shown = told
-            if len(told) > _MOST_BYTES:
+            for data in reads:
+                begin, end = ids_at if data is first else 0, ids_end if data is last else len(data)
+                if data.find(_LF, begin, end) >= 0:  # the array is of one event, and that of one line
+                    raise _Odd
+            short = first[:ids_at] + _NO_IDS + last[ids_end:]
+            has_prompt = True
+        events = all_shown = short[6:-2].split(_END + _BEGIN)
+        if ids_end and not self._hides_ids:
+            all_shown = b"".join(reads)[6:-2].split(_END + _BEGIN)
+        is_done = events[-1] == DONE
+        count = len(events) - is_done
+        begin = 0
+        if not parts and not held and count > 1 and _is_opening(events[0], events[1]):
+            held, begin = _BEGIN + all_shown[0] + _END, 1
+        for place in range(begin, count):
+            told, shown = events[place], all_shown[place]
+            if _LF in told or len(told) > _MOST_BYTES:  # more than one line, or long
                 raise _Odd
             try:
                 payload = orjson.loads(told)
@@ -300,7 +334,11 @@ class PlainStream(Bypass):
                 attempt.response.limit_silence(END_MARK_SECONDS)
         written = b"".join(output)
         if not self._parts or self._is_short or is_finished:
-            self.seen.append(data)
+            if ids_end:
+                before_bytes = sum(map(len, self.seen))
+                end = before_bytes + ids_end + sum(map(len, reads[:-1]))
+                self._prompt_ids = before_bytes + ids_at, end
+            self.seen += reads
             if not self._is_whole:
                 self.sent_bytes += len(written)
         if taken and not is_done:
@@ -315,30 +353,31 @@ class PlainStream(Bypass):
         if shapes is None:
             shapes = self._shapes = TokenShapes()
             if self._watching.is_close:
-                transcript = self.transcript = Transcript(self._watching.engine.reasoning_field)
-                ids = transcript.prompt_ids = self._prompt_ids
-                if ids is not None and self._hides_ids:  # they are as long as the prompt: once is enough
-                    self.seen = [b"".join(self.seen).replace(PROMPT_IDS[:-1] + ids, _NO_PROMPT_IDS, 1)]
-            self._prompt_ids = None
+                self.transcript = Transcript(self._watching.engine.reasoning_field)
+                if self._prompt_ids is not None:
+                    begin, end = self._prompt_ids
+                    seen = b"".join(self.seen)
+                    self.transcript.prompt_ids = seen[begin:end]
+                    if self._hides_ids:  # they are as long as the prompt: once is enough
+                        self.seen = [seen[:begin] + _NO_IDS + seen[end:]]
         for choice, raw, told in parts:
             if self.transcript is not None:
                 self.transcript.take(choice, choice.get("token_ids"))
             is_token = choice.get("finish_reason") is None
-            shapes.learn(_BEGIN + raw + _END, is_token=is_token, is_whole=raw is told)
+            shapes.learn(_BEGIN + raw + _END, is_token=is_token, is_whole=raw is told or raw == told)
 
 
-def _opening(event: bytes, following: bytes) -> tuple[bytes, bytes | None] | None:
-    """The first event without the prompt's ids, and these as a JSON array, if its bytes are those of a usual role
-    chunk. None: it has to be read.
+def _is_opening(event: bytes, following: bytes) -> bool:
+    """Whether the first event has the bytes of a usual role chunk, the prompt's ids taken out; if not, it must be read.
 
     It is JSON if the event behind it is, which will be read: what both begin with is flat, so `choices` is a member of
     the object itself. In a string its quotes would be escaped.
     """
     common, opening, rest = event.partition(_OPENING)
-    if not opening or not following.startswith(common + _CHOICES) or _BRACKET in common or _BRACE in common[1:]:
-        return None
-    if rest == b"}":
-        return event, None
-    if rest[: len(_PROMPT)] != _PROMPT or rest.find(b"]") != len(rest) - 2 or rest[-1:] != b"}" or _LF in rest:
-        return None
-    return common + _OPENING_WITHOUT_IDS, rest[len(_PROMPT) - 1 : -1]
+    return (
+        bool(opening)
+        and rest in _OPENING_ENDS
+        and following.startswith(common + _CHOICES)
+        and _BRACKET not in common
+        and _BRACE not in common[1:]
+    )

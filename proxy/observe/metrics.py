@@ -30,6 +30,7 @@ from proxy import __version__
 from proxy.balancer.choice import REASONS
 from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.health.breaker import Cause
+from proxy.build_info import IS_COMPILED
 from proxy.errors import Failure
 from proxy.observe.instances import Instances, collect_models
 from proxy.observe.sources import collect_sources
@@ -185,8 +186,8 @@ class Metrics:
 
         self.build_info = Gauge(
             "build_info",
-            "Versions of the gateway, of Python and of aiohttp. Always 1.",
-            ("version", "python", "aiohttp"),
+            "Versions of the gateway, of Python and of aiohttp, and whether it is compiled. Always 1.",
+            ("version", "compiled", "python", "aiohttp"),
             multiprocess_mode="livemax",
             **new,
         )
@@ -555,7 +556,8 @@ class Metrics:
 
     def _show_known_series(self) -> None:
         """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""
-        self.build_info.labels(__version__, platform.python_version(), aiohttp.__version__).set(1)
+        compiled = str(IS_COMPILED).lower()
+        self.build_info.labels(__version__, compiled, platform.python_version(), aiohttp.__version__).set(1)
         self.workers.set(1)
         known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
             (self.requests_total, product(APIS, ("200",))),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-import proxy
+from proxy.build_info import BUILD
 from proxy.settings.endpoints import (
     Endpoint,
     is_bootstrap_port,
@@ -260,7 +260,7 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # done here before, so that a value behind `=`, which may be a secret, is in no sentence
     )
-    parser.add_argument("--version", action="version", version=f"pdproxy {proxy.__version__}")
+    parser.add_argument("--version", action="version", version=BUILD)
     flags = ["--help", "--version", "--config"]
     parser.add_argument("--config", dest="--config", metavar="FILE.yaml", help="YAML file; also PROXY_CONFIG")
     for role, noun, default_port in _ROLES:

@@ -16,7 +16,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from proxy import __version__, logs
+from proxy import logs
+from proxy.build_info import BUILD
 from proxy.configuration import secrets_of
 from proxy.shared import share, start_successor
 from proxy.supervisor.activation import activated
@@ -71,7 +72,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     loaded = load()
     settings = loaded.settings
     logs.setup(settings.log, secrets=secrets_of(settings))
-    logger.info("pdproxy %s is starting", __version__)
+    logger.info("%s is starting", BUILD)
     for warning in loaded.warnings:
         logger.warning("%s", warning)
     # Late, because it takes longer than all before, and an operator waits for a sign of life.

@@ -63,24 +63,23 @@ class AnswerReader:
             if not self.is_complete:
                 return self._feed_any(data)
             self.close()
+        at = 0
         if self.is_complete or not self.status:
             self.status, self.is_complete = 0, False
-            head, blank, rest = data.partition(_BLANK_LINE)
-            known = plain_head(head) if blank and len(head) < _MAX_PLAIN_BYTES else None
+            blank = data.find(_BLANK_LINE, 0, _MAX_PLAIN_BYTES)
+            known = plain_head(data[:blank]) if blank >= 0 else None
             if known is None:
                 return self._feed_any(data)
             status, headers, length, keeps_alive = known
-            left = 0 if length is None else length - len(rest)
+            at = blank + len(_BLANK_LINE)
+            left = 0 if length is None else length - (len(data) - at)
             if left < 0:
                 return self._feed_any(data)
             self.status, self.headers, self.keeps_alive = status, headers, keeps_alive
             if length is not None:
                 self._is_chunked, self._left, self.is_complete = False, left, not left
-                return rest
+                return data[at:]
             self._is_chunked, self._left, self._line = True, 0, b""
-            if not rest:
-                return rest
-            data = rest
         elif not self._is_chunked:
             left = self._left - len(data)
             if left < 0:
@@ -89,10 +88,10 @@ class AnswerReader:
             return data
         elif self._line:
             data, self._line = self._line + data, b""
-        left = self._left
-        if not left and len(data) <= _MAX_PLAIN_BYTES:
+        left, size = self._left, len(data)
+        if not left and size - at <= _MAX_PLAIN_BYTES:
             # Whole chunks with an event in each, as engines write them, and perhaps the end mark.
-            pieces = data.split(_EVENT_END + _CRLF)
+            pieces = data[at:].split(_EVENT_END + _CRLF)
             rest = pieces.pop()
             if not rest or rest == _END_MARK:
                 events = []
@@ -108,7 +107,6 @@ class AnswerReader:
                     return _EVENT_END.join(events)
         # What is left of the present chunk, or else a size line, comes next.
         pieces = []
-        at, size = 0, len(data)
         while at < size:
             if not left:
                 line = _size_line(data, at)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import uvloop
 
-from proxy import __version__, logs
+from proxy import logs
+from proxy.build_info import BUILD
 from proxy.configuration import secrets_of
 from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
@@ -201,7 +202,7 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
     here = "from this host only" if is_loopback(settings.administration_host) else "closed"
     admin = "with the admin key" if settings.auth.admin_key else here
     return (
-        f"pdproxy {__version__} on {', '.join(ports)}, connector {settings.connector}, "
+        f"{BUILD} on {', '.join(ports)}, connector {settings.connector}, "
         f"{settings.fleet}, {settings.workers} workers, "
         f"administration {admin}"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 import pytest
 
+from proxy.fast_path.request import FastRequest
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data, event_stream, json_answer
@@ -17,11 +18,15 @@ from tests.fuzz.cutting import cut
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from proxy.flow.relay import Relay
     from tests.canned import Received
+    from tests.conftest import Deploy
     from tests.fast_path.roads import Clients, Roads
 
 STREAMS: Final = 60
 USAGE: Final[dict[str, Any]] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+LONG_PROMPT: Final = [*range(100_000, 150_000)]
+"""More than one read takes, and none is a port."""
 TEXTS: Final = ("", "a", "b\u00e4", 'c"\\', "d" * 90, "\n", "</think>", "[DONE]", "data: x")
 
 
@@ -57,7 +62,7 @@ def events(chance: Random, api: Api) -> list[bytes]:
     if chance.random() < 0.3:
         odd_member: list[dict[str, Any]] = [{"a": {}}, {"a": [1]}, {"a": '[{"choices":['}, {"choices": 1}, {"usage": 1}]
         common |= chance.choice(odd_member)
-    prompt_ids = chance.choice([None, [1, 2, 3], [5]])
+    prompt_ids = LONG_PROMPT if chance.random() < 0.05 else chance.choice([None, [1, 2, 3], [5]])
     found = []
     if api is Api.CHAT and chance.random() < 0.8:
         delta = {"role": "assistant", "content": ""}
@@ -71,6 +76,8 @@ def events(chance: Random, api: Api) -> list[bytes]:
             found[-1]["id"] = "b"
     reasons = [None] * chance.choice((0, 1, 1, 1, 2, 3, 5)) + ["stop"]
     found += [{**common, "choices": [choice(chance, api, reason)]} for reason in reasons]
+    if api is Api.COMPLETIONS and chance.random() < 0.8:
+        found[0]["choices"][0]["prompt_token_ids"] = prompt_ids
     if chance.random() < 0.1:
         found[-1]["usage"] = USAGE
     if chance.random() < 0.1:
@@ -122,6 +129,30 @@ async def test_a_stream_of_any_events_in_any_pieces(roads: Roads, api: Api, mode
         resume={"mode": mode},
     )
     assert sum(ending == "whole" for _, _, ending in course.answers[0]) == STREAMS
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("wants_ids", [False, True])
+async def test_long_ids_of_a_prompt_take_no_relay(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, wants_ids: bool
+) -> None:
+    def relayed(_: FastRequest) -> Relay:
+        raise AssertionError("a relay reads it")
+
+    monkeypatch.setattr(FastRequest, "read_by_relay", relayed)
+    common: dict[str, Any] = {"id": "a", "object": "chunk", "created": 1, "model": "sim"}
+    opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    last = {"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": "stop", "token_ids": [7]}
+    told = [
+        {**common, "choices": [opening], "prompt_token_ids": LONG_PROMPT},
+        {**common, "choices": [last]},
+        {**common, "choices": [], "usage": USAGE},
+    ]
+    engine = CannedEngine("both", event_stream([*map(data, told), b"data: [DONE]\n\n"]))
+    gateway = await deploy([], [engine], connector="plain")
+    answer = await gateway.ask(request(Api.CHAT, stream=True, max_tokens=9, return_token_ids=wants_ids))
+    assert answer.is_done
+    assert answer.events[0]["prompt_token_ids"] == (LONG_PROMPT if wants_ids else None)
 
 
 def long_events(chance: Random, api: Api) -> list[bytes]:

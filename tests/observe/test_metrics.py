@@ -33,6 +33,7 @@ from proxy.observe.metrics import RESUME_ACTIONS, Metrics
 from proxy.settings import Kv
 from proxy.terms import Action, Stage
 from tests import metrics_page
+from tests.conftest import IS_COMPILED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,6 +137,7 @@ def test_labels_use_the_words_of_the_rest_of_the_program() -> None:
 def test_build_info_tells_the_version(gateway: Gateway) -> None:
     (sample,) = gateway.families()["pdproxy_build_info"].samples
     assert sample.labels["version"] == __version__
+    assert sample.labels["compiled"] == ("true" if IS_COMPILED else "false")
     assert sample.value == 1
 
 

@@ -18,7 +18,7 @@ def main() -> None:
         directory = compiled(COMPILED if given is None else called_from() / given)
     except NotCompiled as error:
         sys.exit(f"{error}\nThe gateway is not compiled: see above.")
-    print(f"{directory} has the package proxy, compiled: cd {directory} && python -m proxy ...")
+    print(f"{directory} has the gateway, compiled: pip install {directory}")
 
 
 if __name__ == "__main__":

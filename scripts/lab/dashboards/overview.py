@@ -266,7 +266,10 @@ _GATEWAY: Final = Row(
             width=12,
             lowest=None,
             queries=[
-                Query(gauge("pdproxy_build_info", by="instance, version, python, aiohttp", over="max"), column="is")
+                Query(
+                    gauge("pdproxy_build_info", by="instance, version, compiled, python, aiohttp", over="max"),
+                    column="is",
+                )
             ],
         ),
     ],

@@ -16,6 +16,8 @@ from lab.common.compiled.modules import MODULES
 COMPILED: Final = Path("build/compiled")
 _STAMP: Final = "compiled-from"
 _ROOT: Final = Path.cwd()  # the project's, see scripts/lib.sh
+_HERE: Final = Path(__file__).parent
+_FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICENSE", _HERE / "setup.py")
 # Classes that somebody may well write another one of, beside those of which the package has some that are not compiled.
 _PORTS: Final = {"Client", "Connector", "Engine", "FastForward", "Fleet", "Policy", "RequestListener", "Tracker"}
 
@@ -25,18 +27,26 @@ class NotCompiled(Exception):
 
 
 def compiled(directory: Path = COMPILED) -> Path:
-    """A directory that has the whole package, compiled for the Python that runs this: made if there is none, or not of
-    these sources. Raises NotCompiled, also rather than delete what somebody else has there.
+    """A directory that has the whole package, compiled for the Python that runs this, and that pip can install: made if
+    there is none, or not of these sources. Raises NotCompiled, also rather than delete what somebody else has there.
     """
     stamp, made_from = _stamp(), directory / _STAMP
-    if made_from.is_file():
-        if made_from.read_text() == stamp:
-            return directory
-        shutil.rmtree(directory)
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    is_ours = made_from.is_file()
+    if not is_ours and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise NotCompiled(f"{directory} is not empty, and was not made by this: name another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    made_from.write_text("")  # so that it is known again if this ends early
+    if not is_ours or made_from.read_text() != stamp:
+        if is_ours:
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        made_from.write_text("")  # so that it is known again if this ends early
+        _compile(directory)
+        made_from.write_text(stamp)
+    for needed in _FOR_PIP:
+        shutil.copy(needed, directory)
+    return directory
+
+
+def _compile(directory: Path) -> None:
     shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__"))
     _rewrite(directory)
     _run("-m", "mypyc", *MODULES, cwd=directory)
@@ -44,8 +54,6 @@ def compiled(directory: Path = COMPILED) -> Path:
     for path in MODULES:
         shutil.copy(_ROOT / path, directory / path)
     _run("-c", "import sys; sys.path.insert(0, ''); import proxy.worker.assembly", cwd=directory)
-    made_from.write_text(stamp)
-    return directory
 
 
 def _run(*words: str, cwd: Path) -> None:
@@ -71,6 +79,6 @@ def _rewrite(directory: Path) -> None:
 def _stamp() -> str:
     """What a compiled package is made of."""
     made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {MODULES}".encode())
-    for path in sorted([*_ROOT.glob("proxy/**/*.py"), *Path(__file__).parent.glob("*.py")]):
+    for path in sorted([*_ROOT.glob("proxy/**/*.py"), *_HERE.glob("*.py")]):
         made.update(f"{path.name}\n".encode() + path.read_bytes())
     return made.hexdigest()

@@ -117,9 +117,9 @@ def _step(field: ast.AnnAssign) -> tuple[str, str]:
     words = {word.arg: word.value for word in value.keywords}
     made = words.get("default_factory")
     if made is None:
-        if "init" in words:
-            return "", f"self.{name}: {kind}"
         default = f" = {ast.unparse(words['default'])}" if "default" in words else ""
+        if "init" in words:
+            return "", f"self.{name}: {kind}{default}"
         return f"{name}: {kind}{default}", f"self.{name}: {kind} = {name}"
     new = ast.unparse(made.body if isinstance(made, ast.Lambda) else ast.Call(made, [], []))
     if "init" in words:
