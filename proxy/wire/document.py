@@ -62,9 +62,12 @@ class Document:
                 self.values = Members(raw)
                 self._raw, self._spans = raw, self.values.spans
                 return
-            self.values = orjson.loads(raw)
+            values = orjson.loads(raw)
+            if not isinstance(values, dict):
+                raise NotAnObject
+            self.values = values
             try:
-                is_plainly_spelled = isinstance(self.values, dict) and orjson.dumps(self.values) == raw
+                is_plainly_spelled = orjson.dumps(values) == raw
             except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
                 is_plainly_spelled = False
             if not is_plainly_spelled:  # if it is, no name stands twice, too

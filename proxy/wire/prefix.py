@@ -24,7 +24,7 @@ from proxy.wire.document import REMOVED
 from proxy.wire.token_ids import are_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from proxy.wire.document import Document
 
@@ -79,8 +79,8 @@ class PrefixKeys:
     every host; `sizes[i]` is how many bytes of JSON that is. Both are empty when there is no single prompt.
     """
 
-    keys: tuple[int, ...] | list[int] = ()
-    sizes: tuple[int, ...] | list[int] = ()
+    keys: Sequence[int] = ()
+    sizes: Sequence[int] = ()
 
 
 NO_KEYS: Final = PrefixKeys()

@@ -21,7 +21,7 @@ _BY_PACKAGE: Final = {
     "observe": "attempt_record observers receipt receipts record timeline",
     "resume": "engine vllm",
     "upstream": "answer_reader connection fast_forward request_heads response upstream",
-    "wire": "document elision ids members openai prefix shape token_ids weight",
+    "wire": "document elision ids members openai shape token_ids weight",
 }
 MODULES: Final = [
     f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()
