@@ -25,7 +25,7 @@ class _Made(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(_HERE / self.get_ext_filename(ext.name), target)
+        shutil.copy(_HERE / (ext.name.replace(".", "/") + _SUFFIX), target)
 
 
 def _made() -> Sequence[Extension]:
