@@ -87,7 +87,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
             example = next(known for known in OPTIONS if known.startswith(f"{option}."))
             raise SettingsError(f"{name} is a section: set its options, such as {variable(example)}")
         elif option.partition(".")[0] in SECTIONS:
-            raise SettingsError(f"{name} names no option{did_you_mean(name, map(variable, OPTIONS))}")
+            raise SettingsError(f"{told(name)} names no option{did_you_mean(name, map(variable, OPTIONS))}")
     return found
 
 

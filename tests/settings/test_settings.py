@@ -597,6 +597,7 @@ def test_one_typo_in_a_variable_is_noticed_whichever_it_is(option: str) -> None:
     ("name", "value", "sentence"),
     [
         ("PROXY_LISTEN__PROT", "2", "PROXY_LISTEN__PROT names no option (did you mean PROXY_LISTEN__PORT?)"),
+        ("PROXY_LISTEN__FIRST\nsecond line", "2", r"'PROXY_LISTEN__FIRST\nsecond line' names no option"),
         ("PROXY_RETRY", "2", "PROXY_RETRY is a section: set its options, such as PROXY_RETRY__MAX_ATTEMPTS"),
         ("PROXY_WORKERS", "many", "PROXY_WORKERS must be a valid integer, not 'many'"),
         ("PROXY_WORKERS", "0", "PROXY_WORKERS must be greater than or equal to 1, not '0'"),
