@@ -1,8 +1,7 @@
 """Nearly every token of a stream is an event that differs from the one before it only in its text and its token id.
 
 Engines serialise each chunk of an answer alike. Once one was parsed, the next ones are recognised by their bytes, for a
-small part of what parsing costs. An event that differs in any other place, or has an escape in its text, is parsed as
-usual.
+small part of what parsing costs. An event that differs in any other place is parsed as usual.
 """
 
 from __future__ import annotations

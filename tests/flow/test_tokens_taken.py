@@ -50,7 +50,7 @@ class Forwarded:
     "token text spaces field",
     product(
         (10, 123456, 999_999_999),
-        (" token", "a", "ü", "日本", "🙂", "{}[],:", "'", "\u2028"),
+        (" token", "a", "ü", "日本", "🙂", "{}[],:", "'", "\u2028", 'a "quote"', "back\\slash", "line\nend", "\t\0\x7f"),
         (False, True),
         ("content", "reasoning", "reasoning_content", "text"),
     ),
@@ -79,9 +79,10 @@ def test_tokens_without_ids_pass_as_they_came(text: str, keeps: bool) -> None:
 ONE = event("one", [10])
 UNLIKE = {
     "no text": framed(event("", [10])),
-    "a quote": framed(event('a "quote"', [10])),
-    "a backslash": framed(event("back\\slash", [10])),
-    "a line end": framed(event("line\nend", [10])),
+    "an escape that is none": framed(ONE.replace(b"one", b"o\\xe")),
+    "half an escape": framed(ONE.replace(b"one", b"one\\")),
+    "a surrogate's escape": framed(ONE.replace(b"one", b"\\ud800")),
+    "two texts": framed(ONE.replace(b"one", b'one","content":"two')),
     "two ids": framed(event("two", [1, 2])),
     "no ids": framed(event("none", [])),
     "null": framed(event("null", None)),

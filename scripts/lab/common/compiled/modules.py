@@ -17,11 +17,11 @@ _BY_PACKAGE: Final = {
     "connectors": "attempt base disaggregated handoff kv_transfer legs prefill_body releaser sequential vllm_pull",
     "dialects": "shapes",
     "fast_path": "attempt connection head intake plain_stream request stream",
-    "flow": "budget buffers bypass chunk_writer fleet token_clock",
+    "flow": "budget buffers bypass chunk_writer fleet token_clock token_shapes",
     "observe": "attempt_record observers receipt receipts record timeline",
-    "resume": "engine vllm",
-    "upstream": "answer_reader connection fast_forward request_heads response upstream",
-    "wire": "document elision ids members openai shape token_ids weight",
+    "resume": "engine transcript vllm",
+    "upstream": "answer_reader connection fast_forward request_heads response size_lines upstream",
+    "wire": "document elision ids members openai shape token token_ids weight",
 }
 MODULES: Final = [
     f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()
