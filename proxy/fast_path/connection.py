@@ -53,8 +53,8 @@ class FastConnection(FirstProtocol):
         """What came behind the request under way."""
         self._head: Head | None = None
         """Of the request whose body is on its way."""
-        self._last: Head | None = None
-        """Of the request that came last."""
+        self._last: Head | None = intake.last_head
+        """Of the request that came last, here or before on another connection: one application's are alike."""
         self._body: list[bytes] = []
         """What there is of that request, if it came in pieces, its head included."""
         self._missing_bytes = 0
@@ -144,7 +144,7 @@ class FastConnection(FirstProtocol):
         if head is None or head.path not in intake.paths:
             self._leave(data)
             return
-        self._last = head
+        self._last = intake.last_head = head
         if self._owes_head:
             self._owes_head = False
             self._listener.headers_arrived(self)

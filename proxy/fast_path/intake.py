@@ -41,6 +41,8 @@ class Intake:
         self._admission = parts.gateway.admission
         self.buffers = self._admission.buffers
         """Where the bodies are accounted for."""
+        self.last_head: Head | None = None
+        """Of the request that came last."""
         self._dialects = {
             dialect.path: dialect for dialect in dialects if isinstance(dialect, OpenAi) and dialect.speaks_as_engines
         }

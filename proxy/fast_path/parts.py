@@ -42,7 +42,7 @@ _BODY_HEAD: Final = (
 _CLOSE: Final = b"Connection: close\r\n"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class FastParts:
     """One worker's. Only what is configured ever changes."""
 

@@ -97,6 +97,11 @@ class Waiter:
         self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS)
 
     @property
+    def is_refused(self) -> bool:
+        """It need not wait any longer."""
+        return self.refusal is not None
+
+    @property
     def rank(self) -> tuple[int, float]:
         """Where it stands among those of all queues: its priority, and then its work and how long it waits."""
         return self.place[:2]

@@ -176,7 +176,7 @@ class FastForward(asyncio.Protocol):
                 try:
                     text = written.decode() if written.translate(_PLAIN) == written else _text_of(b'"%b"' % written)
                 except ValueError:
-                    pass
+                    text = ""
         if not text:
             return not is_part and self._part(tokens, data)
         if (notes := tokens.notes) is not None:

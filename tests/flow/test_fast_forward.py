@@ -159,6 +159,7 @@ def test_the_shape_is_learned_anew_where_content_follows_reasoning() -> None:
     assert told == 18
 
 
+@pytest.mark.interpreted
 def test_streams_without_a_shape_are_not_looked_at_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 

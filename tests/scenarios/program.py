@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
 ENDS_WITHIN_SECONDS = 10.0
+SERVING = r"pdproxy \S+(?: \(compiled\))? on (\S+:\d+),"
 
 # aiohttp reads the certificates of all authorities when it is imported, twice. Nobody speaks TLS here.
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull}
@@ -103,7 +104,7 @@ async def running(
 def gateway(*words: str, under: Sequence[str] = (), **environment: str) -> AbstractAsyncContextManager[Program]:
     """The gateway on any free port. No load balancer has to notice that it stops."""
     environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", **environment}
-    return running(["--port", "0", *words], r"pdproxy \S+ on (\S+:\d+),", under=under, **environment)
+    return running(["--port", "0", *words], SERVING, under=under, **environment)
 
 
 async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[int, str]:

@@ -10,7 +10,7 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import answer_alone, read
 from tests.deployment import generations
-from tests.scenarios.program import running
+from tests.scenarios.program import SERVING, running
 from tests.test_main import KIMI_K25, KIMI_K26, ONE_NODE, words
 
 CURL_BODY = b"""{
@@ -52,7 +52,7 @@ async def test_the_guides_command_and_its_request_work(guide: str, prefill: int,
         for engine in (*prefillers, *decoders):
             await stack.enter_async_context(engine)
         line = on_this_host(words(guide), prefillers, decoders)
-        program = await stack.enter_async_context(running(line, r"pdproxy \S+ on (\S+:\d+),"))
+        program = await stack.enter_async_context(running(line, SERVING))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         answers = []
         for _ in range(times):

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import ask, request
-from tests.scenarios.program import Program, gateway, running
+from tests.scenarios.program import SERVING, Program, gateway, running
 from tests.scenarios.test_stopping import is_ready
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine
 
 WAITING = r"waiting for port \d+, which is in use"
-SERVING = r"pdproxy \S+ on (\S+:\d+),"
 
 
 def successor(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 _BY_PACKAGE: Final = {
-    "": "call usage",
+    "": "api_keys call usage",
     "balancer": "choice chooser lease members outcomes pick pool pools",
     "balancer/fitness": "fitness misfits",
     "balancer/health": "pair_quarantine suspect_memory",
@@ -16,11 +16,11 @@ _BY_PACKAGE: Final = {
     "balancer/shared": "journal scoreboard",
     "connectors": "attempt base disaggregated handoff kv_transfer legs prefill_body releaser sequential vllm_pull",
     "dialects": "shapes",
-    "fast_path": "attempt connection head intake plain_stream request stream",
-    "flow": "budget buffers bypass chunk_writer fleet token_clock token_shapes",
-    "observe": "attempt_record observers receipt receipts record timeline",
+    "fast_path": "attempt connection head intake parts plain_stream request stream",
+    "flow": "admission budget buffers bypass chunk_writer fleet token_clock token_shapes",
+    "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
     "resume": "engine transcript vllm",
-    "upstream": "answer_reader connection fast_forward request_heads response size_lines upstream",
+    "upstream": "answer_reader connection fast_forward plain_head request_heads response size_lines upstream",
     "wire": "document elision ids members openai shape token token_ids weight",
 }
 MODULES: Final = [
