@@ -115,6 +115,7 @@ def test_a_removed_key_is_refused_and_its_requests_go_on(host: Host) -> None:
 
 def test_a_key_that_changed_is_known_by_the_new_one_only(host: Host) -> None:
     host.configure(key("a", "sk-old"))
+    assert host.workers[0].identify("Bearer sk-old", None).name == "a"
     host.configure(key("a", "sk-new"))
     assert host.workers[0].identify("Bearer sk-new", None).name == "a"
     with pytest.raises(Unauthorized):

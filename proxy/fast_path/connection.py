@@ -110,7 +110,10 @@ class FastConnection(FirstProtocol):
         elif now - self._since > keepalive_seconds:
             self.transport.close()
 
-    is_one_request = staticmethod(is_one_request)
+    @staticmethod
+    def is_one_request(data: bytes) -> bool:
+        """See FirstProtocol."""
+        return is_one_request(data)
 
     def takes_back(self, data: bytes) -> bool:
         """Whether this begins a request that may be plain."""

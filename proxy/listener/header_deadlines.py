@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ConnectionT = TypeVar("ConnectionT")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Head:
     since: float
     size_bytes: int = 0

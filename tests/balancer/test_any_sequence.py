@@ -125,6 +125,9 @@ class AnySequence(RuleBasedStateMachine):
         assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old
         self.states[worker][backend] = transition.new
         assert (transition.cause is not None) <= (transition.new is HealthState.EJECTED)
+        if transition.new is HealthState.EJECTED:  # meanwhile it has shown that it is not well: the next one tries it
+            for lease, each in self.open.items():
+                each.is_trial &= lease.backend != backend or each.worker != worker
         if transition.cause is not None:
             peers = self.enabled(backend.role)
             out = [peer for peer in peers if health._conditions[peer].breaker.phase is not Phase.CLOSED]

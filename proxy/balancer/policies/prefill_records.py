@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from functools import lru_cache
 from math import isfinite
 from struct import Struct, error
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -49,33 +50,42 @@ class Record(NamedTuple):
 _HEAD: Final = Struct("<IIIII")
 _KIND_AND_SLOT: Final = Struct("<II")
 _NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 11), Kind.COUNTED: (4,)}
+_KEY_BYTES: Final = 8
+_END_BYTES: Final = 4
+
+
+@lru_cache(maxsize=16)
+def _doubles(count: int) -> Struct:
+    return Struct(f"={count}d")
 
 
 def packed(record: Record) -> bytes:
     """As bytes. Ends are rounded to single precision."""
     kind, slot, keys, ends, numbers = record
-    head = _HEAD.pack(kind, slot, len(keys), len(ends), len(numbers))
-    return head + array("Q", keys).tobytes() + array("f", ends).tobytes() + array("d", numbers).tobytes()
+    data = _HEAD.pack(kind, slot, len(keys), len(ends), len(numbers))
+    if keys:  # short prompts have none
+        data += array("Q", keys).tobytes() + array("f", ends).tobytes()
+    return data + _doubles(len(numbers)).pack(*numbers)
 
 
 def unpacked(data: bytes) -> Record:
     """What was packed. Raises InvalidRecord."""
     try:
-        kind, slot, *counts = _HEAD.unpack_from(data)
-        at, columns = _HEAD.size, []
-        for code, count in zip("Qfd", counts, strict=True):
-            column = array(code)
-            end = at + count * column.itemsize
-            column.frombytes(data[at:end])
-            columns.append(column)
-            at = end
-    except (error, ValueError) as problem:
+        kind, slot, key_count, end_count, number_count = _HEAD.unpack_from(data)
+    except error as problem:
         raise InvalidRecord(str(problem)) from None
-    keys, ends, numbers = columns
-    is_whole = at == len(data) and [len(column) for column in columns] == counts
-    if not is_whole or len(numbers) not in _NUMBERS.get(kind, ()) or len(ends) != (kind == Kind.SENT) * len(keys):
+    ends_at = _HEAD.size + _KEY_BYTES * key_count
+    numbers_at = ends_at + _END_BYTES * end_count
+    if number_count not in _NUMBERS.get(kind, ()) or end_count != (kind == Kind.SENT) * key_count:
         raise InvalidRecord("it has not the parts of a record")
-    return Record(kind, slot, keys, ends, numbers)
+    written = _doubles(number_count)
+    if len(data) != numbers_at + written.size:
+        raise InvalidRecord("it has not the length of a record")
+    keys: Sequence[int] = ()
+    ends: Sequence[float] = ()
+    if key_count:
+        keys, ends = array("Q", data[_HEAD.size : ends_at]), array("f", data[ends_at:numbers_at])
+    return Record(kind, slot, keys, ends, written.unpack_from(data, numbers_at))
 
 
 def kind_and_slot(data: bytes) -> tuple[int, int]:

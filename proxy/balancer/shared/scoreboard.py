@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import add
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -198,7 +199,15 @@ class Scoreboard:
         starts = [_CELL_BYTES * (row * self._width + first) for row in range(self.rows)]
         if self.rows == 1:
             return partial(read, cells, starts[0])
-        return lambda: list(map(sum, zip(*[read(cells, start) for start in starts], strict=True)))
+        first_row, *others = starts
+
+        def sums() -> Sequence[int]:
+            found: Sequence[int] = read(cells, first_row)
+            for start in others:
+                found = [*map(add, found, read(cells, start))]
+            return found
+
+        return sums
 
     def pinned(self, slot: int) -> Pinned:
         """The pinned KV of all workers: sums, and the oldest."""

@@ -11,13 +11,14 @@ _BY_PACKAGE: Final = {
     "balancer/health": "pair_quarantine suspect_memory",
     "balancer/policies": (
         "asked cache_count concurrency decode_pace least_decode_seconds least_seconds least_tokens length_groups"
-        " prefill_cost prefill_samples prefiller prefillers prefixes"
+        " prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
     ),
     "balancer/shared": "journal scoreboard",
     "connectors": "attempt base disaggregated handoff kv_transfer legs prefill_body releaser sequential vllm_pull",
     "dialects": "shapes",
     "fast_path": "attempt connection head intake parts plain_stream request stream",
     "flow": "admission budget buffers bypass chunk_writer fleet token_clock token_shapes",
+    "listener": "header_deadlines",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
     "resume": "engine transcript vllm",
     "upstream": "answer_reader connection fast_forward plain_head request_heads response size_lines upstream",
