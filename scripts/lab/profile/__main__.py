@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
 from lab.common import environment
 from lab.common.proc import cpu_seconds
-from lab.profile import choosing, instructions, scraping
+from lab.profile import choosing, compiled, instructions, scraping
 from lab.profile.asking import ask
 from lab.profile.serving import serving
 
@@ -62,11 +62,17 @@ def main() -> None:
         metavar="COUNT",
         help="also so many functions that take most of it themselves",
     )
+    parser.add_argument(
+        "--compiled", action="store_true", help="the compiled gateway, by perf's samples: which functions take most"
+    )
     parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
     parser.add_argument("--instructions", action="store_true", help="machine instructions of a request, by valgrind")
     parser.add_argument("--scraping", action="store_true", help="what a scrape takes, and what streams notice of it")
     parser.add_argument("--fleet-size", action="store_true", help="the same by the number of instances and of workers")
     options = parser.parse_args()
+    if options.compiled:
+        print(compiled.table(options.seconds, options.functions or 30))
+        return
     if options.fleet_size:
         print(choosing.growth(("least_tokens", "least_load")))
         return

@@ -1,0 +1,31 @@
+"""What is read of perf's stacks."""
+
+from __future__ import annotations
+
+from lab.profile.compiled import Sample, samples
+
+STACKS = """\
+    ffffffff81a2b3c4 tcp_sendmsg+0x12 ([kernel.kallsyms])
+    7f0000001000 __libc_send+0x20 (/usr/lib/libc.so.6)
+    7f0000002000 CPyDef_upstream___connection___Connection___begin+0x1f (/there/x__mypyc.so)
+    7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
+
+    7f0000004000 _PyObject_Malloc (/usr/lib/libpython3.11.so.1.0)
+    7f0000005000 _PyEval_EvalFrameDefault+0x99 (/usr/lib/libpython3.11.so.1.0)
+    7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
+
+    7f0000006000 uv__io_poll+0x1 (/there/uvloop/loop.so)
+
+"""
+
+
+def test_a_sample_is_the_innermost_compiled_functions_or_the_interpreters_or_the_loops() -> None:
+    assert list(samples(STACKS)) == [
+        Sample("upstream.connection.Connection.begin", is_kernel=True),
+        Sample("what is not compiled", is_kernel=False),
+        Sample("the event loop", is_kernel=False),
+    ]
+
+
+def test_what_is_no_stack_is_no_sample() -> None:
+    assert list(samples("\n\n# nothing was recorded\n\n")) == []
