@@ -7,6 +7,7 @@ it had when it made most tokens a second: requests wait in the gateway's queue i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load
@@ -56,8 +57,8 @@ class _Decoder:
 
     at: float
     """Until when `spent` is told."""
-    spent: list[float] = field(default_factory=lambda: [0.0] * len(SIZES))
-    """Seconds in each bucket of streams."""
+    spent: list[float] = field(default_factory=list)
+    """Seconds in each bucket of streams, up to the last one in which there are any."""
     writing: int = 0
     """Answers, of this worker."""
 
@@ -230,7 +231,7 @@ class LeastDecodeSeconds(LeastTokens):
                     number += 1
                 self._lengths[length] = mean + 1 / number * (tokens - mean), number
             if tokens >= _LEAST_TOKENS:
-                both = zip(answer.before, decoder.spent, strict=True)
+                both = zip_longest(answer.before, decoder.spent, fillvalue=0.0)
                 spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]
                 self.pace.learn(backend.name, spent, tokens - 1, now)
         if now >= self._due:
@@ -245,7 +246,10 @@ class LeastDecodeSeconds(LeastTokens):
         if streams := decoder.writing:
             if self.context.elsewhere is not None:
                 streams += self.context.elsewhere(backend)
-            decoder.spent[PLACES[streams] if streams < len(PLACES) else -1] += now - decoder.at
+            place, spent = PLACES[streams] if streams < len(PLACES) else len(SIZES) - 1, decoder.spent
+            if place >= len(spent):
+                spent += [0.0] * (place + 1 - len(spent))
+            spent[place] += now - decoder.at
         decoder.at = now
 
     def _look(self, candidates: Sequence[Candidate]) -> None:

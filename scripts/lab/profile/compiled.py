@@ -33,6 +33,7 @@ _RECORD: Final = ("perf", "record", "--freq=1500", "--event=cpu-clock", "--call-
 _FRAME: Final = re.compile(r"\s+[0-9a-f]+ (.*?)(?:\+0x[0-9a-f]+)? \((.*)\)")
 _COMPILED: Final = "CPyDef_"
 _INTERPRETER: Final = "_PyEval_EvalFrameDefault"
+_LOOP: Final = ("uv_", "__pyx_")
 _KERNEL: Final = "["
 
 
@@ -93,6 +94,8 @@ def _owner(symbols: list[str]) -> str:
             return ".".join(filter(None, symbol.removeprefix(_COMPILED).split("___")))
         if symbol == _INTERPRETER:
             return "what is not compiled"
+        if symbol.startswith(_LOOP):  # it is called by the interpreter, in the end
+            break
     return "the event loop"
 
 

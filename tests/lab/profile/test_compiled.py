@@ -15,6 +15,7 @@ STACKS = """\
     7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
 
     7f0000006000 uv__io_poll+0x1 (/there/uvloop/loop.so)
+    7f0000005000 _PyEval_EvalFrameDefault+0x99 (/usr/lib/libpython3.11.so.1.0)
 
 """
 
