@@ -87,34 +87,34 @@ class KeyUsage:
         sliding window counts them. `now`: seconds of the clock of the ApiKeys.
         """
         minute, elapsed_ms = minute_of(now)
-        previous, current = self._own_counted(slot, minute - 1), self._own_counted(slot, minute)
-        in_flight = sum(self._own_column(slot, _IN_FLIGHT))
-        return in_flight, current + -(-previous * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
+        previous, current = (self._counted(slot, each, self.workers) for each in (minute - 1, minute))
+        return self._in_flight(slot, self.workers), current + -(-previous * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
 
     def in_flight(self, slot: int) -> int:
         """Requests in flight, over all workers."""
-        first = _CELLS_PER_SLOT * slot + _IN_FLIGHT
-        in_flight = 0
-        for index in range(first, self.rows * self._width, self._width):  # a slice of cells takes as long as ten
-            in_flight += self._cells[index]
-        return in_flight
+        return self._in_flight(slot, self.rows)
 
     def counted(self, slot: int, minute: int) -> int:
         """Requests counted in a minute, which is the latest one or the one before, over all workers."""
+        return self._counted(slot, minute, self.rows)
+
+    # Of the first so many rows. Each request asks, and a slice of cells takes as long as ten of them.
+
+    def _in_flight(self, slot: int, rows: int) -> int:
+        first = _CELLS_PER_SLOT * slot + _IN_FLIGHT
+        in_flight = 0
+        for index in range(first, rows * self._width, self._width):
+            in_flight += self._cells[index]
+        return in_flight
+
+    def _counted(self, slot: int, minute: int, rows: int) -> int:
         first = _CELLS_PER_SLOT * slot + _MINUTES + minute % 2
         counted = 0
-        for index in range(first, self.rows * self._width, self._width):
+        for index in range(first, rows * self._width, self._width):
             cell = self._cells[index]
             if cell >> _COUNT_BITS == minute:
                 counted += cell - (minute << _COUNT_BITS)
         return counted
-
-    def _own_counted(self, slot: int, minute: int) -> int:
-        cells = self._own_column(slot, _MINUTES + minute % 2)
-        return sum(cell - (minute << _COUNT_BITS) for cell in cells if cell >> _COUNT_BITS == minute)
-
-    def _own_column(self, slot: int, kind: int) -> memoryview[int]:
-        return self._cells[_CELLS_PER_SLOT * slot + kind : self.workers * self._width : self._width]
 
     def erase(self, number: int) -> None:
         """The writer of a row is dead, and nothing of it is in flight any more. What it has counted was used all the

@@ -210,7 +210,7 @@ class Admission:
             self._order.serve(waiter)
             self._drain_rate.serve(waiter.amount, self._clock())
         finally:
-            if not waiter.is_refused:
+            if not waiter.is_refused:  # who refuses it has taken it out
                 self._part(waiter)
         self._metrics.queue_seconds.observe(self._clock() - waiter.arrived)
 

@@ -15,11 +15,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
+from lab.bench.scenarios import SHORT_STREAM, scenarios
 from lab.common import environment
 from lab.common.proc import cpu_seconds
 from lab.profile import choosing, compiled, instructions, scraping
-from lab.profile.asking import ask
+from lab.profile.asking import SAMPLED, ask, cost
 from lab.profile.serving import serving
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ PARTS: Final = tuple(
         ("everything else", r"^$"),
     )
 )
-_SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER, PACED)
 
 
 def main() -> None:
@@ -89,10 +88,9 @@ def main() -> None:
     if not environment.provide(("py-spy",)):
         sys.exit("py-spy cannot be installed here")
     for scenario in scenarios(seconds):
-        if scenario.name in _SCENARIOS:
+        if scenario.name in SAMPLED:
             result, used_seconds, stacks = _sampled(scenario.name, seconds)
-            per, count = ("token", result.tokens) if scenario.name == PACED else ("request", result.completed)
-            total_us = 1e6 * used_seconds / max(1, count)
+            per, total_us = cost(result, used_seconds, scenario.name)
             print(f"{scenario.title}: {total_us:.1f} µs CPU per {per}")
             print(_table(stacks.splitlines(), total_us))
             if options.functions:

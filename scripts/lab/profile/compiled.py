@@ -16,10 +16,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, scenarios
+from lab.bench.scenarios import SHORT_STREAM, scenarios
 from lab.common.compiled import NotCompiled, compiled
 from lab.common.proc import cpu_seconds
-from lab.profile.asking import ask
+from lab.profile.asking import SAMPLED, ask, cost
 from lab.profile.serving import serving
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from lab.bench.load import Result
 
-_SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER, PACED)
 # The stacks of compiled code are found by what debuggers know, so each sample takes a copy of the stack.
 _RECORD: Final = ("perf", "record", "--freq=1500", "--event=cpu-clock", "--call-graph=dwarf,24000")
 _FRAME: Final = re.compile(r"\s+[0-9a-f]+ (.*?)(?:\+0x[0-9a-f]+)? \((.*)\)")
@@ -55,10 +54,9 @@ def table(seconds: float, count: int) -> str:
         sys.exit(f"--compiled: {error}")
     told = []
     for scenario in scenarios(seconds):
-        if scenario.name in _SCENARIOS:
+        if scenario.name in SAMPLED:
             result, used_seconds, stacks = _sampled(there, scenario.name, seconds)
-            per, number = ("token", result.tokens) if scenario.name == PACED else ("request", result.completed)
-            total_us = 1e6 * used_seconds / max(1, number)
+            per, total_us = cost(result, used_seconds, scenario.name)
             told.append(f"{scenario.title}: {total_us:.1f} µs CPU per {per}, and of that in the kernel")
             told.append(_lines(list(samples(stacks)), total_us, count))
     return "\n".join(told)
