@@ -87,13 +87,13 @@ def samples(stacks: str) -> Iterator[Sample]:
 
 
 def _owner(symbols: list[str]) -> str:
+    is_in_loop = False
     for symbol in symbols:
         if symbol.startswith(_COMPILED):
             return ".".join(filter(None, symbol.removeprefix(_COMPILED).split("___")))
-        if symbol == _INTERPRETER:
-            return "what is not compiled"
-        if symbol.startswith(_LOOP):  # it is called by the interpreter, in the end
-            break
+        if symbol == _INTERPRETER:  # the loop itself is called by it, in the end
+            return "the event loop" if is_in_loop else "what is not compiled"
+        is_in_loop = is_in_loop or symbol.startswith(_LOOP)
     return "the event loop"
 
 

@@ -7,6 +7,7 @@ from lab.profile.compiled import Sample, samples
 STACKS = """\
     ffffffff81a2b3c4 tcp_sendmsg+0x12 ([kernel.kallsyms])
     7f0000001000 __libc_send+0x20 (/usr/lib/libc.so.6)
+    7f0000001800 __pyx_f_6uvloop_4loop_8UVStream__try_write (/there/uvloop/loop.so)
     7f0000002000 CPyDef_upstream___connection___Connection___begin+0x1f (/there/x__mypyc.so)
     7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
 
