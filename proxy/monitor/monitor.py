@@ -88,6 +88,7 @@ class Monitor:
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = clock()
         self._lags: deque[tuple[float, float]] = deque()
+        """When the loop was how late, in seconds, as far as it was never as late since: the longest delay first."""
         self._cpu_seconds = 0.0
         self._told = logs.Lost()
         self._was_ready = False
@@ -150,10 +151,13 @@ class Monitor:
             self.became_ready.set()
 
     def _note_lag(self, now: float) -> None:
-        self._lags.append((now, max(0.0, now - self._due)))
-        while self._lags[0][0] < now - _LAG_WINDOW_SECONDS:
-            self._lags.popleft()
-        self._metrics.loop_lag_seconds.set(max(lag for _, lag in self._lags))
+        lags, lag = self._lags, max(0.0, now - self._due)
+        while lags and lags[-1][1] <= lag:
+            lags.pop()
+        lags.append((now, lag))
+        while lags[0][0] < now - _LAG_WINDOW_SECONDS:
+            lags.popleft()
+        self._metrics.loop_lag_seconds.set(lags[0][1])
         self._ticked_at, self._due = now, now + self._tick_seconds
 
     def _note_memory(self, now: float) -> None:

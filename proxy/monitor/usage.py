@@ -51,7 +51,8 @@ class Memory:
             shares.append(size / self._address_space_bytes)
         for group in self._groups:
             limit = _read(group.limit).strip()
-            if limit.isdigit():  # without one, version 2 writes `max`, and version 1 a very large number
+            # Without one, version 2 writes `max`, and version 1 a very large number.
+            if limit.isdigit() and int(limit) < self._machine_bytes:
                 shares.append(_share_of(int(limit), int(_read(group.usage) or 0), _table(group.stat), group, ours))
         return max(shares)
 
@@ -140,6 +141,7 @@ def _table(path: Path) -> dict[bytes, int]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb", buffering=0) as file:  # there is nothing to gather: the kernel gives all at once
+            return file.read()
     except OSError:
         return b""

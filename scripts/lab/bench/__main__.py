@@ -85,7 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="this gateway as scripts/compile makes it, which takes three minutes once",
+        help="this gateway as scripts/compile makes it, which takes five minutes once",
     )
     parser.add_argument(
         "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"

@@ -1,0 +1,81 @@
+"""What a compiled gateway is asked while it counts which way its code goes, so that the compiler knows.
+
+The requests are those of ordinary clients to simulated engines, and none of what `scripts/bench` measures. They need not
+be everything: code that they do not reach is compiled as if nothing had been counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Final
+
+from lab.common import peers
+from lab.common.processes import HOST, free_ports, running, wait_until_ready
+
+_MODEL: Final = "training"
+_KEY: Final = "training"
+_KEYS: Final = f"keys: [{{name: training, key: {_KEY}, max_concurrent: 1000, requests_per_minute: 1000000}}]\n"
+_CLIENTS: Final = 16
+_SENTENCE: Final = 'She wrote: "The river is wide here,\nand the bridge is old." '
+_PICTURE: Final = "data:image/png;base64," + "iVBORw0KGgoAAAAN" * 20_000
+_WORDS: Final = ("one", "two", "three", "four")
+# The words of a prompt, and the tokens of its answer, streamed or not.
+_ASKED: Final = (
+    *((30, 1, True), (30, 1, True), (30, 16, False), (30, 16, False)),
+    *((100, 60, True), (300, 30, True), (300, 100, False), (20_000, 8, True)),
+)
+
+
+def train(directory: Path, rounds: int = 20) -> None:
+    """Ask the gateway whose package is in `directory`, and have it end as it does when it is told to. Each client asks for
+    everything `rounds` times. Exits if an answer is not what it should be.
+    """
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        logs = Path(name)
+        keys = logs / "keys.yaml"
+        keys.write_text(_KEYS)
+        keys.chmod(0o600)
+        prefill, decode, (port,) = free_ports(2), free_ports(2), free_ports(1)
+        for role, engine in (*(("prefill", each) for each in prefill), *(("decode", each) for each in decode)):
+            words = ("mock-engine", "--role", role, "--port", str(engine), "--model", _MODEL, "--decode-step-ms", "2")
+            command = [sys.executable, "-m", "proxy", *words]
+            stack.enter_context(running(f"{role} {engine}", command, engine, logs / str(engine)))
+        command = peers.ours(directory).command(port, prefill, decode)
+        under = {"PROXY_AUTH__CLIENT_KEYS_FILE": str(keys)}
+        stack.enter_context(running("the gateway", command, port, logs / "gateway", under))
+        wait_until_ready("the gateway", port, "/readyz")
+        with ThreadPoolExecutor(_CLIENTS) as clients:
+            list(clients.map(partial(_ask_all, port, rounds), range(_CLIENTS)))
+
+
+def _ask_all(port: int, rounds: int, client: int) -> None:
+    """All kinds of requests, on one connection."""
+    with closing(HTTPConnection(HOST, port, timeout=60)) as connection:
+        for number in range(rounds):
+            for words, tokens, stream in _ASKED:
+                _ask(connection, _text(words, client + number), tokens, stream=stream)
+        _ask(connection, [{"type": "image_url", "image_url": {"url": _PICTURE}}], 4, stream=True)
+
+
+def _text(words: int, seed: int) -> str:
+    """So many words at least, no two clients' in a row alike."""
+    return _WORDS[seed % len(_WORDS)] + str(seed) + _SENTENCE * (words // 11 + 1)
+
+
+def _ask(connection: HTTPConnection, content: Any, tokens: int, *, stream: bool) -> None:
+    asked = {"model": _MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
+    if stream:
+        asked.update(stream=True, stream_options={"include_usage": True})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_KEY}"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+    answer = connection.getresponse()
+    told = answer.read()
+    if answer.status != 200 or (stream and not told.endswith(b"data: [DONE]\n\n")):
+        sys.exit(f"the gateway that is trained answered {answer.status}: {told[-1000:].decode(errors='replace')}")
