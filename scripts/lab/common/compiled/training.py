@@ -1,7 +1,7 @@
 """What a compiled gateway is asked while it counts which way its code goes, so that the compiler knows.
 
-The requests are those of ordinary clients to simulated engines, and none of what `scripts/bench` measures. They need not
-be everything: code that they do not reach is compiled as if nothing had been counted.
+The requests are those of ordinary clients to simulated engines, and none of what `scripts/bench` measures. They need
+not be everything: code that they do not reach is compiled as if nothing had been counted.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ASKED: Final = (
 
 
 def train(directory: Path, rounds: int = 20) -> None:
-    """Ask the gateway whose package is in `directory`, and have it end as it does when it is told to. Each client asks for
-    everything `rounds` times. Exits if an answer is not what it should be.
+    """Ask the gateway whose package is in `directory`, and have it end as it does when it is told to. Each client asks
+    for everything `rounds` times. Exits if an answer is not what it should be.
     """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         logs = Path(name)
