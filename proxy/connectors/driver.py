@@ -22,6 +22,8 @@ async def opened(legs: Legs, upstream: Upstream) -> AsyncIterator[Attempt]:
     while not isinstance(step, Attempt):
         try:
             if isinstance(step, Leg):
+                if step.then is not None:
+                    upstream.preconnect(step.then)
                 send = upstream.fetch if step.is_whole else upstream.open
                 result: object = await send(
                     step.backend,

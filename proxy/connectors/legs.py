@@ -31,6 +31,8 @@ class Leg:
     resend_if_stale: bool = False
     is_whole: bool = False
     """What is wanted is the whole answer; see Legs."""
+    then: Backend | None = None
+    """Whom the next leg will go to, for all that is known: a connection can be opened meanwhile."""
 
 
 if TYPE_CHECKING:

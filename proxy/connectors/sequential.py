@@ -204,7 +204,8 @@ class Sequential(Disaggregated):
         if rank is not None:
             headers |= rank.header(prefiller, self._prefill_ranks)
         body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
-        return Leg(prefiller, call.api.path, body, headers, prefill_seconds(self._timeouts, call), False, True)
+        seconds = prefill_seconds(self._timeouts, call)
+        return Leg(prefiller, call.api.path, body, headers, seconds, False, True, handoff.decoder.backend)
 
     def _decode_leg(
         self, call: Call, body: Body, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline

@@ -83,6 +83,8 @@ class FastAttempt(ABC):
             self._connecting = self._parts.loop.create_task(self._connect(leg))
             return
         self._connection = connection
+        if leg.then is not None:
+            self._parts.upstream.preconnect(leg.then)
         exchange: WholeResponse | Response
         if leg.is_whole:
             exchange = WholeResponse(connection.backend, self._arrived)

@@ -14,6 +14,7 @@ from proxy.fast_path.stream import FastStream
 from proxy.flow.answers import EngineBody, StreamedAnswer
 from proxy.flow.begun import BegunAttempt
 from proxy.flow.token_clock import TokenClock
+from proxy.flow.whole_body import checked_body
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class FastRequest(FastAttempt):
         try:
             if error is not None:
                 raise error
-            whole = EngineBody.at_once(attempt, body, self._dialect)
+            whole = checked_body(attempt, body, self._dialect)
             steps.finish(self._legs)
         except UpstreamError as problem:
             self._fail(problem)

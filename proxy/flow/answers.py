@@ -13,10 +13,10 @@ from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
 from proxy.flow.token_clock import TokenClock
+from proxy.flow.whole_body import check_answer
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
-from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
-from proxy.wire.long_answer import LongAnswer
+from proxy.wire.document import REMOVED, Document, joined
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
-    from proxy.dialects.openai import OpenAi
     from proxy.flow.client import ClientWriter
     from proxy.flow.parts import FlowParts
     from proxy.flow.relay import OutputListener
@@ -98,26 +97,8 @@ class EngineBody(Answer):
         attempt.kv_arrived()
         self._answer = parse_answer(Document, attempt.response, self._raw)
         values = dict(self._answer.values)
-        _check(attempt, values, self._dialect)
+        check_answer(attempt, values, self._dialect)
         self._corrections = await self._dialect.corrections(self.call, values, attempt)
-
-    @staticmethod
-    def at_once(attempt: Attempt, body: bytes, dialect: OpenAi) -> bytes:
-        """What `take` and `body` come to for a body that has been read, in a dialect that waits for nothing. Raises
-        UpstreamError.
-        """
-        response = attempt.response
-        attempt.kv_arrived()
-        is_long = len(body) > SHORT_BYTES
-        answer = parse_answer(LongAnswer, response, body) if is_long else parse_answer(Document, response, body)
-        values = answer.values
-        assert isinstance(values, dict)
-        _check(attempt, values, dialect)
-        corrections = dialect.corrected(values, attempt)
-        if not corrections:
-            return body
-        changed = answer.with_changes(corrections)
-        return joined(changed or parse_answer(Document, response, body).with_changes(corrections))
 
     def body(self) -> bytes:
         """See Whole."""
@@ -129,12 +110,6 @@ class EngineBody(Answer):
         assert self._answer is not None
         values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
-
-
-def _check(attempt: Attempt, values: dict[str, Any], dialect: Dialect) -> None:
-    """See that they are an answer, and take in its usage. Raises UpstreamError."""
-    dialect.check_answer(attempt.response, values)
-    attempt.saw_usage(dialect.usage(values))
 
 
 class _Relayed(Answer):

@@ -94,10 +94,11 @@ class Connection(FastForward):
         self._clock = clock
         self.is_reused = False
         """It has carried an exchange before."""
-        self.idle_since = 0.0
+        self.usable_until = 0.0
+        """As long as it is idle: when it is too old for another exchange."""
         self.closed = False
-        self.complete = False
-        """The exchange's answer has arrived whole, and the connection can carry another."""
+        self.complete = True
+        """None was begun, or the last one's answer has arrived whole, and the connection can carry another."""
         self.is_paused = False
         """We hold the engine back."""
         self.transport: asyncio.Transport

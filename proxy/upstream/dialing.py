@@ -56,12 +56,10 @@ class Dialer:
     async def dial(
         self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float
     ) -> Connection:
-        """A connection to one of the addresses, of which there is at least one. Raises the last one's OSError.
+        """A connection to one of several addresses. Raises the last one's OSError.
 
         `seconds`: how long each may take. All together may take as long as the caller waits.
         """
-        if len(addresses) == 1:
-            return await connect(addresses[0])
         waiting = self._in_order(host, port, addresses)
         stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
         racing: dict[asyncio.Task[Connection], str] = {}

@@ -13,7 +13,6 @@ from proxy.upstream.connection import Connection
 from proxy.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping
 
     from proxy.backend import Backend
@@ -37,8 +36,9 @@ class TracedUpstream(Upstream):
         connection.end_leg()
         super().give_back(connection)
 
-    def _new_connection(self, backend: Backend, loop: asyncio.AbstractEventLoop, address: str | None) -> Connection:
-        return TracedConnection(self._traces, backend, loop, self.give_back, self._heads.render, self._clock, address)
+    def _new_connection(self, backend: Backend, address: str | None) -> Connection:
+        render, clock = self._heads.render, self._clock
+        return TracedConnection(self._traces, backend, self._loop, self.give_back, render, clock, address)
 
 
 class TracedConnection(Connection):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,7 @@ from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Self
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 # one whose event loop is late does so without a look at what has arrived meanwhile. The distance is such that a reused
 # connection which closes without an answer tells of a sick engine, and a new connection costs little.
 _KEEP_ALIVE_SECONDS: Final = 2.0
+# That time begins with an answer. One that was opened ahead has to last as long as prompts are computed, mostly.
+_UNUSED_SECONDS: Final = 10.0
 
 
 class Upstream:
@@ -66,11 +69,15 @@ class Upstream:
         """By the backend's key."""
         self._busy: set[Connection] = set()
         self._distrusted: dict[Role, float] = {}
-        """Until when no idle connection of a role is used, because one of them was closed just as it was."""
+        """Until when no connection of a role is used again, because one of them was closed just as it was."""
+        self._preconnecting: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop
+        """Set when it is entered."""
         self._swept_at = clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._swept_at = self._clock()
         self._plan_sweep()
         return self
@@ -80,6 +87,9 @@ class Upstream:
     ) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        for task in self._preconnecting:
+            task.cancel()
+        await asyncio.gather(*self._preconnecting, return_exceptions=True)
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
@@ -157,12 +167,15 @@ class Upstream:
 
     async def connect(self, backend: Backend) -> Connection:
         """A fresh connection, to be given back. Raises UpstreamError."""
+        names, host, seconds = self._names, backend.host, self._timeouts.connect_seconds
         try:
-            seconds = self._timeouts.connect_seconds
             async with asyncio.timeout(seconds):
-                addresses = await self._addresses(backend.host)
-                connect = partial(self._connect_to, backend)
-                connection = await self._dialer.dial(backend.host, backend.port, addresses, connect, seconds)
+                addresses = (host,) if names is None else names.known(host) or await names.find(host)
+                if len(addresses) == 1:
+                    connection = await self._connect_to(backend, addresses[0])
+                else:
+                    connect = partial(self._connect_to, backend)
+                    connection = await self._dialer.dial(host, backend.port, addresses, connect, seconds)
                 self._busy.add(connection)
                 return connection
         except OSError as error:  # TimeoutError is one
@@ -177,20 +190,18 @@ class Upstream:
         if not idle:
             return None
         now = self._clock()
-        oldest = now - _KEEP_ALIVE_SECONDS
         # What closes one connection, such as a host that is late or something in between, may well close others; and
         # whoever is tried instead, or once more, is to have a fair chance.
-        if self._distrusted and self._distrusted.get(backend.role, now) > now:
-            oldest = now
+        is_distrusted = bool(self._distrusted) and self._distrusted.get(backend.role, now) > now
         while idle:
             connection = idle.pop()
             if (
                 not connection.transport.is_closing()
-                and connection.idle_since > oldest
+                and connection.usable_until > now
+                and not (is_distrusted and connection.is_reused)
                 and (connection.address is None or not self._has_left(backend.host, connection.address))
             ):
                 connection.backend = backend  # it may have been added anew since, with other rights
-                connection.is_reused = True
                 self._busy.add(connection)
                 return connection
             connection.abort()
@@ -203,26 +214,38 @@ class Upstream:
             connection.release()
             if connection.closed:
                 return
-        connection.idle_since = self._clock()
-        self._idle.setdefault(connection.backend.key, []).append(connection)
+        connection.is_reused = True
+        self._keep(connection, _KEEP_ALIVE_SECONDS)
+
+    def preconnect(self, backend: Backend) -> None:
+        """Open a connection for an exchange to come, unless one is idle. If it cannot be, that will find out."""
+        idle = self._idle.get(backend.key)
+        if not idle or idle[-1].usable_until <= self._clock():
+            task = self._loop.create_task(self._preconnect(backend))
+            self._preconnecting.add(task)
+            task.add_done_callback(self._preconnecting.discard)
 
     def distrust(self, backend: Backend) -> None:
-        """A connection to it was stale (UpstreamError.is_stale): for a moment no idle one of its role is used."""
+        """A connection to it was stale (UpstreamError.is_stale): for a moment none of its role is used again."""
         self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
 
+    async def _preconnect(self, backend: Backend) -> None:
+        with suppress(UpstreamError):
+            connection = await self.connect(backend)
+            self._busy.discard(connection)
+            self._keep(connection, _UNUSED_SECONDS)
+
+    def _keep(self, connection: Connection, seconds: float) -> None:
+        """Let it be idle for so long."""
+        connection.usable_until = self._clock() + seconds
+        self._idle.setdefault(connection.backend.key, []).append(connection)
+
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
-        loop = asyncio.get_running_loop()
-        other = None if address == backend.host else address
-        make = partial(self._new_connection, backend, loop, other)
-        return (await loop.create_connection(make, address, backend.port))[1]
+        make = partial(self._new_connection, backend, None if address == backend.host else address)
+        return (await self._loop.create_connection(make, address, backend.port))[1]
 
-    def _new_connection(self, backend: Backend, loop: asyncio.AbstractEventLoop, address: str | None) -> Connection:
-        return Connection(backend, loop, self.give_back, self._heads.render, self._clock, address)
-
-    async def _addresses(self, host: str) -> Sequence[str]:
-        if self._names is None:
-            return (host,)
-        return self._names.known(host) or await self._names.find(host)
+    def _new_connection(self, backend: Backend, address: str | None) -> Connection:
+        return Connection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
 
     def _has_left(self, host: str, address: str) -> bool:
         return self._names is not None and self._names.has_left(host, address)
@@ -273,7 +296,7 @@ class Upstream:
 
     def _close_idle(self, now: float) -> None:
         for key, idle in list(self._idle.items()):
-            kept = [c for c in idle if c.is_reusable and now - c.idle_since < _KEEP_ALIVE_SECONDS]
+            kept = [c for c in idle if c.is_reusable and now < c.usable_until]
             for connection in set(idle).difference(kept):
                 connection.abort()
             if kept:

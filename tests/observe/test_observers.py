@@ -140,6 +140,18 @@ def test_ends_wait_for_others_until_their_time_has_come_or_somebody_asks() -> No
     assert ends.ended == ["--"] * 5
 
 
+def test_many_ends_do_not_wait() -> None:
+    ends, later = Ends(), Later()
+    observers = Observers((ends,))
+    with observers.in_batches(later):
+        for number in range(128):
+            assert len(later.waiting) == bool(number)
+            observers.end(observers.begin("chat", str(number)))
+        assert (ends.ended, len(later.waiting)) == ([], 2)
+        later.come()
+        assert len(ends.ended) == 128
+
+
 # --- what every worker tells ------------------------------------------------------------------------------------------
 
 

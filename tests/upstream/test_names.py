@@ -324,7 +324,7 @@ async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up
         clock.now += 10.1
         at.names.known("engine")
         await at.refreshed("engine")
-        upstream._idle[backend.key][0].idle_since = clock.now
+        upstream._idle[backend.key][0].usable_until = clock.now + 1
         for _ in range(2):
             assert await fetch(upstream, backend) == b"ok"
 

@@ -1,0 +1,107 @@
+"""Connections that are opened before there is anything to send."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.errors import Failure
+from proxy.settings import Timeouts
+from proxy.upstream import Upstream
+from tests.asking import until
+from tests.upstream.raw import Link, deaf, engine, failure_of, fetch, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.upstream import Connection
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def upstream_at(clock: Callable[[], float]) -> Upstream:
+    return Upstream(Timeouts(), EngineKeys(None), sweep_seconds=3600.0, clock=clock)
+
+
+async def preconnected(upstream: Upstream, backend: Backend) -> Connection:
+    """The one that was opened."""
+    upstream.preconnect(backend)
+    await until(lambda: upstream._idle.get(backend.key), "a connection")
+    (connection,) = upstream._idle[backend.key]
+    return connection
+
+
+async def answers(link: Link) -> None:
+    await link.answer()
+
+
+async def is_left(link: Link) -> None:
+    await link.left()
+
+
+async def test_the_next_request_finds_it() -> None:
+    async with upstream_at(Clock()) as upstream, engine(answers) as backend:
+        await preconnected(upstream, backend)
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_there_is_no_second_one_while_one_is_idle() -> None:
+    async with upstream_at(Clock()) as upstream, engine(answers) as backend:
+        await preconnected(upstream, backend)
+        upstream.preconnect(backend)
+        await asyncio.sleep(0)
+        assert await fetch(upstream, backend) == b"ok"
+
+
+@pytest.mark.parametrize(("seconds", "is_used"), [(9.9, True), (10.1, False)])
+async def test_it_is_used_for_as_long_as_a_prompt_takes(seconds: float, is_used: bool) -> None:
+    """Engines close what is idle behind an answer."""
+    clock = Clock()
+    scripts = [answers] if is_used else [is_left, answers]
+    async with upstream_at(clock) as upstream, engine(*scripts) as backend:
+        connection = await preconnected(upstream, backend)
+        clock.now += seconds
+        upstream.sweep()
+        assert connection.closed is not is_used
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_it_is_used_although_another_was_closed_just_as_it_was_used_again() -> None:
+    async with upstream_at(Clock()) as upstream, engine(answers) as backend:
+        await preconnected(upstream, backend)
+        upstream.distrust(backend)
+        assert await fetch(upstream, backend) == b"ok"
+
+
+async def test_an_engine_that_closes_it_without_an_answer_has_failed() -> None:
+    async def asks_no_further(link: Link) -> None:
+        await link.request()
+
+    async with upstream_at(Clock()) as upstream, engine(asks_no_further) as backend:
+        await preconnected(upstream, backend)
+        assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
+
+
+async def test_one_that_cannot_be_opened_is_the_next_requests_to_find_out() -> None:
+    backend = Backend(Role.DECODE, "127.0.0.1", free_port())
+    async with upstream_at(Clock()) as upstream:
+        upstream.preconnect(backend)
+        assert await failure_of(fetch(upstream, backend)) is Failure.CONNECT
+
+
+async def test_what_is_still_being_opened_ends_with_the_gateway() -> None:
+    with deaf() as listener:
+        async with upstream_at(Clock()) as upstream:
+            upstream.preconnect(Backend(Role.DECODE, *listener.getsockname()))
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
