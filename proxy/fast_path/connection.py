@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from proxy.fast_path.head import is_one_request, read_head
 from proxy.listener.first_protocol import FirstProtocol
-from proxy.listener.request_ids import accepted_id, new_request_id
+from proxy.listener.replies import accepted_id, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,6 @@ from aiohttp.http import HttpProcessingError, RawRequestMessage
 from proxy.errors import GatewayError
 from proxy.listener import replies
 from proxy.listener.malformed import malformed, unreadable
-from proxy.listener.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +121,7 @@ class Connection(web.RequestHandler):
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request; an error is told before."""
         if error is not None and self.transport is not None:
-            self.transport.write(self._front.refuse(self, error, new_request_id()))
+            self.transport.write(self._front.refuse(self, error, replies.new_request_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
@@ -146,7 +145,7 @@ class Connection(web.RequestHandler):
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
         if body is None or body.is_eof():
             return
-        self._front.report(self, error, new_request_id())
+        self._front.report(self, error, replies.new_request_id())
         body.set_exception(error)
         body.feed_eof()  # or aiohttp would read on after the answer
         self.close()  # after that answer; what is in the queue gets none

@@ -26,7 +26,6 @@ from proxy.listener.body import AWAITS_CONTINUE
 from proxy.listener.connection import LINGERING_SECONDS, Connection
 from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.malformed import MALFORMED, refusal_of
-from proxy.listener.request_ids import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -268,7 +267,7 @@ class HttpListener:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
-        transport.write(replies.last_words(error, new_request_id()))
+        transport.write(replies.last_words(error, replies.new_request_id()))
         transport.write_eof()
         self._turned_away[connection] = (now, transport)
 

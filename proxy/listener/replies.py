@@ -18,8 +18,8 @@ from aiohttp import web
 
 from proxy import SERVER, logs
 from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
-from proxy.listener.request_ids import accepted_id
 from proxy.observe.metrics import REJECTIONS
+from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ method that the route does not take. None: nothing else.
 ERROR_BODIES: Final[web.AppKey[Mapping[str, Callable[[GatewayError], bytes | None]]]] = web.AppKey("error_bodies")
 """Where an application keeps, by path, how errors are told where clients do not expect OpenAI's; None: as elsewhere."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
+
+# Anything else could break a log line or a header further on.
+_is_acceptable_id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}").fullmatch
 
 # RFC 9110 5.1 and 5.5. Lone surrogates are what is no UTF-8 in a header of an engine.
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -124,6 +127,16 @@ def written(response: web.Response, request_id: str, *, closes: bool) -> bytes:
 def request_id(request: web.BaseRequest) -> str:
     """The client's own id if it is a sane one, otherwise a new one."""
     return accepted_id(request.headers.get("X-Request-Id", ""))
+
+
+def accepted_id(given: str) -> str:
+    """The id that a client gave, or a new one in place of one that is not sane, or empty."""
+    return given if given and _is_acceptable_id(given) else new_id()
+
+
+def new_request_id() -> str:
+    """For a request whose client gave none."""
+    return new_id()
 
 
 def rejection(error: GatewayError) -> str | None:

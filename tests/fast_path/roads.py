@@ -20,7 +20,7 @@ import orjson
 import pytest
 
 from proxy.fast_path import connection
-from proxy.listener.request_ids import accepted_id
+from proxy.listener.replies import accepted_id
 from proxy.observe.observers import RequestListener
 from tests.asking import api_of, until
 from tests.canned import CannedEngine

@@ -15,8 +15,7 @@ from aiohttp.http_writer import _serialize_headers
 from proxy.api.exchange import passed_back
 from proxy.api.generation import PASSED_ON
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.listener.replies import error_response
-from proxy.listener.request_ids import accepted_id
+from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
 from proxy.upstream.request_heads import RequestHeads
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
@@ -79,7 +78,7 @@ def _of_response(raw: bytes) -> list[object]:
 def _check_towards_engine(headers: Mapping[str, str]) -> None:
     passed_on = {name: headers[name] for name in ("authorization", *PASSED_ON) if name in headers}
     request_id = headers.get("X-Request-Id", "")
-    if accepted_id(request_id) == request_id:
+    if _is_acceptable_id(request_id):
         passed_on["x-request-id"] = request_id
     head = _heads.render(ENGINE, "/v1/completions", 0, passed_on)
     expected = sorted(_FRAMING | {name for name, value in passed_on.items() if value or name != "authorization"})

@@ -18,7 +18,7 @@ _BY_PACKAGE: Final = {
     "dialects": "shapes",
     "fast_path": "attempt connection head intake parts plain_stream request stream",
     "flow": "admission budget buffers bypass chunk_writer fleet token_clock token_shapes whole_body",
-    "listener": "header_deadlines request_ids",
+    "listener": "header_deadlines",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
     "resume": "engine transcript vllm",
     "upstream": "answer_reader connection fast_forward plain_head request_heads response size_lines upstream",
