@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from proxy.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
+    from proxy.connectors.legs import Pair
     from proxy.upstream import Response
 
 
@@ -25,8 +26,7 @@ async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
     What the leg raises, an UpstreamError unless the program has a mistake, is raised where the block waits for it, and
     takes the place of an UpstreamError with which the block is left.
     """
-    task = asyncio.create_task(leg)
-    task.add_done_callback(_error)  # its error may not be waited for any more
+    task = _begun(leg)
     try:
         yield PrefillLeg(task)
     except UpstreamError as error:
@@ -43,6 +43,13 @@ class PrefillLeg:
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
+
+    @classmethod
+    def of(cls, pair: Pair, leg: Coroutine[Any, Any, None]) -> Self:
+        """Begin that of a pair, which stops it. It has to be waited for, too: see `end`."""
+        under_way = cls(_begun(leg))
+        pair.stop, pair.ended = under_way._task.cancel, under_way.ended
+        return under_way
 
     async def race(
         self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
@@ -72,6 +79,16 @@ class PrefillLeg:
         """Wait for it. Raises what it raises."""
         await asyncio.wait([self._task])  # to await the task itself would cancel it together with the waiting task
         self._task.result()
+
+    async def end(self) -> None:
+        """Give it up if it is under way, and wait until it has ended, well or not."""
+        await _end(self._task)
+
+
+def _begun(leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(leg)
+    task.add_done_callback(_error)  # its error may not be waited for any more
+    return task
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

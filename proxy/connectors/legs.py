@@ -1,4 +1,4 @@
-"""The legs of an attempt that come one after the other, as a generator: what is to be done next, and no IO.
+"""The legs of an attempt, one after the other or two at a time, as a generator: what is to be done next, and no IO.
 
 A protocol writes the order of its steps once. Its driver sends what it asks for: `driver.opened` does so from a
 coroutine, the fast path from the callbacks of its connections.
@@ -7,14 +7,18 @@ coroutine, the fast path from the callbacks of its connections.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Awaitable, Callable, Generator, Mapping
+    from types import TracebackType
 
     from proxy.backend import Backend
     from proxy.connectors.attempt import Attempt
     from proxy.upstream import Response
+    from proxy.upstream.response import EngineResponse
     from proxy.wire.document import Body
 
 
@@ -35,12 +39,57 @@ class Leg:
     """Whom the next leg will go to, for all that is known: a connection can be opened meanwhile."""
 
 
+class Pair:
+    """Two legs at the same time: the prefiller's answer is read beside the decoder's, and if one fails both end.
+
+    `with` it around all that the decode leg is needed for, and yield it first; see Legs.
+
+    Left before the prefill leg has ended, that leg is given up. An UpstreamError with which it is left gives way to
+    that of the prefill leg, if there is one: a decoder whose KV cache does not come is not to blame for what it says.
+    """
+
+    __slots__ = ("decode", "ended", "error", "prefill", "stop", "_read")
+
+    def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
+        """`read` is told the prefiller's answer and its body, and raises UpstreamError if it has failed."""
+        self.prefill = prefill
+        self.decode = decode
+        self.error: UpstreamError | None = None
+        """Why the prefill leg has failed."""
+        self.stop: Callable[[], object] | None = None
+        """Gives the prefill leg up if it is under way. A driver sets it, which may wait for that."""
+        self.ended: Callable[[], Awaitable[None]] | None = None
+        """Waits for the end of the prefill leg, and raises its UpstreamError. None: the driver waits for nothing."""
+        self._read = read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stop is not None:
+            self.stop()
+        if self.error is not None and error is not self.error and isinstance(error, UpstreamError):
+            raise self.error from error
+
+    def prefilled(self, answer: EngineResponse, body: bytes) -> None:
+        """The prefiller has answered. Raises UpstreamError: the prefill leg has failed."""
+        try:
+            self._read(answer, body)
+        except UpstreamError as error:
+            self.error = error
+            raise
+
+
 if TYPE_CHECKING:
-    Legs = Generator[Leg | Response | Attempt, Any, None]
+    Legs = Generator[Leg | Pair | Response | Attempt, Any, None]
     """Yields what is to be done, and is sent what came of it, or has the UpstreamError thrown in:
 
     - a Leg is sent; what comes of it is its Response, once the headers are there; or, if it is to be whole, the
       answer and its body, and then its connection has been given back;
+    - of a Pair both legs are sent; what comes of it is the Response of the second, once its headers are there. The
+      first one's whole answer is told to the pair when it comes; if it fails, so does the second, whatever it does;
     - a Response is read; what comes of it is its whole body, as bytes;
     - the Attempt, at last, is for the driver: its answer is to be taken. Then the generator is resumed once more,
       or has the error thrown in that the answer ended with. It gives every lease and connection back, and ends.

@@ -9,15 +9,15 @@ abort the request.
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
 from proxy.connectors.aborts import Aborts
 from proxy.connectors.attempt import Attempt
-from proxy.connectors.base import Connector, check_status, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
-from proxy.connectors.concurrent import running
+from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
+from proxy.connectors.driver import opened
 from proxy.connectors.handoff import KvHandoff
+from proxy.connectors.legs import Leg, Pair
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
 from proxy.connectors.single_leg import SingleLeg
@@ -29,17 +29,16 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.concurrent import PrefillLeg
+    from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
-    from proxy.upstream import Response
+    from proxy.upstream.response import EngineResponse
 
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
 # checks go there.
@@ -57,7 +56,6 @@ class SglangBootstrap(Connector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._upstream = context.upstream
         self._ranks = Ranks()
         self._aborts = Aborts(context.upstream, context.background)
         self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _nobodys_bootstrap)
@@ -73,12 +71,19 @@ class SglangBootstrap(Connector):
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or the prefiller's alone. See Connector.open."""
-        if _is_about_prompt(call):
-            return self._prefiller.open(call, request, timeline)
-        return self._open_both(call, request, timeline)
+        return opened(self.legs(call, request, timeline), self._context.upstream)
 
-    @asynccontextmanager
-    async def _open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
+    def goes_leg_by_leg(self, call: Call) -> bool:
+        """All do that need no `check`."""
+        return call.is_ordinary or not asks_for_echoed_logprobs(call)
+
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        """See Connector.legs."""
+        if _is_about_prompt(call):
+            return self._prefiller.legs(call, request, timeline)
+        return self._both(call, request, timeline)
+
+    def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as claim,
@@ -90,21 +95,22 @@ class SglangBootstrap(Connector):
             timeline.prefill_id = timeline.decode_id = legs.id
             handoff.held()  # the engines meet at once, and when that fails either of them may say so
             try:
-                async with running(self._prefill(legs)) as prefill_leg:
-                    with await prefill_leg.race(self._decode(legs)) as response:
-                        await check_status(response)
-                        legs.decoder_answers()
-                        # The decoder knows from the prefiller how much of the prompt was cached
-                        # (`_commit_transfer_to_req`), so what it tells is not corrected.
-                        yield Attempt(
-                            response,
-                            timeline,
-                            prefiller=prefiller,
-                            kv_handed_over=False,
-                            handoff=handoff,
-                            first_token_seconds=self._decode_seconds(call),
-                            prefill_answer=_PrefillAnswer(legs, prefill_leg),
-                        )
+                pair = Pair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
+                with pair, (yield pair) as response:
+                    if not response.is_success:
+                        raise refusal(response, (yield response))
+                    legs.decoder_answers()
+                    # The decoder knows from the prefiller how much of the prompt was cached
+                    # (`_commit_transfer_to_req`), so what it tells is not corrected.
+                    yield Attempt(
+                        response,
+                        timeline,
+                        prefiller=prefiller,
+                        kv_handed_over=False,
+                        handoff=handoff,
+                        first_token_seconds=self._decode_seconds(call),
+                        prefill_answer=_PrefillAnswer(legs, pair),
+                    )
             except BaseException as error:
                 if isinstance(error, UpstreamError):
                     legs.failed(error)
@@ -112,32 +118,14 @@ class SglangBootstrap(Connector):
                     self._aborts.send(backend, legs.id, call.headers)
                 raise
 
-    async def _prefill(self, legs: _Legs) -> None:
-        """Read the prefiller's answer to the end: there is nothing in it for the client, unless it failed."""
-        call = legs.call
-        response, answer = await self._upstream.fetch(
-            legs.prefiller,
-            call.api.path,
-            legs.prefill_body,
-            legs.headers,
-            answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
-        )
-        if response.status != 200:
-            raise refusal(response, answer)
-        if (told := error_in_answer(answer)) is not None:
-            raise response.refuse("reported an error in its answer", told.status, told.body, ERROR_HEADERS)
-        legs.prefilled(answer)
+    def _prefill_leg(self, legs: _Legs) -> Leg:
+        call, timeouts = legs.call, self._context.settings.timeouts
+        return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
 
-    async def _decode(self, legs: _Legs) -> Response:
-        """Open the decode leg. Its status line comes with the first token, or before, from engines that hurry."""
+    def _decode_leg(self, legs: _Legs) -> Leg:
+        """Its status line comes with the first token, or before, from engines that hurry."""
         call = legs.call
-        return await self._upstream.open(
-            legs.decoder,
-            call.api.path,
-            legs.decode_body,
-            legs.headers,
-            answer_seconds=self._decode_seconds(call),
-        )
+        return Leg(legs.decoder, call.api.path, legs.decode_body, legs.headers, self._decode_seconds(call))
 
     def _decode_seconds(self, call: Call) -> float:
         """How long a decoder may take to begin its answer: it waits for the prefill first."""
@@ -169,8 +157,14 @@ class _Legs:
         self._timeline = timeline
         self._decoder_answers = False
 
-    def prefilled(self, answer: bytes) -> None:
-        """The prefiller has answered: the decoder has the KV cache."""
+    def read(self, response: EngineResponse, answer: bytes) -> None:
+        """The prefiller has answered: the decoder has the KV cache. There is nothing in it for the client, unless it
+        failed. Raises UpstreamError.
+        """
+        if response.status != 200:
+            raise refusal(response, answer)
+        if (told := error_in_answer(answer)) is not None:
+            raise response.refuse("reported an error in its answer", told.status, told.body, ERROR_HEADERS)
         self.answer = answer
         self.at_work.discard(self.prefiller)
         self._handoff.prefiller.free_compute()
@@ -199,9 +193,9 @@ class _Legs:
 class _PrefillAnswer:
     """See PrefillAnswer."""
 
-    def __init__(self, legs: _Legs, leg: PrefillLeg) -> None:
+    def __init__(self, legs: _Legs, pair: Pair) -> None:
         self._legs = legs
-        self._leg = leg
+        self._pair = pair
 
     @property
     def so_far(self) -> bytes | None:
@@ -210,7 +204,8 @@ class _PrefillAnswer:
 
     async def whole(self) -> bytes:
         """Wait for it. Raises UpstreamError."""
-        await self._leg.ended()
+        assert self._pair.ended is not None  # what asks for it has a task
+        await self._pair.ended()
         assert self._legs.answer is not None
         return self._legs.answer
 

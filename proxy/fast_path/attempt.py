@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from proxy.connectors import legs as steps
 from proxy.connectors.attempt import Attempt
-from proxy.connectors.legs import Leg
+from proxy.connectors.legs import Leg, Pair
 from proxy.errors import NoBackendAvailable, UpstreamError
+from proxy.fast_path.beside import Beside
 from proxy.upstream.response import Response, WholeResponse
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class FastAttempt(ABC):
             self._send(step)
         elif isinstance(step, Attempt):
             self._take(step)
+        elif type(step) is Pair:
+            Beside(self._parts, step, self._prefill_failed).start()
+            self._send(step.decode)
         else:
             assert isinstance(step, Response)
             step.collect(self._read)
@@ -142,12 +146,26 @@ class FastAttempt(ABC):
         else:
             self._go(None, error)
 
-    def _release(self, error: BaseException) -> None:
-        """Give everything back: the attempt ends with this error."""
-        if self._connecting is not None:
-            self._connecting.cancel()
+    def _prefill_failed(self, error: UpstreamError) -> None:
+        """That of a pair."""
+        if self._sent is not None:  # the decoder has not answered yet
+            self._drop()
+            self._go(None, error)
+        elif self._response is not None:
+            self._response.abort(error)
+
+    def _drop(self) -> None:
+        """Give up what was sent."""
+        self._sent = None
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
         connection, self._connection = self._connection, None
         if connection is not None:
             self._parts.upstream.give_back(connection)
+
+    def _release(self, error: BaseException) -> None:
+        """Give everything back: the attempt ends with this error."""
+        self._drop()
         with suppress(type(error)):
             steps.fail(self._legs, error)

@@ -39,6 +39,8 @@ OF_CHATS: dict[str, dict[str, Any]] = {
     "format": {"response_format": {"type": "json_object"}},
     "bad": {"messages": 7},
 }
+# One leg after the other, one alone, two at a time.
+CONNECTORS = ("vllm_pull", "plain", "sglang_bootstrap")
 WRONG: list[tuple[str, str, dict[str, Any]]] = [
     *(
         (role, "refuse_status", {"status": status})
@@ -73,7 +75,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
 
 def shapes() -> list[tuple[Api, bool, str, str]]:
     rows = []
-    for api, stream, connector in product(OPENAI_APIS, (True, False), ("vllm_pull", "plain")):
+    for api, stream, connector in product(OPENAI_APIS, (True, False), CONNECTORS):
         names = {**SHAPES, **(OF_CHATS if api is Api.CHAT else {})}
         # The samples of a stream come in any order.
         rows += [(api, stream, name, connector) for name in names if not (stream and name == "two samples")]
@@ -91,27 +93,44 @@ async def test_an_answer_is_the_same(roads: Roads, api: Api, stream: bool, shape
             await line.ask(body, X_Request_Id=f"r-{number}")
 
     is_fast = 0 if shape == "two samples" or ("usage" in shape and not stream) else 2
-    course = await roads.take(talk, connector=connector, is_fast=is_fast, resume={"mode": "exact" if stream else "off"})
+    course = await roads.take(
+        talk,
+        connector=connector,
+        is_fast=is_fast,
+        counts_reads=connector != "sglang_bootstrap",  # whose decoders have begun before
+        resume={"mode": "exact" if stream else "off"},
+    )
     assert len(course.answers[0]) == 2
 
 
-def failures() -> list[tuple[str, str, str, dict[str, Any], bool, bool, str]]:
+def failures() -> list[tuple[str, str, str, dict[str, Any], bool, bool, str, str]]:
     return [
-        (*wrong, stream, is_first, mode)
-        for wrong, stream, is_first, mode in product(
+        (*wrong, stream, is_first, mode, connector)
+        for wrong, stream, is_first, mode, connector in product(
             [(f"{role}-{action}-{fields}", role, action, fields) for role, action, fields in WRONG],
             (True, False),
             (True, False),
             ("exact", "restart-only"),
+            ("vllm_pull", "sglang_bootstrap"),
         )
         # Where all decoders fail, it depends on who is faster whom a release still reaches, and whose turn is next.
-        if is_first or wrong[1] == "prefill"
+        if (is_first or wrong[1] == "prefill")
+        # SGLang's decoder waits for KV that does not come, for minutes.
+        and not (connector == "sglang_bootstrap" and wrong[2] == "missing_kv_params")
     ]
 
 
-@pytest.mark.covering("name role action fields stream is_first mode", failures())
+@pytest.mark.covering("name role action fields stream is_first mode connector", failures())
 async def test_what_fails_comes_to_the_same(
-    roads: Roads, name: str, role: str, action: str, fields: dict[str, Any], stream: bool, is_first: bool, mode: str
+    roads: Roads,
+    name: str,
+    role: str,
+    action: str,
+    fields: dict[str, Any],
+    stream: bool,
+    is_first: bool,
+    mode: str,
+    connector: str,
 ) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
@@ -136,8 +155,10 @@ async def test_what_fails_comes_to_the_same(
     short = {f"{stage}_seconds": 0.1 for stage in ("prefill", "handoff", "first_token", "answer", "idle")}
     await roads.take(
         *(talk, 2, 2),
+        connector=connector,
+        counts_reads=connector != "sglang_bootstrap",
         before=prepare,
-        is_fast=0 if mode == "exact" and not stream else None,
+        is_fast=0 if mode == "exact" and not stream and connector == "vllm_pull" else None,
         resume={"mode": mode, "repeat_up_to_tokens": 0},
         timeouts=short if "hang" in action or "stall" in action else {},
     )

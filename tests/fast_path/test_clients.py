@@ -115,8 +115,10 @@ PHASES: list[tuple[str, str, dict[str, Any], Callable[[Deployment], bool]]] = [
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
 @pytest.mark.parametrize(("role", "action", "fields", "is_there"), PHASES)
 @pytest.mark.parametrize("how", ["leaves", "drain and cut-off"])
+@pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
 async def test_a_request_that_ends_in_any_phase(
     roads: Roads,
+    connector: str,
     body: dict[str, Any],
     role: str,
     action: str,
@@ -132,7 +134,7 @@ async def test_a_request_that_ends_in_any_phase(
         line.send(raw(body, X_Request_Id="r-0"))
         await engine.wait_until(lambda _: is_there(gateway))
         if fields.get("tokens") and body is STREAM:
-            await line.has(b'"finish_reason":null,"tok')
+            await line.has(b'"finish_reason":null,"' + (b"tok" if connector == "vllm_pull" else b"matched_stop"))
         if how == "leaves":
             line.leave()
         else:
@@ -147,7 +149,8 @@ async def test_a_request_that_ends_in_any_phase(
         gateway.may_stay_pinned = 1
         gateway.expects_inexact_pins = True
 
-    await roads.take(talk, before=prepare, is_fast=1, **OFF)
+    counts_reads = connector == "vllm_pull"
+    await roads.take(talk, connector=connector, counts_reads=counts_reads, before=prepare, is_fast=1, **OFF)
 
 
 @pytest.mark.parametrize("chance", range(6))

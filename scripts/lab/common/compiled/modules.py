@@ -14,9 +14,12 @@ _BY_PACKAGE: Final = {
         " prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
     ),
     "balancer/shared": "journal scoreboard",
-    "connectors": "attempt base disaggregated handoff kv_transfer legs prefill_body releaser sequential vllm_pull",
+    "connectors": (
+        "attempt base disaggregated handoff kv_transfer legs prefill_body ranks releaser sequential"
+        " sglang_bootstrap single_leg vllm_pull"
+    ),
     "dialects": "shapes",
-    "fast_path": "attempt connection head intake parts plain_stream request stream",
+    "fast_path": "attempt beside connection head intake parts plain_stream request stream",
     "flow": "admission budget buffers bypass chunk_writer fleet token_clock token_shapes whole_body",
     "listener": "header_deadlines",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
