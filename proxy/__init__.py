@@ -24,7 +24,7 @@ FastRequest  a plain request, driven by the callbacks of its connections as far 
 AttemptLoop  one unit's attempts: the only place that repeats or resumes
 Connector    one KV-transfer protocol: which payloads, in which order, both in one file
 Attempt      one try at a call: the decoder's open response, and the KvHandoff behind it
-Leg          one request to one engine; a sequential attempt is a generator of them, which somebody drives
+Leg          one request to one engine; an attempt is a generator of them, or of a Pair at a time, which somebody drives
 KvHandoff    the way of one attempt's KV cache from prefiller to decoder, and what follows from how it ends
 Segment      the reader of one decoder's stream: what each event means, and what the stream has told so far
 Answer       one unit's answer in the making: how it is taken from an attempt; has a Delivery

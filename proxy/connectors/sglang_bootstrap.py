@@ -29,6 +29,7 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
@@ -52,7 +53,7 @@ _ROOMS: Final = 1 << 63
 class SglangBootstrap(Connector):
     """Prefill and decode leg side by side."""
 
-    apis = (*OPENAI_APIS, Api.GENERATE)
+    apis: Sequence[Api] = (*OPENAI_APIS, Api.GENERATE)
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
