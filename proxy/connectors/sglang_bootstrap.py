@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
+    from proxy.upstream import Response
     from proxy.upstream.response import EngineResponse
 
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
@@ -97,21 +98,23 @@ class SglangBootstrap(Connector):
             handoff.held()  # the engines meet at once, and when that fails either of them may say so
             try:
                 pair = Pair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
-                with pair, (yield pair) as response:
-                    if not response.is_success:
-                        raise refusal(response, (yield response))
-                    legs.decoder_answers()
-                    # The decoder knows from the prefiller how much of the prompt was cached
-                    # (`_commit_transfer_to_req`), so what it tells is not corrected.
-                    yield Attempt(
-                        response,
-                        timeline,
-                        prefiller=prefiller,
-                        kv_handed_over=False,
-                        handoff=handoff,
-                        first_token_seconds=self._decode_seconds(call),
-                        prefill_answer=_PrefillAnswer(legs, pair),
-                    )
+                with pair:
+                    response: Response = yield pair
+                    with response:
+                        if not response.is_success:
+                            raise refusal(response, (yield response))
+                        legs.decoder_answers()
+                        # The decoder knows from the prefiller how much of the prompt was cached
+                        # (`_commit_transfer_to_req`), so what it tells is not corrected.
+                        yield Attempt(
+                            response,
+                            timeline,
+                            prefiller=prefiller,
+                            kv_handed_over=False,
+                            handoff=handoff,
+                            first_token_seconds=self._decode_seconds(call),
+                            prefill_answer=_PrefillAnswer(legs, pair),
+                        )
             except BaseException as error:
                 if isinstance(error, UpstreamError):
                     legs.failed(error)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import Ranks
     from proxy.observe.timeline import Timeline
+    from proxy.upstream import Response
 
 
 class SingleLeg:
@@ -83,7 +84,8 @@ class SingleLeg:
                 answer_seconds,
                 resend_if_stale=True,
             )
-            with (yield leg) as response:
+            response: Response = yield leg
+            with response:
                 if not response.is_success:
                     raise refusal(response, (yield response))
                 yield Attempt(
