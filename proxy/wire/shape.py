@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.wire.document import Document, InvalidDocument, joined
+import orjson
+
+from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
 from proxy.wire.members import spans_of
 
 if TYPE_CHECKING:
@@ -106,10 +108,16 @@ class ShapedDocument(Document):
 
     def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
         """See Document."""
-        if type(first) is not Constant or type(second) is not Constant:
+        if type(first) is not Constant:
             return super().with_both(first, second)
-        before, behind = self._shape.frame(first, second)
-        return before + self._written + behind
+        if type(second) is Constant or not second:
+            before, behind = self._shape.frame(first, second if type(second) is Constant else UNCHANGED)
+            return before + self._written + behind
+        for name, value in second.items():
+            if value is REMOVED or name in first or name in self.values:
+                return super().with_both(first, second)
+        before, behind = self._shape.frame(first, UNCHANGED)
+        return b"".join((before, self._written, behind[:-1], b",", orjson.dumps(second)[1:]))
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """See Document."""

@@ -16,7 +16,7 @@ from proxy.dialects.shapes import Shapes
 from proxy.errors import BadRequest
 from proxy.resume.vllm import VLLM
 from proxy.settings import Cost
-from proxy.wire.document import Document, InvalidDocument, joined
+from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
 from proxy.wire.shape import UNCHANGED, ShapedDocument
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ COST: Final = Cost(bytes_per_token=3)
 HEADERS: Final = {"traceparent": "00-1"}
 ASKED: Final = {"do_remote_decode": True, "remote_host": None}
 PREFILL: Final = Prefill(ASKED)
+BOOTSTRAPS: Final[list[dict[str, Any]]] = [
+    {"bootstrap_host": "[::1]", "bootstrap_port": None, "bootstrap_room": 7},
+    {"rid": "\u2028", "return_token_ids": REMOVED},
+    {"return_token_ids": False, "x": [1]},
+]
 KV: Final = b'{"do_remote_prefill": true,"remote_block_ids":[1, 2]}'
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -125,7 +130,10 @@ def bodies(call: Call, prefill: Callable[[Call], Any]) -> list[bytes]:
     told = [
         body
         for each in (call, observed, observed.changed({"max_tokens": 3}), observed.changed({"messages": []}))
-        for body in (each.body({}), each.body(UNCHANGED), prefill(each), each.body({"x": 1}), each.body_with_kv(KV))
+        for body in (
+            *(each.body(changes) for changes in ({}, UNCHANGED, *BOOTSTRAPS)),
+            *(prefill(each), each.body_with_kv(KV)),
+        )
     ]
     # Of a limit that is spelled as a string engines take a number, and so might what is shown of it.
     shown = [bytes(call.document.view(name)) for name in call.values if name not in LIMITS]

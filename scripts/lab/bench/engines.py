@@ -3,7 +3,8 @@
 
 Raw asyncio on uvloop, one process for all, answers built beforehand. They speak the pull protocol as far as a proxy can
 get it wrong: a prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. And they
-speak SGLang's, in which both get the same request with a `bootstrap_room`, at the same time.
+speak SGLang's, in which both get the same request with a `bootstrap_room`, at the same time, and neither answers before
+the other has it, too.
 
 A stream has the shape of vLLM's, write by write: the headers at once, then the role chunk with the first token, then a
 token per write, with token ids if the request asks for them. And as in a real engine all streams of a decoder get their
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import httptools
 import orjson
@@ -30,6 +31,17 @@ if TYPE_CHECKING:
 
 _LONGEST_STEP_SECONDS = 0.5
 _IMAGE_TOKENS = 2000
+_WAITING: Final[dict[int, Callable[[], object]]] = {}
+"""What an engine does when its partner is there, by the room."""
+
+
+def _meet(room: int, go_on: Callable[[], object]) -> None:
+    partner = _WAITING.pop(room, None)
+    if partner is None:
+        _WAITING[room] = go_on
+    else:
+        partner()
+        go_on()
 
 
 class _Engine(asyncio.Protocol):
@@ -78,7 +90,10 @@ class _Engine(asyncio.Protocol):
     def prefill(self, request: dict[str, Any]) -> None:
         """The answer of a prefiller."""
         if "bootstrap_room" in request:
-            self._transport.write(answers.BOOTSTRAPPED[bool(request.get("stream"))])
+            _meet(
+                request["bootstrap_room"],
+                partial(self._transport.write, answers.BOOTSTRAPPED[bool(request.get("stream"))]),
+            )
             return
         wanted = request.get("kv_transfer_params") or {}
         fits = wanted.get("do_remote_decode") is True and request.get("max_tokens") == 1 and not request.get("stream")
@@ -90,6 +105,13 @@ class _Engine(asyncio.Protocol):
         if given.get("remote_engine_id") != answers.ENGINE_ID and not isinstance(request.get("bootstrap_room"), int):
             self._transport.write(answers.NO_KV)
             return
+        room = request.get("bootstrap_room")
+        if room is None:
+            self._answer_as_decoder(request)
+        else:
+            _meet(room, partial(self._answer_as_decoder, request))
+
+    def _answer_as_decoder(self, request: dict[str, Any]) -> None:
         tokens = request.get("max_tokens") or request["max_completion_tokens"]
         if request.get("stream"):
             self._transport.write(answers.STREAM_HEAD)
