@@ -54,8 +54,8 @@ def main() -> None:
 def _duel(options: argparse.Namespace, base: Path, there: Path | None, chosen: Sequence[Scenario]) -> None:
     """This gateway, which is in `there`, against each peer, both at once on one core."""
     with tempfile.TemporaryDirectory() as directory:
-        ours = rivals.dueller(Path(directory), there)
-        opponents = [rivals.opponent(name, base, Path(directory)) for name in options.duel]
+        ours = rivals.dueller(Path(directory), options.connector, there)
+        opponents = [rivals.opponent(name, base, Path(directory), options.connector) for name in options.duel]
         duels = []
         for theirs in opponents:
             tells_ids = not options.without_token_ids
@@ -86,6 +86,12 @@ def _options() -> argparse.Namespace:
         "--compiled",
         action="store_true",
         help="this gateway as scripts/compile makes it, which takes five minutes once",
+    )
+    parser.add_argument(
+        "--connector",
+        choices=("vllm_pull", "sglang_bootstrap"),
+        default="vllm_pull",
+        help="in a duel, how this gateway speaks to engines (default: vllm_pull, also beside sglang-router)",
     )
     parser.add_argument(
         "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"

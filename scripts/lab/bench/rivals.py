@@ -40,17 +40,18 @@ def not_resuming(directory: Path | None) -> Peer:
 _CLIENT_KEYS = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
 
 
-def dueller(directory: Path, checkout: Path | None = None, name: str = OURS) -> Peer:
+def dueller(directory: Path, connector: str, checkout: Path | None = None, name: str = OURS) -> Peer:
     """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
     keys = directory / "keys.yaml"
     keys.write_text(_CLIENT_KEYS)
     keys.chmod(0o600)
-    return Peer(name, ("env", f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", *ours(checkout).words), "/readyz")
+    settings = (f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", f"PROXY_CONNECTOR={connector}")
+    return Peer(name, ("env", *settings, *ours(checkout).words), "/readyz")
 
 
-def opponent(name: str, called_from: Path, directory: Path) -> Peer:
+def opponent(name: str, called_from: Path, directory: Path, connector: str) -> Peer:
     """The peer of that name: a router in Rust, HAProxy, or another checkout of this gateway, whose path may be relative
-    to `called_from`. Exits when there is none.
+    to `called_from`, with this connector. Exits when there is none.
     """
     if name == HAPROXY:
         return _haproxy(directory)
@@ -59,7 +60,7 @@ def opponent(name: str, called_from: Path, directory: Path) -> Peer:
         return found[0]
     checkout = called_from / name
     if (checkout / "proxy" / "__main__.py").is_file():
-        return dueller(directory, checkout, checkout.resolve().name)
+        return dueller(directory, connector, checkout, checkout.resolve().name)
     sys.exit(f"--duel: {name} is neither {', '.join(RUST_ROUTERS)}, {HAPROXY} nor a checkout of this gateway")
 
 

@@ -247,11 +247,11 @@ def test_several_duels_are_one_table_with_a_column_for_each_peer() -> None:
 def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
     (tmp_path / "before" / "proxy").mkdir(parents=True)
     (tmp_path / "before" / "proxy" / "__main__.py").touch()
-    peer = rivals.opponent("before", tmp_path, tmp_path)
+    peer = rivals.opponent("before", tmp_path, tmp_path, "vllm_pull")
     assert peer.name == "before"
     assert peer.command(1, [2], [3])[2:5] == ["env", "-C", str(tmp_path / "before")]
 
 
 def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nobody is neither vllm-router, sglang-router, haproxy nor a checkout"):
-        rivals.opponent("nobody", tmp_path, tmp_path)
+        rivals.opponent("nobody", tmp_path, tmp_path, "vllm_pull")
