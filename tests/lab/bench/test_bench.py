@@ -249,7 +249,7 @@ def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
     (tmp_path / "before" / "proxy" / "__main__.py").touch()
     peer = rivals.opponent("before", tmp_path, tmp_path, "vllm_pull")
     assert peer.name == "before"
-    assert peer.command(1, [2], [3])[2:5] == ["env", "-C", str(tmp_path / "before")]
+    assert peer.command(1, [2], [3])[2:6] == ["PROXY_CONNECTOR=vllm_pull", "env", "-C", str(tmp_path / "before")]
 
 
 def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
