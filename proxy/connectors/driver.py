@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.concurrent import PrefillLeg
@@ -11,10 +11,12 @@ from proxy.connectors.legs import Leg, Pair, fail, finish
 from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from proxy.connectors.legs import Legs
-    from proxy.upstream import Response, Upstream
+    from proxy.upstream import Upstream
+
+_Answer = TypeVar("_Answer")
 
 
 @asynccontextmanager
@@ -27,10 +29,12 @@ async def opened(legs: Legs, upstream: Upstream) -> AsyncIterator[Attempt]:
             try:
                 result: object
                 if isinstance(step, Leg):
-                    result = await _sent(step, upstream)
+                    if step.then is not None:
+                        upstream.preconnect(step.then)
+                    result = await _sent(step, upstream.fetch if step.is_whole else upstream.open)
                 elif isinstance(step, Pair):
                     beside = PrefillLeg.of(step, _prefilled(step, upstream))
-                    result = await beside.race(_opened(step.decode, upstream))
+                    result = await beside.race(_sent(step.decode, upstream.open))
                 else:
                     result = await step.read()
             except BaseException as error:
@@ -48,26 +52,9 @@ async def opened(legs: Legs, upstream: Upstream) -> AsyncIterator[Attempt]:
             await beside.end()
 
 
-async def _sent(leg: Leg, upstream: Upstream) -> object:
-    """What comes of a leg. Raises UpstreamError."""
-    if leg.then is not None:
-        upstream.preconnect(leg.then)
-    return await (_fetched if leg.is_whole else _opened)(leg, upstream)
-
-
-async def _opened(leg: Leg, upstream: Upstream) -> Response:
-    return await upstream.open(
-        leg.backend,
-        leg.path,
-        leg.body,
-        leg.headers,
-        answer_seconds=leg.answer_seconds,
-        resend_if_stale=leg.resend_if_stale,
-    )
-
-
-async def _fetched(leg: Leg, upstream: Upstream) -> tuple[Response, bytes]:
-    return await upstream.fetch(
+async def _sent(leg: Leg, send: Callable[..., Awaitable[_Answer]]) -> _Answer:
+    """What comes of a leg that is sent by Upstream.open or Upstream.fetch. Raises UpstreamError."""
+    return await send(
         leg.backend,
         leg.path,
         leg.body,
@@ -80,7 +67,7 @@ async def _fetched(leg: Leg, upstream: Upstream) -> tuple[Response, bytes]:
 async def _prefilled(pair: Pair, upstream: Upstream) -> None:
     """Read the prefiller's answer to the end. Raises UpstreamError."""
     try:
-        pair.prefilled(*await _fetched(pair.prefill, upstream))
+        pair.read(*await _sent(pair.prefill, upstream.fetch))
     except UpstreamError as error:
         pair.error = error
         raise

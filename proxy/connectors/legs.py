@@ -48,19 +48,19 @@ class Pair:
     that of the prefill leg, if there is one: a decoder whose KV cache does not come is not to blame for what it says.
     """
 
-    __slots__ = ("decode", "ended", "error", "prefill", "stop", "_read")
+    __slots__ = ("decode", "ended", "error", "prefill", "read", "stop")
 
     def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
-        """`read` is told the prefiller's answer and its body, and raises UpstreamError if it has failed."""
         self.prefill = prefill
         self.decode = decode
         self.error: UpstreamError | None = None
-        """Why the prefill leg has failed."""
+        """Why the prefill leg has failed. A driver says so."""
         self.stop: Callable[[], object] | None = None
         """Gives the prefill leg up if it is under way. A driver sets it, which may wait for that."""
         self.ended: Callable[[], Awaitable[None]] | None = None
         """Waits for the end of the prefill leg, and raises its UpstreamError. None: the driver waits for nothing."""
-        self._read = read
+        self.read = read
+        """Takes the prefiller's answer and its body. Raises UpstreamError if it has failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,14 +72,6 @@ class Pair:
             self.stop()
         if self.error is not None and error is not self.error and isinstance(error, UpstreamError):
             raise self.error from error
-
-    def prefilled(self, answer: EngineResponse, body: bytes) -> None:
-        """The prefiller has answered. Raises UpstreamError: the prefill leg has failed."""
-        try:
-            self._read(answer, body)
-        except UpstreamError as error:
-            self.error = error
-            raise
 
 
 if TYPE_CHECKING:

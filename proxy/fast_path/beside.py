@@ -61,7 +61,7 @@ class Beside:
         self._give_back()
         if error is None:
             try:
-                self._pair.prefilled(response, body)
+                self._pair.read(response, body)
             except UpstreamError as problem:
                 error = problem
         if error is not None:
