@@ -189,7 +189,8 @@ async def test_both_have_the_request_before_either_answers(deploy: Deploy, first
 async def test_the_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
     """Otherwise its connection would be good for nothing."""
     pair = await start(deploy, decode=meeting.when_let_go)
-    used: list[int] = []
+    (prefiller,), upstream = pair.gateway.worker.pools.prefill.backends(), pair.gateway.worker.upstream
+    used: list[object] = []
     for turn in range(3):
         asked = asyncio.create_task(pair.gateway.ask(request(Api.CHAT, stream=True)))
         await pair.decoder.works(turn + 1)
@@ -197,7 +198,7 @@ async def test_the_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
         pair.decoder.let_go.set()
         assert (await asked).is_done
         pair.decoder.let_go.clear()
-        used.append(pair.prefiller.connections)
+        used += upstream._idle[prefiller.key]
     assert used == [used[0]] * 3
 
 
