@@ -40,7 +40,7 @@ class Balancer:
     def pool(self, role: Role, policy: str = "least_tokens", max_running: int | None = None) -> Pool:
         return Pool(
             role,
-            policy=make_policy(policy, PolicyContext(role=role)),
+            policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
             scoreboard=self.scoreboard,
             row=self.row,
             roster=self.roster,
