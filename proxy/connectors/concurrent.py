@@ -110,9 +110,15 @@ def _give_back(decode: asyncio.Task[Response]) -> None:
 
 
 def _abort_if_failed(task: asyncio.Task[None], response: Response) -> None:
-    """End the decode leg in the middle when the prefill leg fails: the decoder would wait for KV that does not come."""
     error = _error(task)
-    if isinstance(error, UpstreamError):
-        response.abort(error)
-    elif error is not None:
-        response.abort(response.fail(Failure.BROKEN, "the prefill leg failed"))  # `running` tells why
+    if error is not None:
+        abort_decode(response, error)
+
+
+def abort_decode(response: Response, error: BaseException) -> None:
+    """End the decode leg in the middle, as the prefill leg has failed: the decoder would wait for KV that does not
+    come. A mistake of the program is told by what the decode leg's error gives way to, see `running` and Pair.
+    """
+    if not isinstance(error, UpstreamError):
+        error = response.fail(Failure.BROKEN, "the prefill leg failed")
+    response.abort(error)

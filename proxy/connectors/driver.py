@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.concurrent import PrefillLeg
 from proxy.connectors.legs import Leg, Pair, fail, finish
-from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -68,6 +67,6 @@ async def _prefilled(pair: Pair, upstream: Upstream) -> None:
     """Read the prefiller's answer to the end. Raises UpstreamError."""
     try:
         pair.read(*await _sent(pair.prefill, upstream.fetch))
-    except UpstreamError as error:
+    except Exception as error:
         pair.error = error
         raise

@@ -53,8 +53,8 @@ class Pair:
     def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.error: UpstreamError | None = None
-        """Why the prefill leg has failed. A driver says so."""
+        self.error: Exception | None = None
+        """Why the prefill leg has failed: an UpstreamError unless the program has a mistake. A driver says so."""
         self.stop: Callable[[], object] | None = None
         """Gives the prefill leg up if it is under way. A driver sets it, which may wait for that."""
         self.ended: Callable[[], Awaitable[None]] | None = None

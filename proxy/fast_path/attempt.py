@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from proxy.connectors import legs as steps
 from proxy.connectors.attempt import Attempt
+from proxy.connectors.concurrent import abort_decode
 from proxy.connectors.legs import Leg, Pair
 from proxy.errors import NoBackendAvailable, UpstreamError
 from proxy.fast_path.beside import Beside
@@ -59,7 +60,7 @@ class FastAttempt(ABC):
 
     # Its steps
 
-    def _go(self, result: Any, failed: UpstreamError | None = None) -> None:
+    def _go(self, result: Any, failed: Exception | None = None) -> None:
         """Tell the legs what came of the last step, None before the first one, and do what they ask for."""
         try:
             step = self._legs.send(result) if failed is None else self._legs.throw(failed)
@@ -146,13 +147,13 @@ class FastAttempt(ABC):
         else:
             self._go(None, error)
 
-    def _prefill_failed(self, error: UpstreamError) -> None:
+    def _prefill_failed(self, error: Exception) -> None:
         """That of a pair."""
         if self._sent is not None:  # the decoder has not answered yet
             self._drop()
             self._go(None, error)
         elif self._response is not None:
-            self._response.abort(error)
+            abort_decode(self._response, error)
 
     def _drop(self) -> None:
         """Give up what was sent."""

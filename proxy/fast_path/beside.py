@@ -24,7 +24,7 @@ class Beside:
 
     __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_parts")
 
-    def __init__(self, parts: FastParts, pair: Pair, on_failure: Callable[[UpstreamError], None]) -> None:
+    def __init__(self, parts: FastParts, pair: Pair, on_failure: Callable[[Exception], None]) -> None:
         self._parts = parts
         self._pair = pair
         self._on_failure = on_failure
@@ -59,16 +59,16 @@ class Beside:
     def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
         """The whole answer has arrived, or will not."""
         self._give_back()
-        if error is None:
-            try:
-                self._pair.read(response, body)
-            except UpstreamError as problem:
-                error = problem
         if error is not None:
             self._failed(error)
+            return
+        try:
+            self._pair.read(response, body)
+        except Exception as problem:
+            self._failed(problem)
 
-    def _failed(self, error: UpstreamError) -> None:
-        if error.is_stale:  # it is sent with the next attempt
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, UpstreamError) and error.is_stale:  # it is sent with the next attempt
             self._parts.upstream.distrust(error.backend)
         self._pair.error = error
         self._on_failure(error)

@@ -102,8 +102,8 @@ class Observers:
         self._ended.append(record)
         if not self._will_settle:
             self._settle_soon()
-        elif len(self._ended) == _MOST and self._call_later is not None:
-            self._call_later(0, self.settle, context=Context())
+        elif len(self._ended) == _MOST:
+            self._call(0, self.settle)
 
     def settle(self) -> None:
         """Tell now what waits to be told. May be called at any time, on the event loop's thread."""
@@ -129,14 +129,18 @@ class Observers:
             for record in ended:
                 _tell(listener.request_ended, record)
 
-    # In a context of its own, because what is logged then does not belong to the request of now.
-
     def _settle_soon(self) -> None:
         if self._call_later is None:
             self.settle()
             return
         self._will_settle = True
-        self._call_later(_MOMENT_SECONDS, self._on_time, context=Context())
+        self._call(_MOMENT_SECONDS, self._on_time)
+
+    def _call(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call it later, where ends may wait."""
+        assert self._call_later is not None
+        # In a context of its own, because what is logged then does not belong to the request of now.
+        self._call_later(seconds, what, context=Context())
 
     def _on_time(self) -> None:
         self._will_settle = False

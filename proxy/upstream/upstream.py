@@ -185,7 +185,7 @@ class Upstream:
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
     def take_idle(self, backend: Backend) -> Connection | None:
-        """A connection that has carried an exchange before, to be given back; None where there is none to rely on."""
+        """A connection that is idle, to be given back; None where there is none to rely on."""
         idle = self._idle.get(backend.key)
         if not idle:
             return None
@@ -218,7 +218,7 @@ class Upstream:
         self._keep(connection, _KEEP_ALIVE_SECONDS)
 
     def preconnect(self, backend: Backend) -> None:
-        """Open a connection for an exchange to come, unless one is idle. If it cannot be, that will find out."""
+        """Open a connection for an exchange to come, unless one is idle. If that fails, the exchange finds out."""
         idle = self._idle.get(backend.key)
         if not idle or idle[-1].usable_until <= self._clock():
             task = self._loop.create_task(self._preconnect(backend))

@@ -110,21 +110,26 @@ class ShapedDocument(Document):
         """See Document."""
         if type(first) is not Constant:
             return super().with_both(first, second)
-        if type(second) is Constant or not second:
-            before, behind = self._shape.frame(first, second if type(second) is Constant else UNCHANGED)
+        if not second:
+            second = UNCHANGED
+        if type(second) is Constant:
+            before, behind = self._shape.frame(first, second)
             return before + self._written + behind
         for name, value in second.items():
             if value is REMOVED or name in first or name in self.values:
                 return super().with_both(first, second)
-        before, behind = self._shape.frame(first, UNCHANGED)
-        return b"".join((before, self._written, behind[:-1], b",", orjson.dumps(second)[1:]))
+        return self._with_more(first, orjson.dumps(second)[1:])
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """See Document."""
         if type(changes) is not Constant or name in self.values:
             return super().with_written(changes, name, value)
+        return self._with_more(changes, b'"%b":%b}' % (name.encode(), value))
+
+    def _with_more(self, changes: Constant, members: bytes) -> bytes:
+        """With changes, and behind them these members, which it does not have, and its closing brace."""
         before, behind = self._shape.frame(changes, UNCHANGED)
-        return b"".join((before, self._written, behind[:-1], b',"', name.encode(), b'":', value, b"}"))
+        return b"".join((before, self._written, behind[:-1], b",", members))
 
     def _locate(self) -> None:
         """Find the members, which hardly anybody asks for."""

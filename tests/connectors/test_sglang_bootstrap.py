@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.backend import Backend, Load, Role
+from proxy.connectors import sglang_bootstrap
 from proxy.connectors.sglang_bootstrap import bootstrap, room
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import api_of, request, until
@@ -200,6 +201,27 @@ async def test_the_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
         pair.decoder.let_go.clear()
         used += upstream._idle[prefiller.key]
     assert used == [used[0]] * 3
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize("decode", [hangs, meeting.begins_and_hangs])
+async def test_a_mistake_with_the_prefillers_answer_ends_the_request_and_is_told(
+    deploy: Deploy,
+    decode: Act,
+    fast_path: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mistaken(_: bytes) -> None:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(sglang_bootstrap, "error_in_answer", mistaken)
+    pair = await start(deploy, decode=decode, listen={"fast_path": fast_path})
+    answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
+    assert answer.status == 500 or not answer.is_done
+    (told,) = pair.gateway.problems
+    assert "unexpected ValueError in POST /v1/chat/completions" in told
+    pair.gateway.problems.clear()
 
 
 def compute(pair: Pair, role: Role) -> int:

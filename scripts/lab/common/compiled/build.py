@@ -57,9 +57,9 @@ def compiled(directory: Path = COMPILED) -> Path:
 def _compile(directory: Path) -> None:
     shutil.copytree(_ROOT / "proxy", directory / "proxy", ignore=shutil.ignore_patterns("__pycache__"))
     _rewrite(directory)
-    counts = _counts()
-    _run("-m", "mypyc", *MODULES, cwd=directory, flags=_COUNTING if counts else "")
-    if counts:
+    is_gcc = _is_gcc()
+    _run("-m", "mypyc", *MODULES, cwd=directory, flags=_COUNTING if is_gcc else "")
+    if is_gcc:
         train(directory)
         _run("build/setup.py", "build_ext", "--inplace", "--force", cwd=directory, flags=_COUNTED)
     shutil.rmtree(directory / "build")
@@ -68,8 +68,8 @@ def _compile(directory: Path) -> None:
     _run("-c", "import sys; sys.path.insert(0, ''); import proxy.worker.assembly", cwd=directory)
 
 
-def _counts() -> bool:
-    """Whether the compiler is one that is told in gcc's words to count; others compile once."""
+def _is_gcc() -> bool:
+    """Whether that is the compiler. Others count in other ways, and compile once."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()
     told = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     return b"Free Software Foundation" in told.stdout
