@@ -4,7 +4,7 @@
 #
 #   docker buildx build --platform linux/amd64,linux/arm64 --tag registry.example.com/pdproxy:0.1.0 --push .
 #
-# With --build-arg COMPILED=1 what requests run through is machine code, for half of their CPU time (some minutes more).
+# With --build-arg COMPILED=1 what requests run through is machine code, for little more than half of their CPU time (some minutes more).
 #
 # Pin both images by their digests (python:3.12-slim@sha256:…) where builds must repeat. This file was read, not built.
 
