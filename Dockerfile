@@ -6,10 +6,10 @@
 # far more for a processor that is emulated: build for each on its own, or with --build-arg COMPILED= have Python alone.
 # All that the gateway needs has wheels for amd64 and arm64, the usual processor beside Ascend.
 #
-# Python 3.11 is what the test suite and the benchmark run with; with 3.12 and 3.13 a request takes a tenth more.
+# Python 3.11 is what the test suite and the benchmark run with; with 3.12 a request took a tenth more.
 #
 # Pin both images by their digests (python:3.11-slim@sha256:…) where builds must repeat. This file was read, not built;
-# its steps were run one by one.
+# its steps were run one by one, on a machine that has gcc.
 
 FROM python:3.11-slim AS build
 WORKDIR /src

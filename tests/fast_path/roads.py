@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from difflib import unified_diff
-from itertools import groupby
 from pprint import pformat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -201,7 +200,7 @@ class Roads:
 
         `counts` and `options` are for `deploy`; `engines` makes those of each gateway instead. `before` prepares a
         gateway. `is_fast`: so many requests begin there; None: it depends. `unordered`: they run side by side.
-        `counts_reads`: engines and gateway read the same at a time, so that chunks and what is counted are the same.
+        `counts_reads`: the engines' tokens come in the same reads, so that chunks and what is counted are the same.
         """
         courses, counts_of_fast = [], []
         for fast_path in (True, False):
@@ -264,9 +263,7 @@ def _without_reads(course: Course) -> Course:
     """What does not depend on what came in one read."""
     answers = [[(head, _CHUNK.sub("", body), end) for head, body, end in line] for line in course.answers]
     metrics = {name: value for name, value in course.metrics.items() if name != _OF_READS}
-    # What is given up as soon as it was sent an engine may never read.
-    asked = [[one for one, _ in groupby(requests)] for requests in course.asked]
-    return course._replace(answers=answers, asked=asked, metrics=metrics)
+    return course._replace(answers=answers, metrics=metrics)
 
 
 def _diff(fast: object, other: object) -> list[str]:
