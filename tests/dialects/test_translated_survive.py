@@ -25,7 +25,6 @@ LOST = [
 ]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.covering("fault dialect profile stream", LOST)
 async def test_it_is_the_same_answer(
     pytestconfig: pytest.Config, fault: str, dialect: str, profile: str, stream: bool

@@ -93,7 +93,6 @@ async def look(url: str, failures: list[str]) -> None:
 
 
 @pytest.mark.fault(95)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_nobody_notices(
     pytestconfig: pytest.Config, prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str
