@@ -1,16 +1,22 @@
-"""Tasks that run beside whatever else goes on: they end with their owner, and what goes wrong in one is logged."""
+"""Background tasks: they end with their owner, their errors are logged, and those that must live are started again."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+import random
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from types import TracebackType
 
+    from prometheus_client import Counter
+
 T = TypeVar("T")
+
+RESTART_SECONDS: Final = 1.0
+_MAX_RESTART_SECONDS: Final = 60.0
 
 
 class Background:
@@ -48,6 +54,45 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    def keep(
+        self,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        loop_name: str,
+        restarts: Counter,
+        *,
+        restart_seconds: float = RESTART_SECONDS,
+    ) -> asyncio.Task[None]:
+        """Run a loop that must not end, and start it again when an exception ends it.
+
+        Args:
+            work: Makes the coroutine of one run. The loop is over when a run returns.
+            loop_name: The label of the counter, and the name in the log.
+            restarts: A counter with the label `loop`; each exception adds 1.
+            restart_seconds: The first pause before a restart. It doubles up to a minute for each exception in a row,
+                and is the first one again after a run of more than a minute.
+
+        The first exception in a row is logged with its traceback, the others are only counted.
+        """
+        return self.start(self._keep(work, loop_name, restarts, restart_seconds))
+
+    async def _keep(
+        self, work: Callable[[], Coroutine[Any, Any, None]], loop_name: str, restarts: Counter, restart_seconds: float
+    ) -> None:
+        clock, failures = asyncio.get_running_loop().time, 0
+        while True:
+            began = clock()
+            try:
+                return await work()
+            except Exception:
+                if clock() - began > _MAX_RESTART_SECONDS:
+                    failures = 0
+                failures += 1
+                restarts.labels(loop_name).inc()
+                if failures == 1:
+                    self._logger.exception("background loop %s failed and is restarted", loop_name)
+            pause_seconds = min(_MAX_RESTART_SECONDS, restart_seconds * 2 ** min(failures - 1, 10))
+            await asyncio.sleep(random.uniform(0.8, 1.0) * pause_seconds)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

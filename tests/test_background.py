@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from proxy.background import Background
+from proxy.observe.metrics import Metrics
 
 logger = logging.getLogger("proxy.test")
 
@@ -50,3 +51,30 @@ async def test_an_error_is_logged_once_and_whoever_waits_has_it_too(caplog: pyte
         await asyncio.sleep(0)
         assert not background
     assert [record.getMessage() for record in caplog.records] == ["a test failed unexpectedly"] * 2
+
+
+async def test_a_kept_loop_is_restarted_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    restarts, lives, runs = Metrics().background_restarts_total, asyncio.Event(), 0
+
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs <= 3:
+            raise RuntimeError("out of luck")
+        lives.set()
+        await asyncio.Event().wait()
+
+    async with Background(logger, "a test") as background:
+        background.keep(work, "canaries", restarts, restart_seconds=0.0)
+        await lives.wait()
+    assert restarts.labels("canaries")._value.get() == 3
+    assert [record.getMessage() for record in caplog.records] == ["background loop canaries failed and is restarted"]
+
+
+async def test_a_kept_loop_that_returns_is_over() -> None:
+    async def work() -> None:
+        pass
+
+    async with Background(logger, "a test") as background:
+        await background.keep(work, "canaries", Metrics().background_restarts_total)
+        assert not background

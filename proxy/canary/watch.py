@@ -77,7 +77,7 @@ class CanaryWatch(BackgroundOwner):
         self._background = Background(logger, "a canary")
 
     def _begin(self) -> None:
-        self._background.start(self._keep_sending())
+        self._background.keep(self._keep_sending, "canaries", self._context.metrics.background_restarts_total)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings. A changed interval begins at once."""

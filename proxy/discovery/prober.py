@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import aiohttp
+    from prometheus_client import Counter
 
     from proxy.backend import Backend, Role
     from proxy.balancer.engines.engine_facts import EngineFacts
@@ -79,8 +80,13 @@ class Prober(BackgroundOwner):
         on_transition: Callable[[Transition], None] = log_transition,
         on_removed: Callable[[Backend], None] = lambda backend: None,
         pool_of: Callable[[Backend], Pool] | None = None,
+        *,
+        restarts: Counter,
     ) -> None:
-        """`pool_of`: in which pool a backend is compared with others; None: in that of its role."""
+        """`pool_of`: in which pool a backend is compared with others; None: in that of its role. `restarts`: counts
+        restarts of background loops.
+        """
+        self._restarts = restarts
         self._pools = pools
         self._roster = roster
         self._health = health
@@ -97,7 +103,7 @@ class Prober(BackgroundOwner):
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
 
     def _begin(self) -> None:
-        self._background.start(self._keep_probing())
+        self._background.keep(self._keep_probing, "health_checks", self._restarts)
 
     def configure(self, checks: HealthChecks) -> None:
         """Take changed settings for the probes from now on."""

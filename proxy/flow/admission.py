@@ -339,11 +339,13 @@ class Admission:
     def _tick(self) -> None:
         self._timer = None
         overdue = self._clock() - self._wait_seconds
-        while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
-            self._refuse(oldest, queue_timeout(self._wait_seconds, self._absent()))
-        self._look()
-        if self._lines:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
+        try:
+            while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
+                self._refuse(oldest, queue_timeout(self._wait_seconds, self._absent()))
+            self._look()
+        finally:  # an error in one look must not end the looks at all others
+            if self._lines:
+                self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
 
 
 class Entry:

@@ -64,6 +64,7 @@ class Inspector(BackgroundOwner):
         self._health = health
         self._fitness = fitness
         self._keys = keys
+        self._metrics = metrics
         self._interval_seconds = interval_seconds
         self._connector = connector
         self._models = models
@@ -93,7 +94,7 @@ class Inspector(BackgroundOwner):
             )
 
     def _begin(self) -> None:
-        self._background.start(self._keep_looking())
+        self._background.keep(self._keep_looking, "engine_comparison", self._metrics.background_restarts_total)
 
     def configure(self, interval_seconds: float) -> None:
         """Take a changed interval for the looks from now on."""

@@ -106,7 +106,7 @@ class Subscriptions(BackgroundOwner):
         self._background = Background(logger, "the subscription to KV events")
 
     def _begin(self) -> None:
-        self._background.start(self._keep_subscribing())
+        self._background.keep(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
 
     async def _keep_subscribing(self) -> None:
         pause, most = _RESTART_SECONDS

@@ -68,6 +68,15 @@ HANDOVERS: Final = tuple(str(verdict) for verdict in Verdict)
 RELEASES: Final = ("released", "failed", "unsupported")
 RESUME_ACTIONS: Final = tuple(str(action) for action in Action)
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
+BACKGROUND_LOOPS: Final = (
+    "canaries",
+    "engine_comparison",
+    "health_checks",
+    "kv_events",
+    "replica_exchange",
+    "replica_listening",
+    "replica_publishing",
+)
 REJECTIONS: Final = (
     *("invalid_request", "too_large", "no_healthy_prefill", "no_healthy_decode", "no_healthy_encode", "draining"),
     *("queue_full", "queue_timeout", "queue_predicted", "queue_deadline", "buffers_full", "memory", "connections"),
@@ -435,6 +444,12 @@ class Metrics:
             multiprocess_mode="livemax",
             **new,
         )
+        self.background_restarts_total = Counter(
+            "background_restarts_total",
+            "Restarts of a background loop after an unexpected error, by loop. The log has the first error in a row.",
+            ("loop",),
+            **new,
+        )
         self.config_reloads_total = Counter(
             "config_reloads_total", "Reloads of the configuration by result.", ("result",), **new
         )
@@ -577,6 +592,7 @@ class Metrics:
             (self.prefill_hit_tokens_total, product(("predicted", "found"))),
             (self.choices_total, product(CHOOSING_ROLES, REASONS)),
             (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
+            (self.background_restarts_total, product(BACKGROUND_LOOPS)),
             (self.config_reloads_total, product(("ok", "failed"))),
             (self.replicas_exchanges_total, product(("ok", "failed"))),
             (self.replicas_news_total, product(("told", "heard"))),

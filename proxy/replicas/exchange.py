@@ -70,10 +70,11 @@ class Exchange(BackgroundOwner):
 
     def _begin(self) -> None:
         self._guests.erase()  # a worker that was here before may have left something
-        self._background.start(self._keep_exchanging())
+        restarts = self._metrics.background_restarts_total
+        self._background.keep(self._keep_exchanging, "replica_exchange", restarts)
         if self._options.news_seconds is not None:
-            self._background.start(self._keep_telling(self._options.news_seconds))
-            self._background.start(self._keep_hearing())
+            self._background.keep(self._keep_telling, "replica_publishing", restarts)
+            self._background.keep(self._keep_hearing, "replica_listening", restarts)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,9 +106,9 @@ class Exchange(BackgroundOwner):
                 self._miss(error)
             self._charge()
             pause_seconds = interval_seconds
-            if failures:  # what was told is given up in time all the same
+            if failures:  # a single failed retry must not let this gateway's loads expire at the others
                 pause_seconds = min(pause_seconds * 2 ** min(failures, 10), max(pause_seconds, _RETRY_SECONDS))
-                pause_seconds = min(pause_seconds, ttl_seconds / 2)
+                pause_seconds = min(pause_seconds, ttl_seconds / 3)
             await asyncio.sleep(self._rng.uniform(0.9, 1.1) * pause_seconds)
 
     def _hear(self, messages: dict[str, bytes]) -> None:
@@ -138,7 +139,9 @@ class Exchange(BackgroundOwner):
 
     # What is new, at once
 
-    async def _keep_telling(self, interval_seconds: float) -> None:
+    async def _keep_telling(self) -> None:
+        interval_seconds = self._options.news_seconds
+        assert interval_seconds is not None
         while True:
             await asyncio.sleep(interval_seconds)
             now = self._clock()

@@ -58,6 +58,7 @@ class Store:
             socket_connect_timeout=None,
             socket_timeout=None,
             max_connections=3,
+            protocol=2,  # RESP3 begins with HELLO, which servers before Redis 6 do not know
             **({} if replicas.url.startswith("unix:") else watching),
         )
 

@@ -72,7 +72,7 @@ def decode(message: bytes) -> Told | None:
     """None: it is nothing that this version understands."""
     try:
         return _told_in(message)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -80,7 +80,7 @@ def decode_news(message: bytes) -> News | None:
     """None: it is nothing that this version understands."""
     try:
         return _news_in(message)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

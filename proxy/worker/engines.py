@@ -197,6 +197,7 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         on_transition=balancing.on_transition,
         on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
         pool_of=lambda backend: balancing.pool_of.find(backend),
+        restarts=basis.metrics.background_restarts_total,
     )
     basis.live.add(lambda new: prober.configure(new.health))
     return prober

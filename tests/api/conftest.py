@@ -127,7 +127,15 @@ class Gateway:
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
         self.prober = await self._stack.enter_async_context(
-            Prober(self.pools, self.roster, self.health, checks, self.session, self.keys().headers)
+            Prober(
+                self.pools,
+                self.roster,
+                self.health,
+                checks,
+                self.session,
+                self.keys().headers,
+                restarts=self.metrics.background_restarts_total,
+            )
         )
         self.joiner = await self._stack.enter_async_context(
             Joiner(self.pools, self.roster, joining, self.session, self.keys().headers, self.prober.joined)

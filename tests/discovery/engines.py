@@ -19,6 +19,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
+from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Gateway:
         )
         self.settings = Joining(max_attempts=joining_attempts, interval_seconds=joining_interval_seconds)
         self.keys = EngineKeys("s3cret")
+        self.restarts = Metrics().background_restarts_total
 
     def prober(self, session: aiohttp.ClientSession) -> Prober:
         return Prober(
@@ -119,6 +121,7 @@ class Gateway:
             session,
             self.keys.headers,
             self.transitions.put_nowait,
+            restarts=self.restarts,
         )
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
@@ -34,7 +34,7 @@ from tests.deployment import generations
 from tests.replicas.conftest import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection
 
     from tests.conftest import Deploy
 
@@ -361,3 +361,54 @@ async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, depl
         statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
         assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])
         await other.leave()
+
+
+async def test_a_field_that_cannot_be_decoded_costs_only_that_field(store_port: int) -> None:
+    replicas = _sections(store_port)
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    async with _gateway("one", replicas, [_A]) as one, Store(settings, "poisoned") as poisoned:
+        await poisoned.exchange(b'{"turn": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+        async with _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the gateway whose field can be decoded")
+    assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 0
+
+
+async def test_an_exchange_that_fails_unexpectedly_is_taken_up_again(store_port: int) -> None:
+    class Poisoned(Store):
+        exchanges = 0
+
+        async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+            Poisoned.exchanges += 1
+            if Poisoned.exchanges == 2:
+                raise ZeroDivisionError
+            return await super().exchange(message, lost)
+
+    async with _gateway("one", _sections(store_port), [_A], kind=Poisoned) as one:
+        await until(lambda: Poisoned.exchanges > 3, "an exchange after the failure")
+        assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 1
+
+
+async def test_a_server_that_does_not_know_hello_is_served() -> None:
+    """Redis before 6 answers HELLO, with which RESP3 begins, by an error."""
+    commands: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError), closing(writer):
+            while head := await reader.readline():
+                words = [
+                    (await reader.readexactly(int((await reader.readline())[1:]) + 2))[:-2]
+                    for _ in range(int(head[1:]))
+                ]
+                commands.append(words[0].upper())
+                answers = {b"HELLO": b"-ERR unknown command `HELLO`\r\n", b"HGETALL": b"*0\r\n", b"SELECT": b"+OK\r\n"}
+                writer.write(answers.get(words[0].upper(), b":1\r\n"))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        settings = Settings.model_validate(
+            {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(port)}
+        )
+        async with Store(settings, "one") as store:
+            assert await store.exchange(b"{}") == {}
+    assert b"HELLO" not in commands

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from proxy.balancer.shared.fronts import AGEING, NOBODY, front_of
 from proxy.replicas.peers import Peers
-from proxy.replicas.told import News, Told, decode, encode
+from proxy.replicas.told import News, Told, decode, decode_news, encode
 
 
 def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
@@ -21,6 +23,16 @@ def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
     peers.hear(messages, 100.0)
     assert peers.charges(100.5) == {"a": (2, 3, 4), "b": (0, 0, 5)}
     assert peers.telling(100.5) == 2
+
+
+@pytest.mark.parametrize("message", [b"", b"no JSON", b"[]", b'{"turn": ' + b"[" * 200_000, b'{"x": ' + b"[" * 200_000])
+def test_a_message_that_cannot_be_decoded_is_ignored(message: bytes) -> None:
+    assert decode(message) is None
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", b"\x91" * 200_000, b"\x81\xa1x" + b"\x91" * 200_000])
+def test_news_that_cannot_be_decoded_are_ignored(message: bytes) -> None:
+    assert decode_news(message) is None
 
 
 def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> None:
