@@ -47,6 +47,20 @@ _FULL_LINE_SECONDS: Final = 10.0
 # A client sends its request as soon as it is connected. Who was accepted last gets this long for it.
 _LAST_HEADS_SECONDS: Final = 1.0
 
+# A NAT gateway or load balancer forgets a connection that was idle for some minutes, as it is during a long answer that is
+# not streamed. Accepted sockets inherit these options. Connections to engines also have TCP_USER_TIMEOUT, which would cut
+# off clients that read slowly before `listen.write_timeout_seconds`.
+_KEEPALIVE_OPTIONS: Final = [
+    (level, getattr(socket, name), value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    )
+    if hasattr(socket, name)
+]
+
 
 class HttpListener:
     """The listeners of one application. Use it as an async context manager; leaving cuts what is still being answered.
@@ -123,7 +137,8 @@ class HttpListener:
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket."""
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # what is accepted has it, too
+        for level, option, value in _KEEPALIVE_OPTIONS:
+            sock.setsockopt(level, option, value)
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(self._accept_connection, sock=sock, backlog=self._listen.backlog)
         self._listening.append((listener, sock))
