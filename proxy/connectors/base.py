@@ -165,6 +165,7 @@ class Prefilled(msgspec.Struct):
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    written_choices: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="choices")
     error: Any = None
     object: Any = None
     code: Any = None
@@ -176,6 +177,20 @@ class Prefilled(msgspec.Struct):
             return orjson.loads(bytes(self.written_usage))
         except orjson.JSONDecodeError:
             return None
+
+    @property
+    def ended_by_stop(self) -> bool:
+        """Whether the one token of the prefill ended the answer.
+
+        vLLM's connectors keep KV only of a prompt that stopped for length (`request_finished` of nixl and mooncake), so
+        a second prefill of this prompt would keep none either.
+        """
+        try:
+            choices = orjson.loads(bytes(self.written_choices))
+        except orjson.JSONDecodeError:
+            return False
+        first = choices[0] if isinstance(choices, list) and choices else None
+        return isinstance(first, dict) and first.get("finish_reason") == "stop"
 
 
 _prefilled_in = msgspec.json.Decoder(Prefilled).decode

@@ -152,6 +152,9 @@ class Sequential(Disaggregated):
                         rank.free()
                 of_prompt = timeline.usage.saw_prompt(told.usage)
                 params, kv = _kept_kv(told, call, handoff.prefiller.backend)
+                if kv is None and told.ended_by_stop:
+                    self.go_without_kv(handoff, answer)
+                    break
                 if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
                     break
                 asks_again = False
@@ -193,6 +196,13 @@ class Sequential(Disaggregated):
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
         """Whether the decoder is asked after this prefill, or else a prefiller once more, which `asks_again` says may
         be done. `has_kv`: the answer names something to fetch. Raises UpstreamError.
+        """
+
+    @abstractmethod
+    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+        """Let the decoder compute a prompt whose prefill ended by an end-of-sequence token, so that no KV was kept.
+
+        Raises UpstreamError where decoders may not compute prompts.
         """
 
     # How

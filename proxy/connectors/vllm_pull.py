@@ -34,22 +34,30 @@ class VllmPull(Sequential):
         self._context.fitness.prefilled(lease.backend, has_kv)
         if has_kv:
             return True
-        missing = answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
-        if not asks_again or self._context.settings.kv.on_missing != "retry_prefill":
-            self._go_without_kv(call, missing)
+        asks_again = asks_again and self._context.settings.kv.on_missing == "retry_prefill"
+        # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
+        is_short = call.prompt_tokens <= self._context.settings.kv.local_max_tokens
+        if not asks_again:
+            self._let_decoder_compute(answer, is_short=is_short)
             return True
         self._metrics.missing_kv_total.labels("retry_prefill").inc()
-        self.move(lease, handoff.failed, missing)  # the same prefiller once more where there is no other
+        self.move(lease, handoff.failed, _missing_kv(answer))  # the same prefiller once more where there is no other
         return False
 
-    def _go_without_kv(self, call: Call, missing: UpstreamError) -> None:
-        """Let the decoder prefill by itself where the policy allows it; otherwise raise `missing`."""
-        kv = self._context.settings.kv
-        local = kv.on_missing == "local" or (
-            # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
-            kv.on_missing == "retry_prefill" and call.prompt_tokens <= kv.local_max_tokens
-        )
+    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+        """See Sequential. A long prompt, too: without KV of any prefiller the answer would be an error."""
+        self._let_decoder_compute(answer, is_short=True)
+
+    def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
+        """Count what `kv.on_missing` makes of missing KV. Raises UpstreamError where the decoder may not compute it."""
+        on_missing = self._context.settings.kv.on_missing
+        local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()
         if not local:
+            missing = _missing_kv(answer)
             missing.code = "kv_handoff_failed"
             raise missing
+
+
+def _missing_kv(answer: EngineAnswer) -> UpstreamError:
+    return answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")

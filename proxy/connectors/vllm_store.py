@@ -32,3 +32,6 @@ class VllmStore(Sequential):
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
         """Whatever it is."""
         return True
+
+    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+        """The store has the KV of every prompt, however its prefill ended."""

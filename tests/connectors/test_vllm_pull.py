@@ -475,6 +475,27 @@ async def test_unusable_kv_parameters_are_missing_ones(deploy: Deploy, params: b
     assert gateway.metrics("pdproxy_missing_kv_total") == {("local",): 1.0}
 
 
+@pytest.mark.parametrize(
+    ("policy", "status", "result"), [("retry_prefill", 200, "local"), ("local", 200, "local"), ("error", 502, "error")]
+)
+async def test_a_prefill_that_ends_by_stop_is_not_repeated(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, policy: str, status: int, result: str
+) -> None:
+    """The decoder computes the prompt, even a long one: every prefiller would keep no KV of it."""
+    prefiller, decoder = canned_pair()
+    prefilled = PREFILLED.replace(KV, b"null").replace(b'"finish_reason":"length"', b'"finish_reason":"stop"')
+    prefiller.answer = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(prefilled), prefilled)]
+    kv = {"on_missing": policy, "local_max_tokens": 0}
+    gateway = await deploy([prefiller], [decoder], kv=kv, resume={"mode": "off"})
+    for _ in range(4):
+        async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=COMPLETION) as response:
+            assert response.status == status
+            await response.read()
+    assert len(prefiller.received) == 4
+    assert gateway.metrics("pdproxy_missing_kv_total") == {(result,): 4.0}
+    assert [record for record in caplog.records if "kv-transfer-config" in record.getMessage()] == []
+
+
 # Usage
 
 
