@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from proxy.settings import Loaded, Settings
 
 _HEALTH_TIMEOUT_SECONDS = 5.0
+# An engine's, where its image or its service starts the gateway, too. prometheus-client would keep the metrics there.
+_METRICS_OF_ANOTHER_PROGRAM = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for name in _METRICS_OF_ANOTHER_PROGRAM:  # before prometheus-client is imported
+        os.environ.pop(name, None)
     try:
         return _run(words)
     except SettingsError as error:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from proxy.advise.observed import Observed, Sample
 
+_open: Final = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # without http_proxy
 _TIMEOUT_SECONDS: Final = 5.0
 _MOST_BYTES: Final = 16 * 1024 * 1024
 _FEWEST_SCRAPES: Final = 10
@@ -77,7 +78,7 @@ def _get(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--metrics: {url} is no URL; say http://gateway:1999/metrics")
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer:
+        with _open(url, timeout=_TIMEOUT_SECONDS) as answer:
             return str(answer.read(_MOST_BYTES).decode(errors="replace"))
     except (OSError, ValueError) as error:
         raise Unknown(f"{url} does not answer: {getattr(error, 'reason', error)}") from None

@@ -3,7 +3,7 @@
 Label values come from the configuration or from the tuples below, never from a request, so the number of series is
 bounded. What is known about instances is read when somebody scrapes, and an instance that was removed loses its series.
 With several workers prometheus-client keeps the values in files under `PROMETHEUS_MULTIPROC_DIR`, which must be set
-before this module is imported, and every worker answers for all of them.
+before this module is imported, and every worker answers for all of them. See `worker_files.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import chain, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 import aiohttp
@@ -24,7 +25,6 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.balancer.choice import REASONS
@@ -34,6 +34,7 @@ from proxy.build_info import IS_COMPILED
 from proxy.errors import Failure
 from proxy.observe.instances import Instances, collect_models
 from proxy.observe.sources import collect_sources
+from proxy.observe.worker_files import DIRECTORY, WorkerFiles, make_directory
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 
 if TYPE_CHECKING:
@@ -188,8 +189,11 @@ class Metrics:
         self._models: Callable[[], Iterable[Metric]] | None = None
         self._settles: list[Callable[[], None]] = []
         self._registry = registry or CollectorRegistry()
-        self._is_shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        if not self._is_shared:
+        self._files: WorkerFiles | None = None
+        is_shared = DIRECTORY in os.environ
+        if is_shared:
+            make_directory(Path(os.environ[DIRECTORY]))
+        else:
             ProcessCollector(registry=self._registry)
         new: dict[str, Any] = {"namespace": "pdproxy", "registry": self._registry}
 
@@ -478,6 +482,8 @@ class Metrics:
             "log_lines_suppressed_total", "Log lines left out because too many of a kind came at once.", **new
         )
         self._show_known_series()
+        if is_shared:
+            self._files = WorkerFiles(self._registry)
 
     def watch_instances(
         self,
@@ -506,6 +512,8 @@ class Metrics:
         """Count what waits to be counted. To be called now and then: other workers are asked for these counts, too."""
         for settle in self._settles:
             settle()
+        if self._files is not None:
+            self._files.restore()
 
     def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
         """From now on every scrape tells how many workers were replaced, by reason."""
@@ -557,10 +565,7 @@ class Metrics:
 
     def _recorded(self, instances: Collection[tuple[str, str]]) -> Iterator[Metric]:
         """What was counted, by all workers; of instances only those that there are."""
-        recorded = (
-            MultiProcessCollector(None) if self._is_shared else self._registry  # type: ignore[no-untyped-call]
-        )
-        for family in recorded.collect():
+        for family in self._registry.collect() if self._files is None else self._files.collect():
             # Left out here, because the files that workers share cannot forget an instance.
             family.samples = [
                 sample

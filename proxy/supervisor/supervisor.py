@@ -277,7 +277,8 @@ class _Supervisor:
         reason = "frozen" if seat.is_frozen else "died"
         seat.is_frozen = False
         self._shared.erase(seat.worker)
-        multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        with suppress(FileNotFoundError):  # something else deleted a file at this moment
+            multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
             self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
             return

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 ASKED = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
 
 
-async def test_it_tells_what_a_running_gateways_metrics_say(deploy: Deploy, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_it_tells_what_a_running_gateways_metrics_say(
+    deploy: Deploy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # the address is asked directly
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     gateway = await deploy(2, 1, prefiller={"prefill_ms_per_1k_tokens": 5.0})
     url = f"{gateway.url}/metrics"
     flags = ["advise", "--metrics", url, "--seconds", "0.3", "--decode-streams", "4"]

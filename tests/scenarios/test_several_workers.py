@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tests.scenarios.program import Program, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -165,6 +167,57 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.fault(32)
+@pytest.mark.fault(140)
+async def test_metrics_are_there_again_after_their_files_were_deleted(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    body = request(Api.CHAT, max_tokens=3)
+    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+
+        async def ask(times: int) -> None:
+            for _ in range(times):
+                async with aiohttp.ClientSession() as one, one.post(program.url + Api.CHAT.path, json=body) as response:
+                    assert (await read(response)).text == await answer_alone(body)
+
+        await ask(20)
+        await program.counts('pdproxy_requests_total{api="chat",code="200"} 20.0')
+        for name in os.listdir(tmp_path):
+            shutil.rmtree(tmp_path / name)
+        await program.counts('pdproxy_requests_total{api="chat",code="200"} 20.0')
+        await ask(5)
+        await program.counts('pdproxy_requests_total{api="chat",code="200"} 25.0')
+        await program.counts("pdproxy_workers 2.0")
+        for name in os.listdir(tmp_path):
+            shutil.rmtree(tmp_path / name)
+        os.kill(program.children()[0], signal.SIGKILL)
+        await program.says("ended with code -9")
+        await program.counts("pdproxy_workers 2.0")
+        program.signal(signal.SIGTERM)
+        assert await program.ended() == 0
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.fault(140)
+async def test_metrics_say_why_their_directory_cannot_be_created(
+    prefiller: SimulatedEngine, decoder: SimulatedEngine, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url)
+    async with gateway(*engines, "--workers", "2", TMPDIR=str(tmp_path)) as program:
+        await program.counts("pdproxy_workers 2.0")
+        directory = tmp_path / os.listdir(tmp_path)[0]
+        shutil.rmtree(directory)
+        directory.touch()
+        await program.says(r"(?s)(directory \S+ was deleted and cannot be created: .*){2}")
+        async with session.get(f"{program.url}/metrics") as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "metrics_unavailable"
+        directory.unlink()
+        await program.counts("pdproxy_workers 2.0")
+    assert program.output.count("cannot be created") == 2
+    assert "Traceback" not in program.output
+
+
 async def test_only_a_killed_workers_own_answers_break_off(program: Program, decoder: SimulatedEngine) -> None:
     body = request(Api.CHAT, stream=True, max_tokens=600)
     async with AsyncExitStack() as stack:

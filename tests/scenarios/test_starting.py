@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from tests.scenarios.program import gateway
 from tests.scenarios.test_several_workers import everywhere
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import aiohttp
 
     from tests.scenarios.program import Program
@@ -43,6 +46,19 @@ async def test_each_instance_and_the_gateway_are_told_to_be_up_once(
     assert url == program.url
     for text in (f"127.0.0.1:{prefiller.port} is up", f"127.0.0.1:{decoder.port} is up", "ready: "):
         assert len([line for line in lines if text in line]) == 1, text
+
+
+@pytest.mark.fault(140)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
+async def test_the_metrics_directory_of_another_program_is_left_alone(
+    name: str, workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path
+) -> None:
+    engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", str(workers))
+    for directory in (tmp_path, tmp_path / "missing"):
+        async with gateway(*engines, **{name: str(directory)}) as program:
+            await program.counts(f"pdproxy_workers {workers}.0")
+    assert os.listdir(tmp_path) == []
 
 
 async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from lab.client_tools import installed
 from lab.common.gateways import figure
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _OLD, _NEW, _END = "hello old world\n", "hello new world\n", "Done: the note is new."
 _PATIENCE_SECONDS: Final = 120.0
 _KILLED_AFTER_TOKENS: Final = 25
+_open: Final = build_opener(ProxyHandler({})).open  # without http_proxy
 _CODEX: Final = """
 model = "gpt-5"
 model_provider = "pdproxy"
@@ -66,10 +67,10 @@ class CodingAgent:
 
 
 def _kill_one_decoder(port: int) -> None:
-    with urlopen(f"http://{HOST}:{port}/instances") as answer:
+    with _open(f"http://{HOST}:{port}/instances") as answer:
         decoder = next(each for each in json.load(answer)["instances"] if each["role"] == "decode")
     fault = json.dumps({"action": "kill", "tokens": _KILLED_AFTER_TOKENS}).encode()
-    urlopen(Request(f"http://{decoder['address']}/_mock/faults", fault, {"Content-Type": "application/json"})).close()
+    _open(Request(f"http://{decoder['address']}/_mock/faults", fault, {"Content-Type": "application/json"})).close()
 
 
 def _continued(port: int) -> int:
