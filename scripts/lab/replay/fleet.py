@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lab.replay.engines import Engine
@@ -22,7 +22,7 @@ from proxy.settings.model import Cost as CostSettings
 from proxy.wire.prefix import PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from lab.replay.trace import Request
     from proxy.balancer.pick import Policy
@@ -219,6 +219,20 @@ class Replay:
             for request in requests:
                 await asyncio.sleep(request.at - self._loop.time())
                 tasks.add(group.create_task(self._serve(request)))
+
+    async def run_closed(self, requests: Iterable[Request], clients: int) -> None:
+        """Let each of some clients send the next request after its answer, as load generators with a fixed concurrency
+        do. The requests' own times are not used.
+        """
+        left = iter(requests)
+
+        async def client() -> None:
+            for request in left:
+                await self._serve(replace(request, at=self._loop.time()))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(client())
 
     async def _serve(self, request: Request) -> None:
         """As a connector does whose decoder is called when the prefiller has answered."""

@@ -1,0 +1,182 @@
+"""Worlds in virtual time in which a policy that learns must not do worse than one that does not.
+
+A world says how the engines behave, how long the answers are, and when the requests come. `compared` runs it twice:
+with the policies under test, and with `least_tokens`, which learns nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from lab.replay import virtual_time
+from lab.replay.fleet import Fleet, Replay
+from lab.replay.trace import BLOCK_TOKENS, Request
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import MACHINES, Machine
+from proxy.sim.hardware.work import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lab.replay.fleet import MakePolicy
+    from proxy.balancer.pick import Policy, PolicyContext
+
+LEARNS_NOTHING: Final = "least_tokens"
+
+# Seconds of a decoding step, and by which share each further answer makes it longer.
+_STEP_SECONDS: Final = 0.02
+_LINEAR_SHARE: Final = 0.02
+_KNEED: Final = MACHINES["kimi-k2-thinking-a3"]
+_MAX_ANSWERS: Final = 512
+_KV_TOKENS: Final = 10_000_000
+
+# The answers that a decoder writes at a time, on the average, where the engines have no saturation point.
+_ANSWERS: Final = 48
+# Of what a decoder with a saturation point makes there, the part that is asked for.
+_KNEE_LOAD: Final = 0.7
+
+LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"equal": (128, 128), "similar": (115, 140), "mixed": (10, 500)}
+"""The least and the most tokens of an answer, drawn evenly."""
+ARRIVALS: Final = ("poisson", "closed loop", "bursts", "at once")
+STEPS: Final = ("constant", "linear", "kneed")
+_BURST: Final = 64
+
+# A late loop stands still for so long, after it has run for so long.
+_STALLS: Final = (0.2, 1.0)
+_RUNS: Final = (0.5, 3.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One kind of engines under one kind of load. Every field has the value of an ordinary benchmark."""
+
+    step: str = "constant"
+    """How a decoding step grows with the answers of the decoder: one of STEPS."""
+    lengths: str = "equal"
+    """Of answers: one of LENGTHS."""
+    arrivals: str = "poisson"
+    """One of ARRIVALS. In a closed loop each client sends its next request after its answer."""
+    prefillers: int = 2
+    decoders: int = 2
+    is_late: bool = False
+    """The gateway's event loop stands still now and then."""
+    prompt_tokens: int = 500
+    block_tokens: int = BLOCK_TOKENS
+    """Tokens in one block of the engines' KV cache."""
+    requests: int = 2000
+    seed: int = 1
+
+    @property
+    def machine(self) -> Machine:
+        """All engines of this world. Prompts take next to no time."""
+        kneed = _KNEED.cost
+        slope = _STEP_SECONDS * _LINEAR_SHARE if self.step == "linear" else 0.0
+        cost = Cost(prompt=0.002, prompt_token=1e-6, step=_STEP_SECONDS, step_sequence=slope)
+        if self.step == "kneed":
+            cost = replace(kneed, prompt=cost.prompt, prompt_token=cost.prompt_token, attention=0.0)
+        return Machine(
+            self.step,
+            cost,
+            prefill=Shape(64, 16_384, _KV_TOKENS, self.block_tokens),
+            decode=Shape(_MAX_ANSWERS, 8192, _KV_TOKENS, self.block_tokens),
+        )
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines."""
+        return Fleet(self.prefillers, self.decoders, prefill_machine=self.machine, decode_machine=self.machine)
+
+    @property
+    def answers(self) -> int:
+        """The answers that all decoders write at a time, on the average."""
+        knee = self.machine.cost.knee
+        return self.decoders * _ANSWERS if knee is None else max(1, round(self.decoders * knee * _KNEE_LOAD))
+
+    @property
+    def rate(self) -> float:
+        """Requests per second with which that many answers are written at a time."""
+        each = self.answers / self.decoders
+        seconds = sum(LENGTHS[self.lengths]) / 2 * self.machine.cost.decode(max(1, round(each)), 0)
+        return self.answers / seconds
+
+    def requests_in_order(self) -> list[Request]:
+        """All requests, each at its time."""
+        rng = random.Random(self.seed)
+        at = 0.0
+        made = []
+        for number in range(self.requests):
+            if self.arrivals == "poisson":
+                at += rng.expovariate(self.rate)
+            elif self.arrivals == "bursts" and number and number % _BURST == 0:
+                at += _BURST / self.rate
+            blocks = -(-self.prompt_tokens // BLOCK_TOKENS)
+            names = tuple(range(number * blocks + 1, (number + 1) * blocks + 1))
+            made.append(Request(at, self.prompt_tokens, rng.randint(*LENGTHS[self.lengths]), names))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run. Times are means over the requests that were served, in seconds after their arrival."""
+
+    served: float
+    """The share of the requests that were not rejected."""
+    first_token_seconds: float
+    answer_seconds: float
+    """Until the last token."""
+
+
+class _LateLoop(virtual_time.VirtualLoop):
+    """Now and then it stands still, and everything that was due in the meantime comes late."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._next_stall = self._rng.uniform(*_RUNS)
+        super().__init__()
+
+    def jump(self, seconds: float) -> None:
+        """See VirtualLoop."""
+        super().jump(seconds)
+        if self.time() >= self._next_stall:
+            super().jump(self._rng.uniform(*_STALLS))
+            self._next_stall = self.time() + self._rng.uniform(*_RUNS)
+
+
+def outcome(world: World, prefill_policy: str, decode_policy: str) -> tuple[Outcome, Replay]:
+    """Run a world to its end."""
+    made: list[Replay] = []
+
+    async def course() -> None:
+        policies = _named(prefill_policy), _named(decode_policy)
+        replay = Replay(world.fleet, *policies, seed=world.seed)
+        made.append(replay)
+        requests = world.requests_in_order()
+        if world.arrivals == "closed loop":
+            await replay.run_closed(requests, clients=world.answers)
+        else:
+            await replay.run(requests)
+
+    virtual_time.run(course(), _LateLoop(world.seed) if world.is_late else virtual_time.VirtualLoop())
+    return _outcome_of(made[0]), made[0]
+
+
+def compared(world: World, *, prefill: str = LEARNS_NOTHING, decode: str = LEARNS_NOTHING) -> tuple[Outcome, Outcome]:
+    """Run a world with these policies, and with `least_tokens` for both roles."""
+    return outcome(world, prefill, decode)[0], outcome(world, LEARNS_NOTHING, LEARNS_NOTHING)[0]
+
+
+def _named(name: str) -> MakePolicy:
+    make: Callable[[PolicyContext], Policy] = partial(make_policy, name)
+    return lambda context, _engines: make(context)
+
+
+def _outcome_of(replay: Replay) -> Outcome:
+    served = [course for course in replay.courses if course.ended_at is not None]
+    firsts = [seconds for course in served if (seconds := course.first_token_seconds) is not None]
+    wholes = [course.ended_at - course.request.at for course in served if course.ended_at is not None]
+    count = max(1, len(served))
+    return Outcome(len(served) / len(replay.courses), sum(firsts) / count, sum(wholes) / count)
