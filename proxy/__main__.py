@@ -7,6 +7,7 @@ standard error and exit code 2.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import redirect_stdout, suppress
 from io import StringIO
@@ -31,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in _METRICS_OF_ANOTHER_PROGRAM:  # before prometheus-client is imported
         os.environ.pop(name, None)
     try:
-        return _run(words)
+        exit_code = _run(words)
+        sys.stdout.flush()  # an error of the reader is to be raised here, and not while Python exits
+        return exit_code
+    except BrokenPipeError:
+        # As in `pdproxy completion bash | head`. Python writes what is left at its exit, which nothing may read.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except SettingsError as error:
         print(f"pdproxy: error: {error}", file=sys.stderr)
         # A container's health check knows only 0 and 1.

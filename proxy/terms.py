@@ -1,10 +1,15 @@
-"""Words that logs and metrics share with the code that acts on them: written down once, at the bottom."""
+"""Words that logs, metrics and messages share with the code that acts on them."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
 from typing import Final
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or the plural: `1 worker`, `2 workers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class Stage(StrEnum):

@@ -20,6 +20,7 @@ import yaml
 import proxy
 from proxy.__main__ import main
 from proxy.settings import load
+from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -312,3 +313,18 @@ def test_an_interrupt_prints_no_traceback(around: Callable[..., object] | signal
             _, err = process.communicate()
     assert process.returncode == 130
     assert err == ""
+
+
+def test_a_reader_that_leaves_early_costs_no_traceback() -> None:
+    command = [sys.executable, "-m", "proxy", "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # before the program has written, which is after its imports
+        errors = process.stderr.read()
+        assert (process.wait(), errors) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 workers"), (1, "1 worker"), (2, "2 workers")])
+def test_a_count_agrees_with_its_noun(number: int, words: str) -> None:
+    assert counted(number, "worker") == words

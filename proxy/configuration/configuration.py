@@ -119,10 +119,10 @@ class Configuration:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
-        if before.settings.has_encoders != after.settings.has_encoders:
-            fixed.append("encode from or to none")  # whether there is such a stage
         if fixed:
             raise SettingsError(f"{' and '.join(fixed)} cannot change while the gateway runs: restart it")
+        if before.settings.has_encoders != after.settings.has_encoders:
+            raise SettingsError("encode: adding the first or removing the last encode instance requires a restart")
         if before.client_keys != after.client_keys and "auth.client_keys_file" not in changed:
             changed.append("auth.client_keys_file")  # what is in it
         try:

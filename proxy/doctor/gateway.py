@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.doctor.findings import Finding, Severity
 from proxy.supervisor.listening import PortInUse, create_listener
+from proxy.terms import counted
 from proxy.worker.process import shortages
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def check_gateway(host: Host) -> list[Finding]:
     found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
     if not any(finding.severity > Severity.NOTE for finding in found):
         settings = host.loaded.settings
-        words = f"connector {settings.connector}, {settings.fleet}, {settings.workers} workers, configuration in order"
+        workers = counted(settings.workers, "worker")
+        words = f"connector {settings.connector}, {settings.fleet}, {workers}, configuration in order"
         found.insert(0, Finding(Severity.OK, "configuration", _SUBJECT, words))
     return found
 
@@ -112,7 +114,7 @@ def check_workers(host: Host) -> Iterator[Finding]:
     """There is a core for each worker."""
     workers = host.loaded.settings.workers
     if workers > host.cores:
-        words = f"{workers} workers share {host.cores} cores"
+        words = f"{counted(workers, 'worker')} share {counted(host.cores, 'core')}"
         hint = "set workers to the number of cores, or auto: more only wait for each other"
         yield Finding(Severity.WARNING, "workers", _SUBJECT, words, hint)
 

@@ -107,14 +107,14 @@ def check_answers(canaries: Canaries) -> Iterator[Finding]:
             "does the decoder reach the address in the prefiller's kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and "
             "_PORT), and do both run the same connector? Their logs have more"
         )
-        yield Finding(Severity.FAILURE, "handover", subject, f"the hand-over fails: {told}", hint)
+        yield Finding(Severity.FAILURE, "handover", subject, f"KV handoff failed: {told}", hint)
     for backend, result in of_engine.items():
         if result.failure is Failure.MISSING_KV:
             what, _, hint = NO_KV_PARAMS.partition(": ")
             yield Finding(Severity.FAILURE, "no_kv_params", _of(backend), what, hint)
         else:
             severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
-            yield Finding(severity, "answer", _of(backend), f"a canary fails: it {result.problem}", hint)
+            yield Finding(severity, "answer", _of(backend), f"canary request failed: the engine {result.problem}", hint)
 
 
 def check_alone(canaries: Canaries) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def check_alone(canaries: Canaries) -> Iterator[Finding]:
     for decoder, result in canaries.alone.items():
         if result.problem:
             severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
-            words = f"a canary to it alone fails: it {result.problem}"
+            words = f"canary request sent to this decode instance alone failed: the engine {result.problem}"
             yield Finding(severity, "answer", _of(decoder), words, hint)
 
 
@@ -135,9 +135,12 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
         role = Role.PREFILL if subject == _of(result.prefiller) else Role.DECODE
         what, _, hint = hints[role].partition(". ")
         if subject == _pair(result.prefiller, result.decoder):
-            what, hint = "the decoder computes this prefiller's prompts once more", "does it reach the prefiller?"
+            what, hint = (
+                "the decode instance recomputes the prompts of this prefill instance",
+                "does it reach the prefiller?",
+            )
         elif subject == _ALL:
-            what = "no decoder has any use of what prefillers compute: they compute the prompts once more"
+            what = "decode instances do not load KV from any prefill instance: they recompute every prompt"
         yield Finding(Severity.FAILURE, "kv_not_fetched", subject, what, hint)
     if not canaries.settings.connector_traits.has_prefill_first:
         return
@@ -145,9 +148,11 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
         alone = canaries.alone_seconds(result.decoder) or 0.0
         words = (
             f"the first token comes {result.first_token_seconds:.2f} s after the prefill, and {alone:.2f} s without "
-            "one: the decoder seems to compute prompts once more"
+            "one: the decode instance seems to recompute prompts"
         )
-        yield Finding(Severity.WARNING, "kv_not_fetched", subject, words, "let it serve /metrics, which tell for sure")
+        yield Finding(
+            Severity.WARNING, "kv_not_fetched", subject, words, "enable /metrics on the engine to confirm this"
+        )
 
 
 def check_same_answers(canaries: Canaries) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.doctor.findings import Finding, Severity, exit_code
+from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,5 +72,5 @@ def _gathered(findings: Sequence[Finding]) -> list[Finding]:
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {s: sum(finding.severity is s for finding in findings) for s in (Severity.FAILURE, Severity.WARNING)}
-    told = [f"{count} {severity.word}{'s' * (count != 1)}" for severity, count in counts.items() if count]
+    told = [counted(count, severity.word) for severity, count in counts.items() if count]
     return " and ".join(told) or "all is well"

@@ -47,8 +47,8 @@ _FULL_LINE_SECONDS: Final = 10.0
 # A client sends its request as soon as it is connected. Who was accepted last gets this long for it.
 _LAST_HEADS_SECONDS: Final = 1.0
 
-# A NAT gateway or load balancer forgets a connection that was idle for some minutes, as it is during a long answer that is
-# not streamed. Accepted sockets inherit these options. Connections to engines also have TCP_USER_TIMEOUT, which would cut
+# A NAT gateway or load balancer forgets a connection that is idle for some minutes, as during a long answer that is not
+# streamed. Accepted sockets inherit these options. Connections to engines also have TCP_USER_TIMEOUT, which would cut
 # off clients that read slowly before `listen.write_timeout_seconds`.
 _KEEPALIVE_OPTIONS: Final = [
     (level, getattr(socket, name), value)

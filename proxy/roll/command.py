@@ -21,6 +21,7 @@ from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.settings.kinds import check_header_value
 from proxy.settings.load import read_key
+from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -191,7 +192,8 @@ def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
 
 
 def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flags: argparse.Namespace) -> int:
-    print(f"{len(planned)} {flags.role} instances, one at a time, each while at least {walk.min_serving} others serve:")
+    others = counted(walk.min_serving, "other instance")
+    print(f"{counted(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
     for instance in planned:
         how = "by hand" if flags.hook is None else _filled(flags.hook, flags.role, instance.address)
         print(f"  {instance.address}  {instance.inflight} in flight now; restarted: {how}")
@@ -204,5 +206,7 @@ def _tell_end(why: str, progress: Progress) -> int:
     print(f"pdproxy roll: {why}", file=sys.stderr)
     if progress.current is not None:
         print(f"{progress.current} is away, and may still be disabled", file=sys.stderr)
-    print(f"{len(progress.done)} are restarted; say the same again to go on", file=sys.stderr)
+    print(
+        f"restarted so far: {counted(len(progress.done), 'instance')}; run the command again to resume", file=sys.stderr
+    )
     return 1

@@ -51,7 +51,16 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
     # Until the engines have been asked, which they are at the start.
     "auto": ConnectorTraits(engine=None, needs_prefillers=False),
     "vllm_pull": ConnectorTraits(
-        kv_connectors=("NixlConnector", "NixlPullConnector", "MooncakeConnectorV1", "MooncakeHybridConnector"),
+        kv_connectors=(
+            "NixlConnector",
+            "NixlPullConnector",
+            # vLLM-Ascend's: `request_finished` names the blocks in kv_transfer_params, and the decoder fetches them.
+            "MooncakeConnectorV1",
+            "MooncakeConnectorV2",
+            "MooncakeD2RHConnectorV1",
+            "MooncakeHybridConnector",
+            "MooncakePullConnector",
+        ),
         has_prefill_first=True,
         counts_expired_leases=True,
     ),
@@ -59,6 +68,10 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         kv_connectors=(
             "AscendStoreConnector",
             "ExampleConnector",
+            "FlexKVConnectorV1",
+            "HF3FSKVConnector",
+            "LMCacheConnectorV1",
+            "LMCacheMPConnector",
             "MooncakeConnectorStoreV1",
             "MooncakeStoreConnector",
             "UCMConnector",
@@ -77,7 +90,11 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         lower_priority_first=False,
         cache_path="/flush_cache",
     ),
-    "ascend_layerwise": ConnectorTraits(kv_connectors=("MooncakeLayerwiseConnector",), needs_callback_port=True),
+    "ascend_layerwise": ConnectorTraits(
+        # With both, decoders announce themselves at the gateway's callback port before the prefill begins.
+        kv_connectors=("MooncakeLayerwiseConnector", "SfaRemoteD2HConnector"),
+        needs_callback_port=True,
+    ),
     "plain": ConnectorTraits(engine=None, takes_prefillers=False, needs_prefillers=False),
 }
 

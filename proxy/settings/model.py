@@ -41,6 +41,7 @@ from proxy.settings.kv_events import KvEvents
 from proxy.settings.policies import policy_names
 from proxy.settings.replicas import Replicas
 from proxy.settings.section import Section
+from proxy.terms import counted
 
 # Each backend has a column in the scoreboard.
 MAX_BACKENDS: Final = 1024
@@ -561,12 +562,10 @@ class Settings(Section):
     @property
     def fleet(self) -> str:
         """How many instances are configured, and how many sources may name others, for people."""
-        told = f"{len(self.prefill)} prefillers, {len(self.decode)} decoders"
-        return (
-            f"{told}, {len(sources)} sources of discovery"
-            if (sources := self.discovery.sources + self.kubernetes.sources)
-            else told
-        )
+        parts = [counted(len(self.prefill), "prefiller"), counted(len(self.decode), "decoder")]
+        if sources := self.discovery.sources + self.kubernetes.sources:
+            parts.append(counted(len(sources), "discovery source"))
+        return ", ".join(parts)
 
     @property
     def connector_traits(self) -> ConnectorTraits:

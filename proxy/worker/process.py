@@ -18,6 +18,7 @@ from proxy.configuration import secrets_of
 from proxy.listener.http_listener import connections_for_fds
 from proxy.settings import Endpoint, is_loopback, reachable
 from proxy.shared import start_successor
+from proxy.terms import counted
 from proxy.worker.assembly import build
 from proxy.worker.listening import listening
 from proxy.worker.service_manager import READY, STOPPING, ServiceManager
@@ -203,6 +204,6 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
     admin = "with the admin key" if settings.auth.admin_key else here
     return (
         f"{BUILD} on {', '.join(ports)}, connector {settings.connector}, "
-        f"{settings.fleet}, {settings.workers} workers, "
+        f"{settings.fleet}, {counted(settings.workers, 'worker')}, "
         f"administration {admin}"
     )

@@ -50,7 +50,9 @@ async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy:
         (tmp_path / "go").touch()
         said, _ = await rolling.communicate()
     assert rolling.returncode == 1
-    assert said.decode().endswith("pdproxy roll: stopped by hand\n1 are restarted; say the same again to go on\n")
+    assert said.decode().endswith(
+        "pdproxy roll: stopped by hand\nrestarted so far: 1 instance; run the command again to resume\n"
+    )
     assert await memberships(gateway) == ["enabled", "enabled"]
     rolling = await roll(gateway, tmp_path, *words)
     said, _ = await rolling.communicate()
@@ -81,7 +83,7 @@ async def test_a_dry_run_tells_the_plan(
     assert await asyncio.to_thread(main, words) == 0
     one, two = map(name_of, gateway.decoders)
     assert capsys.readouterr().out == (
-        "2 decode instances, one at a time, each while at least 1 others serve:\n"
+        "2 decode instances, one at a time, with at least 1 other instance serving:\n"
         f"  {one}  0 in flight now; restarted: restart {one}\n"
         f"  {two}  0 in flight now; restarted: restart {two}\n"
     )

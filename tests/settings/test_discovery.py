@@ -36,8 +36,8 @@ def test_relative_paths_of_files_begin_where_the_file_is_that_has_them(
 
 
 def test_engines_that_are_found_need_not_be_named() -> None:
-    assert settings(PROXY_DISCOVERY__FILES="/a.yaml").fleet == "0 prefillers, 0 decoders, 1 sources of discovery"
-    assert settings("--decode d:1", PROXY_DISCOVERY__FILES="/a.yaml").fleet.startswith("0 prefillers, 1 decoders,")
+    assert settings(PROXY_DISCOVERY__FILES="/a.yaml").fleet == "0 prefillers, 0 decoders, 1 discovery source"
+    assert settings("--decode d:1", PROXY_DISCOVERY__FILES="/a.yaml").fleet.startswith("0 prefillers, 1 decoder,")
 
 
 def test_dns_names_are_those_of_a_role_and_may_be_a_stage_of_encoders() -> None:
@@ -61,7 +61,7 @@ def test_kubernetes_names_the_roles_that_have_a_selector(tmp_path: Path) -> None
     found = settings(f"--config {tmp_path}/gateway.yaml")
     assert found.kubernetes.selectors == {"prefill": "a=b", "decode": "c=d"}
     assert (found.kubernetes.token_file, found.kubernetes.ca_file) == (tmp_path / "token", Path("/ca"))
-    assert found.fleet == "0 prefillers, 0 decoders, 2 sources of discovery"
+    assert found.fleet == "0 prefillers, 0 decoders, 2 discovery sources"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import Identity, Setup
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.settings import CONNECTOR_TRAITS, SettingsError
+from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONNECTORS: Final = {part: name for name, traits in CONNECTOR_TRAITS.items() for part in traits.kv_connectors}
-"""By the name that vLLM and vLLM-Ascend give to what moves the KV cache."""
+"""The gateway's connectors, by the names of vLLM's and vLLM-Ascend's."""
+_KEEPING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+"""vLLM's connectors that move KV between an engine's device and its own host, for a larger cache."""
 
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
@@ -100,6 +103,8 @@ def unsuited(engine: EngineReport, connector: str, bootstrap_port: int | None) -
         return None
     if not setup.kv_connectors:
         return MisfitKind.CONNECTOR, "was started without a --kv-transfer-config, so it cannot hand over KV cache"
+    if _KEEPING.issuperset(setup.kv_connectors):
+        return MisfitKind.CONNECTOR, _keeps(setup.kv_connectors)
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     if served_by & {None, connector, *traits.passes_on}:
         return None
@@ -172,17 +177,26 @@ def _connector(engine: EngineReport) -> tuple[str, str]:
     parts = engine.setup.kv_connectors
     if not parts:
         raise SettingsError(f"connector auto: {engine.name} was started without a --kv-transfer-config")
+    if _KEEPING.issuperset(parts):
+        raise SettingsError(f"connector auto: {engine.name} {_keeps(parts)}")
     known = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
     handing_over = {name: part for name, part in known.items() if not CONNECTOR_TRAITS[name].is_store} or known
     if len(handing_over) != 1:
         raise SettingsError(
-            f"connector auto: {engine.name} has {' and '.join(parts)}, which is not known to be served by one "
-            "connector: name it"
+            f"connector auto: {engine.name} has {' and '.join(parts)}, which no single connector is known to serve: "
+            "set `connector`, see Connectors in OPERATING.md"
         )
     ((connector, part),) = handing_over.items()
     return part, connector
 
 
+def _keeps(parts: Sequence[str]) -> str:
+    return (
+        f"has {' and '.join(parts)}, which keeps KV cache on its own host and hands none over: combine it with "
+        "NixlConnector in a MultiConnector, or use connector plain"
+    )
+
+
 def _count_of(engines: Sequence[EngineReport]) -> str:
     counts = Counter(engine.role for engine in engines)
-    return f"{counts[Role.PREFILL]} prefill and {counts[Role.DECODE]} decode instances"
+    return f"{counts[Role.PREFILL]} prefill and {counted(counts[Role.DECODE], 'decode instance')}"

@@ -41,6 +41,9 @@ def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport
     return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
+UNSERVED = "which no single connector is known to serve: set `connector`, see Connectors in OPERATING.md"
+
+
 def problem(*engines: EngineReport) -> str:
     with pytest.raises(SettingsError) as raised:
         recognise(engines)
@@ -86,11 +89,19 @@ def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -
         ("MooncakeLayerwiseConnector", "ascend_layerwise"),
         ("AscendStoreConnector", "vllm_store"),
         ("MooncakeStoreConnector", "vllm_store"),
+        ("LMCacheConnectorV1", "vllm_store"),
+        ("LMCacheMPConnector", "vllm_store"),
+        ("FlexKVConnectorV1", "vllm_store"),
+        ("HF3FSKVConnector", "vllm_store"),
+        ("MooncakePullConnector", "vllm_pull"),
+        ("MooncakeConnectorV2", "vllm_pull"),
+        ("MooncakeD2RHConnectorV1", "vllm_pull"),
+        ("SfaRemoteD2HConnector", "ascend_layerwise"),
     ],
 )
 def test_vllm_in_development_mode_tells_how_its_cache_travels(told: str, connector: str) -> None:
     found = recognise([vllm(P, told, kv_role="kv_producer"), vllm(D, told, kv_role="kv_consumer")])
-    assert (found.connector, found.reason) == (connector, f"1 prefill and 1 decode instances are vLLM with {told}")
+    assert (found.connector, found.reason) == (connector, f"1 prefill and 1 decode instance are vLLM with {told}")
 
 
 @pytest.mark.parametrize(
@@ -132,15 +143,19 @@ def test_one_engine_that_tells_is_enough() -> None:
             "p:1 was started without a --kv-transfer-config",
         ),
         (
+            [vllm(P, "OffloadingConnector"), vllm(D)],
+            (
+                "10.0.0.1:7100 has OffloadingConnector, which keeps KV cache on its own host and hands none over: "
+                "combine it with NixlConnector in a MultiConnector, or use connector plain"
+            ),
+        ),
+        (
             [vllm(P, "MoRIIOConnector"), vllm(D)],
-            "10.0.0.1:7100 has MoRIIOConnector, which is not known to be served by one connector: name it",
+            "10.0.0.1:7100 has MoRIIOConnector, " + UNSERVED,
         ),
         (
             [vllm(P, "NixlConnector", "MooncakeLayerwiseConnector"), vllm(D)],
-            (
-                "10.0.0.1:7100 has NixlConnector and MooncakeLayerwiseConnector, which is not known to be served by "
-                "one connector: name it"
-            ),
+            "10.0.0.1:7100 has NixlConnector and MooncakeLayerwiseConnector, " + UNSERVED,
         ),
         (
             [said(P, "p:1", models("lmdeploy")), vllm(D)],
@@ -167,7 +182,7 @@ def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
 )
 def test_a_configuration_of_any_shape_is_not_known(transfer: Any) -> None:
     engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
-    assert "name it" in problem(engine, vllm(D))
+    assert "which no single connector is known to serve" in problem(engine, vllm(D))
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
@@ -208,7 +223,7 @@ def test_an_engine_that_does_not_suit_the_chosen_connector(
         (vllm(D, "NixlConnector", kv_role="kv_producer"), "vllm_pull"),  # NIXL's roles are the same
         (vllm(P, "NixlConnector"), "vllm_store"),  # what it names is fetched there, too
         (vllm(P, "NixlConnector", "MooncakeStoreConnector"), "vllm_pull"),
-        (vllm(P, "LMCacheConnectorV1"), "vllm_pull"),  # nobody here knows it
+        (vllm(P, "P2pNcclConnector"), "vllm_pull"),  # no connector is known to serve it
         (vllm(D, "NixlConnector"), "plain"),
         (sglang(P), "sglang_bootstrap"),
         (sglang(D, "null"), "plain"),
