@@ -179,6 +179,8 @@ def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> 
         ("0.0.0.0", {"PROXY_AUTH__ADMIN_KEY": "k-1"}, ["every client that can reach 0.0.0.0 is served without a key"]),
         ("10.0.0.1", {"PROXY_ADMIN__PORT": "9000"}, ["every client that can reach 10.0.0.1 is served without a key"]),
         ("127.0.0.1", {"PROXY_ADMIN__PORT": "9000", "PROXY_ADMIN__HOST": "::"}, ["administration is closed"]),
+        ("127.0.0.1", {"PROXY_ADMIN__TRUST_LOCAL": "true"}, ["every program on this host may administer"]),
+        ("127.0.0.1", {"PROXY_ADMIN__TRUST_LOCAL": "true", "PROXY_AUTH__ADMIN_KEY": "k-1"}, []),
     ],
 )
 def test_check_config_tells_who_is_let_in(

@@ -1,19 +1,22 @@
-"""Who may administer: holders of the admin key, or without one a program on this host, where that can be told.
+"""Who may administer: holders of the admin key, or without one a program of the gateway's own user on this host.
 
-A connection from this host's loopback address says little on a listener that others reach, too: a TLS terminator or a
-sidecar on this host connects from there for anybody. So without a key only a listener on a loopback address lets
-administrators in, and only those who come straight from a program: nothing in their headers may say that the request
-was made for somebody else, as a reverse proxy or a browser does. The status page is excepted, as long as it only looks.
+A connection from this host's loopback address says little: a TLS terminator, a reverse proxy or a sidecar on this host
+connects from there for anybody. So without a key only a listener on a loopback address lets administrators in. Nothing
+in their headers may say that the request was made for somebody else, as a reverse proxy or a browser does; the status
+page may look. And where clients connect, too, the gateway's own user must have opened the connection, see
+`socket_owner.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
+from proxy.api import socket_owner
 from proxy.errors import GatewayError, LimitExceeded
 from proxy.settings import is_loopback
 
@@ -34,23 +37,26 @@ _ON_BEHALF: Final = re.compile(
 class Administrators:
     """What the administration's routes ask before they do anything."""
 
-    def __init__(self, admin_key: str | None, *, listens_on: str) -> None:
-        """`admin_key` None: being on this host is enough, if `listens_on`, the host of the listener, is a loopback
-        address.
+    def __init__(self, admin_key: str | None, *, listens_on: str, trusts_local: bool = False) -> None:
+        """`admin_key` None: a program on this host may administer, if `listens_on`, the host of the listener, is a
+        loopback address. `trusts_local`: a program of any user, instead of the gateway's own.
         """
         self._admin_key = admin_key
         self._listens_on = listens_on
+        self._trusts_local = trusts_local
         self._changes = 0
+        self._one_look = asyncio.Lock()
 
-    def configure(self, admin_key: str | None) -> None:
-        """From now on this key lets administrators in."""
+    def configure(self, admin_key: str | None, *, trusts_local: bool) -> None:
+        """Apply these from now on."""
         self._admin_key = admin_key
+        self._trusts_local = trusts_local
 
     def only(self, handler: Handler) -> Handler:
         """The handler for administrators alone."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            self.check(request)
+            await self.check(request)
             return await handler(request)
 
         return guarded
@@ -70,31 +76,47 @@ class Administrators:
 
         return self.only(limited)
 
-    def check(self, request: web.Request) -> None:
+    async def check(self, request: web.Request) -> None:
         """Raise GatewayError unless the caller may administer."""
         if self._admin_key is not None:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             given = request.headers.get("X-Admin-Key") or (token if scheme.lower() == "bearer" else "")
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._admin_key.encode()):
                 raise GatewayError("this route needs the admin key", code="admin_key_required", status=401)
-        elif (objection := self._objection(request)) is not None:
+            return
+        remedy = "or give administration a listener on this host alone (admin.port)"
+        found = self._objection(request)
+        if found is None and (found := await self._objection_to_owner(request)) is not None:
+            remedy += ", or set admin.trust_local if no program on this host passes on requests of others"
+        if found is not None:
             raise GatewayError(
-                f"administration needs a key here, since {objection}; set auth.admin_key and send it as X-Admin-Key, "
-                "or give administration a listener on this host alone (admin.port)",
+                f"administration needs a key here, since {found}; set auth.admin_key and send it as X-Admin-Key, "
+                + remedy,
                 code="admin_key_not_configured",
                 status=403,
             )
 
-    def admits(self, request: web.Request) -> bool:
-        """Whether the caller may administer."""
+    async def admits(self, request: web.Request) -> bool:
+        """Return whether the caller may administer."""
         try:
-            self.check(request)
+            await self.check(request)
         except GatewayError:
             return False
         return True
 
+    async def _objection_to_owner(self, request: web.Request) -> str | None:
+        """Return why another user's program may have opened the connection, None if this user's has."""
+        if self._trusts_local:
+            return None
+        transport = request.transport
+        assert transport is not None  # see _objection
+        ends = (transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
+        # In a thread, so that no stream waits for it, and one after the other, because a host may have many sockets.
+        async with self._one_look:
+            return await asyncio.to_thread(socket_owner.objection, *ends)
+
     def _objection(self, request: web.Request) -> str | None:
-        """Why this need not be an administrator's program on this host, None if it is one."""
+        """Return why this need not be a program on this host that acts for itself, None if it is one."""
         if not is_loopback(self._listens_on):
             return f"the gateway listens on {self._listens_on}, which others may reach"
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None

@@ -33,7 +33,7 @@ class DebugHeaders:
         if ASKS not in request.headers:
             return
         record = request.get(RECORD)
-        if record is not None and self._administrators.admits(request):
+        if record is not None and await self._administrators.admits(request):
             response.headers.update(_told(record))
 
 

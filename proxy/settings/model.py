@@ -95,6 +95,10 @@ class Admin(Section):
     probe_port: ListenPort | None = None
     """TCP port on which a separate thread answers /livez and /readyz, which a busy event loop cannot delay; null: no
     such port."""
+    trust_local: bool = False
+    """Whether programs of all users on this host may administer without a key on the clients' listener, if that is on a
+    loopback address. By default only programs of the gateway's own user may, as a reverse proxy passes on requests of
+    others. Only set it if no program on this host does that."""
     networks: Networks = (
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
         *("::1/128", "fc00::/7"),
@@ -590,6 +594,11 @@ class Settings(Section):
             told.append(
                 f"administration is closed, because other hosts may reach {self.administration_host}: set "
                 "auth.admin_key, or admin.port for a listener on this host alone"
+            )
+        elif self.admin.trust_local and self.admin.port is None and self.auth.admin_key is None:
+            told.append(
+                "every program on this host may administer, and with it every client of a reverse proxy on this host: "
+                "unset admin.trust_local or set auth.admin_key, unless there is no such program"
             )
         return tuple(told)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.api.admin import AdminApi
-from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instance_view import InstanceView
 from proxy.api.instances import InstancesApi
 from proxy.api.requests import RequestsApi
 from proxy.api.status_page import StatusPage
-from proxy.configuration import shown, text_of
-from proxy.worker.applications import application, http_listener
+from proxy.configuration import shown
+from proxy.worker.applications import administrators_of, application, http_listener
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -42,8 +41,8 @@ def _routes(
     basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
 ) -> list[web.RouteDef]:
     shared, settings = basis.shared, basis.settings
-    administrators = Administrators(text_of(settings.auth.admin_key), listens_on=settings.administration_host)
-    basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
+    has_own_port = settings.admin.port is not None
+    administrators = administrators_of(basis, settings.administration_host, trusts_local=has_own_port)
     view = InstanceView(
         pools=engines.pools,
         roster=shared.roster,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from proxy.api.administrators import Administrators
+from proxy.configuration import text_of
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
 
@@ -21,6 +23,23 @@ def application(basis: Basis) -> web.Application:
     app = web.Application()
     replies.install(app, basis.metrics)
     return app
+
+
+def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) -> Administrators:
+    """Create the check for administrators on the listener of this host. `trusts_local`: clients do not use it."""
+
+    def configuration(settings: Settings) -> tuple[str | None, bool]:
+        return text_of(settings.auth.admin_key), trusts_local or settings.admin.trust_local
+
+    key, is_trusted = configuration(basis.settings)
+    administrators = Administrators(key, listens_on=host, trusts_local=is_trusted)
+
+    def configure(new: Settings) -> None:
+        key, is_trusted = configuration(new)
+        administrators.configure(key, trusts_local=is_trusted)
+
+    basis.live.add(configure)
+    return administrators
 
 
 def http_listener(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from proxy.api.administrators import Administrators
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
 from proxy.api.debug_headers import DebugHeaders
@@ -20,7 +19,7 @@ from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
 from proxy.api.status_page import StatusPage
 from proxy.api_keys import ApiKeys
-from proxy.configuration import secrets_of, text_of
+from proxy.configuration import secrets_of
 from proxy.dialects import DIALECTS
 from proxy.fast_path.connection import FastConnection
 from proxy.fast_path.intake import Intake
@@ -33,7 +32,7 @@ from proxy.listener import replies
 from proxy.logs import Redaction
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.observers import Observers
-from proxy.worker.applications import application, http_listener
+from proxy.worker.applications import administrators_of, application, http_listener
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -174,9 +173,7 @@ def _gateway(
 
 
 def _debug_headers(basis: Basis) -> DebugHeaders:
-    administrators = Administrators(text_of(basis.settings.auth.admin_key), listens_on=basis.settings.listen.host)
-    basis.live.add(lambda new: administrators.configure(text_of(new.auth.admin_key)))
-    return DebugHeaders(administrators)
+    return DebugHeaders(administrators_of(basis, basis.settings.listen.host))
 
 
 def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:

@@ -200,7 +200,10 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
         if sock is not None
         for socket_host, socket_port in [sock.getsockname()[:2]]
     ]
-    here = "from this host only" if is_loopback(settings.administration_host) else "closed"
+    is_any_users = settings.admin.trust_local or settings.admin.port is not None
+    here = "from this host only" if is_any_users else "from this user's programs only"
+    if not is_loopback(settings.administration_host):
+        here = "closed"
     admin = "with the admin key" if settings.auth.admin_key else here
     return (
         f"{BUILD} on {', '.join(ports)}, connector {settings.connector}, "

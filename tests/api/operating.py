@@ -44,6 +44,7 @@ async def client_of(
     *,
     admin_key: str | None = None,
     listens_on: str = "127.0.0.1",
+    trusts_local: bool = False,
     roles: Collection[Role] = (Role.PREFILL, Role.DECODE),
     is_draining: bool = False,
     keys: EngineKeys | None = None,
@@ -56,7 +57,7 @@ async def client_of(
     pools = {role: gateway.pools[role] for role in roles}
     drain = Drain()
     drain.is_draining = is_draining
-    administrators = Administrators(admin_key, listens_on=listens_on)
+    administrators = Administrators(admin_key, listens_on=listens_on, trusts_local=trusts_local)
     names = names or Names(RULES, (), gateway.metrics)
     view = InstanceView(
         pools,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from proxy.backend import Role
@@ -143,10 +145,32 @@ async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: 
         def is_closing(self) -> bool:
             return False
 
-    client = await client_of(gateway)
+    client = await client_of(gateway, trusts_local=True)
     request = make_mocked_request("GET", "/instances", app=client.app, transport=Transport())
     answer = await client.app._handle(request)
     assert answer.status == status
+
+
+@pytest.mark.fault(141)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_without_a_key_the_connection_must_be_of_this_user(gateway: Gateway, method: str, path: str) -> None:
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
+
+        def is_closing(self) -> bool:
+            return False
+
+    client = await client_of(gateway)
+    request = make_mocked_request(method, path, app=client.app, transport=Transport())
+    answer = await client.app._handle(request)
+    assert answer.status == 403
+    assert isinstance(answer, web.Response)
+    assert json.loads(answer.text or "")["error"]["message"] == (
+        "administration needs a key here, since the system does not tell which user opened the connection; set "
+        "auth.admin_key and send it as X-Admin-Key, or give administration a listener on this host alone (admin.port), "
+        "or set admin.trust_local if no program on this host passes on requests of others"
+    )
 
 
 @pytest.mark.parametrize("path", CHANGES)

@@ -1,0 +1,130 @@
+"""Which user opened a connection from this host, as Linux reports it in /proc.
+
+A reverse proxy on this host connects from loopback for any client, and need not add a header. It usually runs as
+another user or in another container, and both can be seen: `/proc/net/tcp` has the user of each socket, and
+`/proc/PID/fd` the sockets of each process in this container.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_UNKNOWN: Final = "the system does not tell which user opened the connection"
+_CHUNK_BYTES: Final = 1 << 18
+
+
+class _Owner(NamedTuple):
+    uid: int
+    inode: int
+
+
+def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
+    """Say why a connection need not be the gateway's user's; None if this user opened it, in this container. It reads
+    up to one line per socket of the host, so call it in a thread.
+
+    Args:
+        peer: The address and port from which the connection comes.
+        local: The gateway's own address and port of the connection.
+    """
+    try:
+        owner = _owner(peer, local)
+        if owner is None or owner.uid == _unmapped_uid():
+            return _UNKNOWN
+        if owner.uid != os.geteuid():
+            return f"a program of another user (uid {owner.uid}) opened the connection, as a reverse proxy does"
+        if not _is_of_this_container(owner):
+            return "a program of another container opened the connection, as a reverse proxy does"
+    except (OSError, ValueError):  # no Linux, or a sandbox without /proc
+        return _UNKNOWN
+    return None
+
+
+def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
+    """Return who has the socket at the other end, None if that is not to be seen."""
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with suppress(FileNotFoundError):  # a host without IPv6 has no such table
+            wanted = b" %s %s " % (_in_table(peer, family), _in_table(local, family))
+            if (row := _row(Path("/proc/net", table), wanted)) is not None:
+                # After the two addresses: state, queues, timer, retransmissions, uid, timeout, inode.
+                fields = row.split()
+                owner = _Owner(uid=int(fields[4]), inode=int(fields[6]))
+                return owner if owner.inode else None  # a socket that was closed counts as root's
+    return None
+
+
+def _in_table(address: tuple[Any, ...], family: socket.AddressFamily) -> bytes:
+    """Write an address and port as the kernel does: words of 32 bits in the order of this processor."""
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if family is socket.AF_INET6 and ip.version == 4:
+        ip = ipaddress.IPv6Address(f"::ffff:{ip}")
+    words = struct.unpack(f"={len(ip.packed) // 4}I", ip.packed)
+    return ("".join(f"{word:08X}" for word in words) + f":{address[1]:04X}").encode()
+
+
+def _row(table: Path, wanted: bytes) -> bytes | None:
+    """Return what follows `wanted` in its line. The lines are not split: there may be a hundred thousand."""
+    with open(table, "rb", buffering=0) as file:
+        kept = b""
+        while chunk := file.read(_CHUNK_BYTES):
+            kept += chunk
+            place = kept.find(wanted)
+            if place >= 0 and (end := kept.find(b"\n", place)) >= 0:
+                return kept[place + len(wanted) : end]
+            kept = kept[kept.rfind(b"\n") + 1 :]
+    return None
+
+
+def _unmapped_uid() -> int:
+    """Return the uid by which the kernel shows users that this user namespace does not have."""
+    return int(Path("/proc/sys/kernel/overflowuid").read_bytes())
+
+
+def _is_of_this_container(owner: _Owner) -> bool:
+    """Return whether a process that runs here has the socket. Containers of one pod share loopback and often the user,
+    but not the processes. A process that keeps its files from its own user, as sshd's does behind which an operator
+    comes, may have it; root can look into all that it has started.
+    """
+    here = os.readlink("/proc/self/ns/pid")
+    is_one_hidden = False
+    for pid in _pids():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if _effective_uid(pid) == owner.uid:
+                try:
+                    if os.readlink(f"/proc/{pid}/ns/pid") == here and _has_socket(pid, owner.inode):
+                        return True
+                except PermissionError:
+                    is_one_hidden = True
+    return is_one_hidden and owner.uid != 0
+
+
+def _pids() -> Iterator[int]:
+    """Return the newest first, as a command that somebody types is, and this process with its many files last."""
+    own = os.getpid()
+    yield from sorted(
+        (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own), reverse=True
+    )
+    yield own
+
+
+def _effective_uid(pid: int) -> int:
+    _, _, rest = Path(f"/proc/{pid}/status").read_bytes().partition(b"\nUid:")
+    return int(rest.split(maxsplit=2)[1])
+
+
+def _has_socket(pid: int, inode: int) -> bool:
+    name = f"socket:[{inode}]"
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            if os.readlink(f"/proc/{pid}/fd/{fd}") == name:
+                return True
+    return False
