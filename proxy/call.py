@@ -81,6 +81,8 @@ class Call:
     """What the client calls the model, if engines call it otherwise."""
     asked: Any = None
     """What its dialect keeps of the client's own words for the answer; None where it needs nothing."""
+    left_out: Sequence[str] = ()
+    """Kinds of tools and content that its dialect has left out, because no engine can serve them."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
     """The client's fields, as engines take them: the document's."""
 
@@ -188,7 +190,9 @@ class Call:
     def stops(self) -> Sequence[str]:
         """The stop strings."""
         stop = self.sampling.get("stop")
-        return [stop] if isinstance(stop, str) else [text for text in stop or () if isinstance(text, str)]
+        if isinstance(stop, list):
+            return [text for text in stop if isinstance(text, str)]
+        return [stop] if isinstance(stop, str) else []
 
     @property
     def wants_ids(self) -> bool:

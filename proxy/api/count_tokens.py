@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import counted
-from proxy.dialects.messages import Messages, tokenizer_body
+from proxy.dialects.messages import Messages
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
@@ -79,7 +79,7 @@ class CountTokensApi:
 
     async def _ask(self, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         """Raises NoBackendAvailable, UpstreamError."""
-        chat = tokenizer_body(values)
+        chat = Messages().prompt(values)
         body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
         lane = self._lanes.of(values.get("model"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
 
+logger = logging.getLogger(__name__)
+
+# Kinds are names that clients choose: no more are remembered, and then some are logged again.
+_MAX_LOGGED_KINDS: Final = 1024
+
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
@@ -57,6 +63,8 @@ class GenerationApi:
         self._keys = keys
         self._drain = drain
         self._observers = observers
+        self._logged: set[tuple[str, str, str]] = set()
+        """Paths, names of client keys and kinds of which a warning was logged that they are left out."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -109,6 +117,8 @@ class GenerationApi:
             call = self._names.translated(call)
             if isinstance(dialect, Translated):
                 call = self._system_first.arranged(call)
+            if call.left_out:
+                self._log_left_out(dialect.path, key.name, call.left_out)
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream, record.model = call.stream, call.model
@@ -119,6 +129,19 @@ class GenerationApi:
                     return await self._stream(dialect, call, request, record, lane.gateway)
                 body = await lane.gateway.complete(dialect, call, record)
             return web.Response(body=body, content_type="application/json")
+
+    def _log_left_out(self, path: str, key: str, kinds: Sequence[str]) -> None:
+        """Log once for each client key what its requests contain that no engine can serve."""
+        for kind in kinds:
+            if (path, key, kind) in self._logged:
+                continue
+            if len(self._logged) >= _MAX_LOGGED_KINDS:
+                self._logged.clear()
+            self._logged.add((path, key, kind))
+            logger.warning(
+                "left out of requests to %s by client key %s: %s, which no engine can serve; logged once",
+                *(path, key, kind),
+            )
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """The headers that reach the engines."""

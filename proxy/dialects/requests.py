@@ -70,6 +70,18 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def at_least_one(values: Mapping[str, Any], name: str) -> object:
+    """A limit, however its number is spelled. Raises BadRequest for a value that is no whole number of at least 1."""
+    value = values.get(name)
+    try:
+        number: Any = whole_number(value)
+        if number >= 1:
+            return number
+    except ValueError:
+        pass
+    raise BadRequest(f"{name} must be a positive whole number", param=name)
+
+
 def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A member that is an object; an empty one if it is not there. Raises BadRequest."""
     value = values.get(name)

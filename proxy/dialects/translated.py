@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.dialects.left_out import LeftOut
 from proxy.dialects.openai import ChatCompletions
 from proxy.errors import BadRequest, UpstreamError
 from proxy.wire.document import Document
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from proxy.errors import GatewayError
     from proxy.settings import Cost
 
+_OF_THE_PROMPT: Final = (
+    *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
+)
 # Of an engine's words that are no JSON.
 _MAX_WORDS: Final = 1000
 
@@ -34,16 +38,29 @@ class Translated(ChatCompletions):
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """The chat that engines are asked for; see Dialect."""
+        left_out = LeftOut()
+        chat = self.chat(document.values, left_out)
+        asked = self.asked(document.values)
         try:
-            raw = orjson.dumps(self.chat(document.values))
+            raw = orjson.dumps(chat)
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
         call = super().parse(Document(raw), cost, headers)
-        return replace(call, asked=self.asked(document.values))
+        return replace(call, asked=asked, left_out=left_out.kinds)
 
     @abstractmethod
-    def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. Raises BadRequest."""
+    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+        """The body of a chat completion that asks for the same. Raises BadRequest.
+
+        Kinds of tools and content that cannot be served are added to `left_out`.
+        """
+
+    def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The members of that chat which make its prompt, as vLLM's tokenizer takes them (TokenizeChatRequest). Raises
+        BadRequest.
+        """
+        chat = self.chat(values, LeftOut())
+        return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
 
     def asked(self, values: Mapping[str, Any]) -> Any:
         """What the answer needs of the body; see Call."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.dialects.left_out import LeftOut
 from proxy.dialects.messages.request import chat_of
 from proxy.errors import BadRequest
 
@@ -14,7 +15,13 @@ PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_of({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}], **fields})
+    return chat_and_left_out(**fields)[0]
+
+
+def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    left_out = LeftOut()
+    told = chat_of({"model": "m", "max_tokens": 8, "messages": [user("Hi")], **fields}, left_out)
+    return told, left_out.kinds
 
 
 def messages(*turns: tuple[str, Any], **fields: Any) -> list[dict[str, Any]]:
@@ -236,7 +243,138 @@ def test_how_tools_may_be_used(choice: dict[str, Any], told: dict[str, Any]) -> 
     assert {name: asked[name] for name in ("tool_choice", "parallel_tool_calls") if name in asked} == told
 
 
-DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}}
+def document(kind: str = "base64", **source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": kind, **source}}
+
+
+PDF = document(media_type="application/pdf", data="JVBERi0xLjQK")
+PDF_NOTE = "[PDF, 9 bytes: not readable by this model]"
+SEARCH = {"type": "web_search_result", "url": "https://a.example", "title": "A", "encrypted_content": "x" * 9}
+
+
+@pytest.mark.parametrize(
+    ("block", "told", "left_out"),
+    [
+        (PDF, [text(PDF_NOTE)], ("content document",)),
+        ({**PDF, "title": "a.pdf", "context": "of 1999"}, [text(f"{PDF_NOTE[:4]} a.pdf{PDF_NOTE[4:]}\nof 1999")], True),
+        (
+            document("url", url="https://a.example/b.pdf"),
+            [text("[PDF https://a.example/b.pdf: not readable by this model]")],
+            True,
+        ),
+        (document("file", file_id="file_1"), [text("[file file_1: not readable by this model]")], True),
+        (document(media_type="image/tiff", data="aGk="), [text("[image, 2 bytes: not readable by this model]")], True),
+        (document("future"), [text("[file: not readable by this model]")], True),
+        (document("text", media_type="text/plain", data="Grass."), [text("Grass.")], ()),
+        (document(media_type="text/plain", data="R3Jhc3Mu"), [text("Grass.")], ()),
+        ({**document("text", data="Grass."), "title": "T"}, [text("T"), text("Grass.")], ()),
+        (document("content", content="Grass."), [text("Grass.")], ()),
+        (document("content", content=[text("Grass."), PICTURE]), [text("Grass."), PART], ()),
+        ({"type": "search_result", "source": "s", "title": "T", "content": [text("a")]}, [text("T\ns\na")], ()),
+        (
+            {**PICTURE, "source": {"type": "file", "file_id": "f"}},
+            [text("[image f: not readable by this model]")],
+            True,
+        ),
+        (
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "grass"}},
+            [text('[server_tool_use] {"name": "web_search", "input": {"query": "grass"}}')],
+            (),
+        ),
+        (
+            {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [SEARCH]},
+            [
+                text(
+                    '[web_search_tool_result] {"content": '
+                    '[{"type": "web_search_result", "url": "https://a.example", "title": "A"}]}'
+                )
+            ],
+            (),
+        ),
+        ({"type": "mcp_tool_result", "tool_use_id": "m", "content": [text("42"), PICTURE]}, [text("42"), PART], ()),
+        ({"type": "mcp_tool_result", "tool_use_id": "m", "content": "42"}, [text("42")], ()),
+        ({"type": "container_upload", "file_id": "f"}, [text('[container_upload] {"file_id": "f"}')], ()),
+        (
+            {"type": "compaction", "encrypted_content": "x"},
+            [text("[content compaction: not readable by this model]")],
+            ("content compaction",),
+        ),
+        ({"type": "blob", "bytes": "x" * 600}, [text('[blob] {"bytes": "[600 bytes]"}')], ()),
+        ({"type": ["odd"]}, [text("[content of an unknown type: not readable by this model]")], True),
+        ({"type": "redacted_thinking", "data": "x"}, [], ()),
+    ],
+)
+@pytest.mark.parametrize("where", ["user", "tool_result", "assistant", "system"])
+def test_a_block_that_is_not_served_is_told_as_text(block: Any, told: Any, left_out: Any, where: str) -> None:
+    """A client sends its history again with each turn, and cannot take the block out."""
+    beside, words = text("See:"), [text("See:"), *told]
+    only_text = [each["text"] if each["type"] == "text" else "[image: not readable by this model]" for each in words]
+    images = [each for each in words if each["type"] != "text"]
+    if where == "system":
+        asked, kinds = chat_and_left_out(system=[beside, block])
+        assert asked["messages"][0]["content"] == "See:" + "\n".join(only_text[1:])
+    elif where == "tool_result":
+        asked, kinds = chat_and_left_out(messages=[user([result([beside, block])])])
+        expected = [returned("\n".join(each["text"] for each in words if each["type"] == "text"))]
+        assert asked["messages"] == expected + ([user(images)] if images else [])
+    else:
+        asked, kinds = chat_and_left_out(messages=[{"role": where, "content": [beside, block]}])
+        assert asked["messages"][0]["content"] == (words if len(words) > 1 else "See:")
+    if left_out is True:
+        assert kinds
+    else:
+        assert kinds == left_out
+
+
+def test_blocks_within_blocks_end_somewhere() -> None:
+    block: dict[str, Any] = text("x")
+    for _ in range(300):
+        block = document("content", content=[block])
+    assert messages(("user", [block])) == [user("[content: not readable by this model]")]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "code_execution_20250825", "name": "code_execution"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "mcp_toolset", "mcp_server_name": "s"},
+        {"type": "future_20990101"},
+    ],
+)
+def test_a_tool_that_anthropic_defines_is_left_out(given: dict[str, Any]) -> None:
+    asked, left_out = chat_and_left_out(tools=[tool(), given])
+    assert [each["function"]["name"] for each in asked["tools"]] == ["find"]
+    assert left_out == (f"tool {given['type']}",)
+    assert "tools" not in chat(tools=[given])
+    with pytest.raises(BadRequest, match=f"demands a tool of type {given['type']}, which no engine here can serve"):
+        chat(tools=[given], tool_choice={"type": "any"})
+    if "name" in given:
+        with pytest.raises(BadRequest, match=f"demands a tool of type {given['type']}"):
+            chat(tools=[tool(), given], tool_choice={"type": "tool", "name": given["name"]})
+
+
+def test_a_tool_of_an_unknown_type_with_a_schema_is_a_function() -> None:
+    assert chat(tools=[tool(type="future_20990101")]) == chat(tools=[tool()])
+
+
+def test_servers_of_tools_are_left_out() -> None:
+    asked, left_out = chat_and_left_out(mcp_servers=[{"type": "url", "url": "https://a.example", "name": "s"}])
+    assert (asked, left_out) == (chat(), ("tool mcp_servers",))
+
+
+@pytest.mark.parametrize("kind", ["tool_addition", "tool_removal"])
+def test_a_change_of_a_tool_that_is_not_declared_is_left_out(kind: str) -> None:
+    turns = [user("Hi"), {"role": "system", "content": change(kind, reference("show"))[1]}]
+    asked, left_out = chat_and_left_out(messages=turns, tools=[tool()])
+    assert ([each["function"]["name"] for each in asked["tools"]], left_out) == (["find"], (f"content {kind}",))
+
+
+@pytest.mark.parametrize("limit", [1000, 1000.0, "1000"])
+def test_a_limit_may_be_spelled_as_in_chats(limit: Any) -> None:
+    asked = chat(max_tokens=limit)
+    assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1000, 1000)
 
 
 @pytest.mark.parametrize(
@@ -244,31 +382,26 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}}
     [
         ({"max_tokens": None}, "max_tokens", "positive whole number"),
         ({"max_tokens": 0}, "max_tokens", "positive whole number"),
+        ({"max_tokens": 1.5}, "max_tokens", "positive whole number"),
+        ({"max_tokens": "many"}, "max_tokens", "positive whole number"),
+        ({"stop_sequences": 7}, "stop_sequences", "list of texts"),
+        ({"stop_sequences": [7]}, "stop_sequences", "list of texts"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
         ({"messages": []}, "messages", "not empty"),
         ({"messages": "Hi"}, "messages", "list"),
         ({"messages": ["Hi"]}, "messages", "objects"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "role"),
         ({"messages": [user(7)]}, "messages", "text or a list"),
-        ({"messages": [user([DOCUMENT])]}, "messages", "documents are not served here; send their text"),
-        ({"messages": [user([result([DOCUMENT])])]}, "messages", "documents are not served here"),
-        ({"messages": [user([{"type": "search_result"}])]}, "messages", "search_result"),
         ({"messages": [user([{"type": "text"}])]}, "messages", "must have text"),
-        ({"messages": [user([{**PICTURE, "source": {"type": "file", "file_id": "x"}}])]}, "messages", "not from files"),
-        ({"messages": [user([{"type": "tool_addition", "tool": SHOW}])]}, "messages", "tool_addition are not served"),
-        (
-            {"messages": [{"role": "system", "content": change("tool_removal", reference("show"))[1]}]},
-            "messages",
-            "tool_removal must have a tool that is declared",
-        ),
-        ({"messages": [{"role": "system", "content": change("tool_removal", SHOW)[1]}]}, "messages", "declared"),
         ({"system": 7}, "system", "text"),
-        ({"system": [PICTURE]}, "system", "text blocks only"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools", "not served"),
+        ({"tools": [{"name": "find"}]}, "tools", "an input_schema"),
+        ({"tools": [{"type": "custom", "input_schema": {}}]}, "tools", "a name"),
+        ({"tools": [tool()], "tool_choice": {"type": ["auto"]}}, "tool_choice", "must be auto"),
         ({"tools": [tool()], "tool_choice": {"type": "tool"}}, "tool_choice", "with its name"),
         ({"thinking": {"type": "deep"}}, "thinking", "adaptive"),
         ({"thinking": "deep"}, "thinking", "an object"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config", "json_schema"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "not served here"),
+        ({"messages": [user([result({"a": 1})])]}, "messages", "list of objects"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], param: str, words: str) -> None:

@@ -12,7 +12,7 @@ from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
 from tests.deployment import generations
-from tests.dialects.responses import TOOLS, ask, events, question, response, story
+from tests.dialects.responses import PATH, TOOLS, ask, events, question, response, story
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
@@ -70,6 +70,17 @@ async def test_a_custom_tool_is_told_text(deploy: Deploy, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_search_for_tools_is_an_item_of_its_own(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1, engine=PARSERS)
+    search = {"type": "tool_search", "execution": "client", "parameters": TOOLS[0]["parameters"]}
+    got = response(await ask(gateway, story(tools=[search], stream=stream)))
+    call = got["output"][-1]
+    assert (call["type"], call["execution"], call["status"]) == ("tool_search_call", "client", "completed")
+    assert call["call_id"].startswith("functions.tool_search:")
+    assert call["arguments"] == {"q": "café"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_of_a_namespace_is_called_by_both_names(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     space = {"type": "namespace", "name": "agents", "tools": TOOLS}
@@ -116,6 +127,23 @@ async def test_what_a_client_calls_its_conversation_is_a_session(gateway: Deploy
     assert seen.body["kv_transfer_params"].get("remote_host") != "10.0.0.1"
 
 
+async def test_what_is_left_out_is_logged_once_for_each_key(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(1, 1)
+    keys = {name: ClientKey(name=name, key_sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("a", "b")}
+    slots = {"a": 0, "b": 1}
+    gateway.worker.apply(replace(gateway.worker.current, client_keys=tuple(keys.values()), slots=slots))
+    tools = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "bad\nname"}]
+    for _ in range(2):
+        for name in keys:
+            response(await ask(gateway, question(tools=tools), Authorization=f"Bearer {name}"))
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert sorted(told) == [
+        f"left out of requests to {PATH} by client key {key}: tool {kind}, which no engine can serve; logged once"
+        for key in keys
+        for kind in ("image_generation", "of an unknown type", "web_search")
+    ]
+
+
 # Errors
 
 
@@ -126,7 +154,7 @@ async def test_what_a_client_calls_its_conversation_is_a_session(gateway: Deploy
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "as instructions and input"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools of type web_search are not served here"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "demands a tool of type web_search"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "items are not kept here: send them in full"),
     ],
 )

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
+from proxy.dialects.left_out import LeftOut
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.request import chat_of
 from proxy.errors import BadRequest
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return chat_of({"model": "m", "input": "Hi", **fields})
+    return chat_and_left_out(**fields)[0]
+
+
+def chat_and_left_out(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    left_out = LeftOut()
+    return chat_of({"model": "m", "input": "Hi", **fields}, left_out), left_out.kinds
 
 
 def messages(given: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -224,19 +230,18 @@ def test_nothing_else_that_is_not_complete_is() -> None:
         ({"input": ["Hi"]}, "input", "text or a list"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "role"),
         ({"input": [user(7)]}, "input", "text or a list"),
-        ({"input": [user([{"type": "input_file", "file_id": "f"}])]}, "input", "parts of type input_file"),
-        ({"input": [user([{"type": "input_image", "file_id": "f"}])]}, "input", "not from files"),
-        ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input", "items of type web_search_call"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "call_id"),
         ({"input": [call(arguments={"a": 1})]}, "input", "text"),
-        ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input", "images are for users"),
         ({"instructions": 7}, "instructions", "text"),
         ({"max_output_tokens": 0}, "max_output_tokens", "positive whole number"),
+        ({"include": 7}, "include", "list"),
+        ({"tools": [{"type": "custom", "name": "a", "format": 7}]}, "tools", "format of a custom tool"),
+        ({"tools": [TOOL], "tool_choice": 7}, "tool_choice", "text or an object"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": 7}}, "tool_choice", "list of objects"),
+        ({"input": [user("Hi"), {"type": "additional_tools", "tools": 7}]}, "input", "list of objects"),
         ({"tools": "all"}, "tools", "list of objects"),
         ({"tools": [{"type": "function"}]}, "tools", "a name"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools", "the tools of a namespace"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools", "tools of type mcp"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools", "tools of type mcp are not served here"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "name"),
         ({"text": {"format": {"type": "xml"}}}, "text", "json_schema"),
@@ -248,3 +253,155 @@ def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], param:
     with pytest.raises(BadRequest, match=words) as refused:
         chat(**fields)
     assert refused.value.param == param
+
+
+def file(**members: Any) -> dict[str, Any]:
+    return {"type": "input_file", **members}
+
+
+@pytest.mark.parametrize(
+    ("part", "told", "left_out"),
+    [
+        (file(file_id="f"), "[file f: not readable by this model]", ("content input_file",)),
+        (
+            file(filename="a.pdf", file_data="data:application/pdf;base64,JVBERi0xLjQK"),
+            "[PDF a.pdf, 9 bytes: not readable by this model]",
+            ("content input_file",),
+        ),
+        (file(filename="a.txt", file_data="data:text/plain;base64,R3Jhc3Mu"), "a.txt\nGrass.", ()),
+        ({"type": "input_image", "file_id": "f"}, "[image f: not readable by this model]", ("content input_image",)),
+        ({"type": "input_video"}, "[content input_video: not readable by this model]", ("content input_video",)),
+        ({"type": "future", "words": "Grass."}, '[future] {"words": "Grass."}', ()),
+    ],
+)
+def test_a_part_that_is_not_served_is_told_as_text(part: Any, told: str, left_out: tuple[str, ...]) -> None:
+    for item, at in ((user([part]), 0), ({"role": "assistant", "content": [part]}, 0), (output([part]), 1)):
+        asked, kinds = chat_and_left_out(input=[call(), item] if at else [item])
+        assert (asked["messages"][at]["content"], kinds) == (told, left_out)
+
+
+def test_audio_is_passed_on() -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}}
+    assert messages([user([part])]) == [user([part])]
+
+
+def test_images_where_there_can_be_text_only_are_notes() -> None:
+    note = "[image: not readable by this model]"
+    given = [{"role": "developer", "content": [IMAGE]}, {"role": "assistant", "content": [IMAGE]}]
+    assert messages(given) == [{"role": "system", "content": note}, assistant(note)]
+
+
+@pytest.mark.parametrize(
+    ("items", "told"),
+    [
+        (
+            [{"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "grass"}}],
+            [assistant('[web_search_call] {"action": {"query": "grass"}}')],
+        ),
+        (
+            [said("assistant", "a"), {"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": "42"}],
+            [assistant('a\n[mcp_call] {"name": "f", "arguments": "{}", "output": "42"}')],
+        ),
+        (
+            [{"type": "image_generation_call", "id": "ig", "result": "a" * 600}],
+            [assistant('[image_generation_call] {"result": "[600 bytes]"}')],
+        ),
+        (
+            [{"type": "compaction", "encrypted_content": "gAAA"}],
+            [assistant("[item compaction: not readable by this model]")],
+        ),
+        (
+            [
+                {"type": "local_shell_call", "call_id": "c0", "action": {"type": "exec", "command": ["ls"]}},
+                {"type": "local_shell_call_output", "id": "o", "call_id": "c0", "output": "a.txt"},
+            ],
+            [
+                assistant(calls=[called(0, "local_shell", '{"action": {"type": "exec", "command": ["ls"]}}')]),
+                returned("a.txt"),
+            ],
+        ),
+        (
+            [
+                {"type": "computer_call", "call_id": "c0", "action": {"type": "click"}},
+                {
+                    "type": "computer_call_output",
+                    "call_id": "c0",
+                    "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,aGk="},
+                },
+            ],
+            [
+                assistant(calls=[called(0, "computer", '{"action": {"type": "click"}}')]),
+                returned(""),
+                user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]),
+            ],
+        ),
+        ([{"type": "future", "words": "Grass."}], [assistant('[future] {"words": "Grass."}')]),
+        (
+            [{"type": "shell_call_output", "call_id": "c9", "output": "x"}],
+            [assistant('[shell_call_output] {"output": "x"}')],
+        ),
+    ],
+)
+def test_an_item_of_another_service_is_a_call_or_text(items: Any, told: list[dict[str, Any]]) -> None:
+    assert messages([said("user", "Hi"), *items]) == [user("Hi"), *told]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("web_search", "web_search_preview_2025_03_11", "image_generation", "file_search", "mcp", "computer"),
+        *("code_interpreter", "local_shell", "tool_search", "future_kind"),
+    ],
+)
+def test_a_tool_that_openai_defines_is_left_out(kind: str) -> None:
+    asked, left_out = chat_and_left_out(tools=[TOOL, {"type": kind}])
+    assert ({name: asked[name] for name in TOLD}, left_out) == (TOLD, (f"tool {kind}",))
+    space = {"type": "namespace", "name": "n", "tools": [TOOL, {"type": kind}]}
+    assert [each["function"]["name"] for each in chat(tools=[space])["tools"]] == ["n__find"]
+    assert chat(tools=[{"type": kind}]) == chat()
+    allowed = {"type": "allowed_tools", "tools": [{"type": kind}]}
+    if kind != "tool_search":
+        assert chat(tools=[TOOL, {"type": kind}], tool_choice={**allowed, "mode": "auto"}) == chat()
+        with pytest.raises(BadRequest, match=f"demands a tool of type {kind}"):
+            chat(tools=[TOOL, {"type": kind}], tool_choice={**allowed, "mode": "required"})
+    with pytest.raises(BadRequest, match=f"demands a tool of type {kind}"):
+        chat(tools=[TOOL, {"type": kind}], tool_choice={"type": kind})
+    with pytest.raises(BadRequest, match=f"demands a tool of type {kind}"):
+        chat(tools=[{"type": kind}], tool_choice="required")
+
+
+FIND_TOOLS = {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}}
+FOUND = {"type": "namespace", "name": "mail", "description": "", "tools": [{**TOOL, "defer_loading": True}]}
+
+
+def names_of(asked: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in asked["tools"]]
+
+
+def test_tools_that_an_item_declares_are_tools() -> None:
+    item = {"type": "additional_tools", "role": "developer", "tools": [TOOL, FOUND, {"type": "web_search"}]}
+    asked, left_out = chat_and_left_out(input=[item, said("user", "Hi")], tools=[{**TOOL, "description": "Old."}])
+    assert (names_of(asked), left_out) == (["find", "mail__find"], ("tool web_search",))
+    assert asked["tools"][0]["function"]["description"] == "Finds."
+    assert asked["messages"] == [user("Hi")]
+
+
+def test_a_clients_search_for_tools_is_a_function_and_declares_what_it_found() -> None:
+    search = {"type": "tool_search_call", "call_id": "c0", "execution": "client", "arguments": {"query": "mail"}}
+    found = {"type": "tool_search_output", "call_id": "c0", "execution": "client", "tools": [FOUND]}
+    asked = chat(input=[said("user", "Hi"), search, found], tools=[FIND_TOOLS], tool_choice={"type": "tool_search"})
+    assert names_of(asked) == ["tool_search", "mail__find"]
+    assert asked["tool_choice"] == {"type": "function", "function": {"name": "tool_search"}}
+    assert asked["messages"] == [
+        user("Hi"),
+        assistant(calls=[called(0, "tool_search", '{"query": "mail"}')]),
+        returned("Tools that can be called now: mail__find"),
+    ]
+
+
+def test_a_search_for_tools_at_openai_leaves_its_tools() -> None:
+    search = {"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"paths": ["mail"]}}
+    found = {"type": "tool_search_output", "call_id": None, "execution": "server", "tools": [FOUND]}
+    asked = chat(input=[said("user", "Hi"), search, found])
+    assert names_of(asked) == ["mail__find"]
+    assert [message["role"] for message in asked["messages"]] == ["user", "assistant"]

@@ -8,6 +8,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.dialects.left_out import LeftOut
 from proxy.dialects.messages.request import chat_of as chat_of_messages
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.request import chat_of as chat_of_responses
@@ -102,7 +103,9 @@ def one_result_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(st.none() | TEXT, MESSAGES)
 def test_nothing_of_a_conversation_with_anthropics_words_is_lost(system: str | None, messages: Any) -> None:
-    chat = chat_of_messages({"model": "m", "max_tokens": 8, "system": system, "messages": messages})["messages"]
+    chat = chat_of_messages({"model": "m", "max_tokens": 8, "system": system, "messages": messages}, LeftOut())[
+        "messages"
+    ]
     if system is not None:
         assert chat.pop(0) == {"role": "system", "content": system}
     assert messages_again(chat) == one_result_each(messages)
@@ -195,7 +198,7 @@ def joined(told: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 @given(ITEMS)
 def test_nothing_of_a_conversation_in_items_is_lost(items: Any) -> None:
-    chat = chat_of_responses({"model": "m", "input": items})["messages"]
+    chat = chat_of_responses({"model": "m", "input": items}, LeftOut())["messages"]
     for message in chat:
         assert set(message) <= {"role", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}
     expected = [(each[0], _unseal(each[1])) if each[0] == "reasoning" else each for each in told_by_items(items)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.dialects.base import Rendering, Unit
+    from proxy.dialects.left_out import LeftOut
     from proxy.errors import GatewayError
 
 
@@ -23,9 +24,13 @@ class Messages(Translated):
     path = "/v1/messages"
     label = "messages"
 
-    def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
         """See Translated."""
-        return chat_of(values)
+        return chat_of(values, left_out)
+
+    def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See Translated. A request to count tokens has no limit."""
+        return super().prompt({**values, "max_tokens": 1})
 
     def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
         """See Translated."""

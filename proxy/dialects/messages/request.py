@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.dialects.messages.tools import CHANGES, tools_of
-from proxy.dialects.requests import object_in, objects
+from proxy.dialects.left_out import joined
+from proxy.dialects.messages.content import parts_of
+from proxy.dialects.messages.tools import changes_tools, tools_of
+from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from proxy.dialects.left_out import LeftOut
 
 # Claude Code's begins with it; it is another one in each request, and no prefix cache would have what is behind it.
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
@@ -25,32 +29,29 @@ _SAME: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs"),
     *("kv_transfer_params", "priority", "seed", "min_p", "min_tokens", "repetition_penalty", "thinking_token_budget"),
 )
-_OF_THE_PROMPT: Final = (
-    *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
-)
 # What templates call the switch: those of Kimi and DeepSeek, and those of Qwen and GLM.
 _THINKING: Final = ("thinking", "enable_thinking")
 
 
-def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat. Raises BadRequest for what is no request, and for what only Anthropic's own service can do."""
+def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """The body of the chat that asks for the same. Raises BadRequest.
+
+    Tools and content that only Anthropic's own service can serve are added to `left_out`.
+    """
     chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
-    limit = values.get("max_tokens")
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise BadRequest("max_tokens must be a positive whole number", param="max_tokens")
-    chat["max_tokens"] = chat["max_completion_tokens"] = limit
+    chat["max_tokens"] = chat["max_completion_tokens"] = at_least_one(values, "max_tokens")
     if values.get("mcp_servers"):
-        raise BadRequest("mcp_servers are not served here; let the client speak to them", param="mcp_servers")
-    chat |= _conversation(values)
-    if values.get("stop_sequences"):
-        chat["stop"] = values["stop_sequences"]
+        left_out.add("tool", "mcp_servers")
+    chat |= _conversation(values, left_out)
+    if stops := _stops(values.get("stop_sequences")):
+        chat["stop"] = stops
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     if _is_begun(chat["messages"]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     thinking = _thinking(values)
     if thinking:
-        chat["chat_template_kwargs"] = {**thinking, **(chat.get("chat_template_kwargs") or {})}
+        chat["chat_template_kwargs"] = {**thinking, **object_in(values, "chat_template_kwargs")}
     chat |= _output(values)
     user = object_in(values, "metadata").get("user_id")
     if isinstance(user, str):
@@ -58,41 +59,39 @@ def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def tokenizer_body(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the chat, what vLLM's tokenizer is told (TokenizeChatRequest). Raises BadRequest."""
-    chat = chat_of({**values, "max_tokens": 1})
-    return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
-
-
-def _conversation(values: Mapping[str, Any]) -> dict[str, Any]:
+def _conversation(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     """What the prompt is made of: `messages`, `tools` and what says how they may be used. Raises BadRequest."""
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list that is not empty", param="messages")
-    chat: dict[str, Any] = {"messages": [*_system(values.get("system")), *_turns(messages)]}
-    return chat | tools_of(values, messages)
+    chat: dict[str, Any] = {"messages": [*_system(values.get("system"), left_out), *_turns(messages, left_out)]}
+    return chat | tools_of(values, messages, left_out)
+
+
+def _stops(stops: object) -> list[str]:
+    if stops is not None and not (isinstance(stops, list) and all(isinstance(text, str) for text in stops)):
+        raise BadRequest("stop_sequences must be a list of texts", param="stop_sequences")
+    return stops or []
 
 
 # Messages
 
 
-def _system(system: object) -> list[dict[str, Any]]:
+def _system(system: object, left_out: LeftOut) -> list[dict[str, Any]]:
     if isinstance(system, list):
-        system = "".join(_system_texts(objects(system, "system")))
+        system = "".join(_system_texts(objects(system, "system"), left_out))
     elif system is not None and not isinstance(system, str):
         raise BadRequest("system must be text or a list of text blocks", param="system")
     return [{"role": "system", "content": system}] if system else []
 
 
-def _system_texts(blocks: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _system_texts(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[str]:
     for block in blocks:
-        if block.get("type", "text") != "text":
-            raise BadRequest("system takes text blocks only", param="system")
-        if not (text := _text(block)).startswith(_BILLING_HEADER):
+        if not (text := joined(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
             yield text
 
 
-def _turns(messages: list[Any]) -> Iterator[dict[str, Any]]:
+def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
     for message in objects(messages, "messages"):
         role = _ROLES.get(str(message.get("role")))
         if role is None:
@@ -101,60 +100,54 @@ def _turns(messages: list[Any]) -> Iterator[dict[str, Any]]:
         if role == "system":
             # In place, where vLLM joins them to the first if the template wants that: a reminder at the end would
             # change the prompt's beginning.
-            yield from _reminder(content)
+            yield from _reminder(content, left_out)
         elif isinstance(content, str):
             yield {"role": role, "content": content}
         elif not isinstance(content, list):
             raise BadRequest("the content of a message must be text or a list of blocks", param="messages")
         elif role == "assistant":
-            yield _assistant(objects(content, "messages"))
+            yield _assistant(objects(content, "messages"), left_out)
         else:
-            yield from _user(objects(content, "messages"))
+            yield from _user(objects(content, "messages"), left_out)
 
 
-def _reminder(content: object) -> list[dict[str, Any]]:
+def _reminder(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
     """What the system says in between."""
     if isinstance(content, str):
         content = [{"text": content}]
     if isinstance(content, list):
-        content = [block for block in objects(content, "messages") if block.get("type") not in CHANGES]
-    return _system(content)
+        content = [block for block in objects(content, "messages") if not changes_tools(block)]
+    return _system(content, left_out)
 
 
-def _user(blocks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
     """Results of tools first, as messages of their own; their images go before what else the user says."""
     parts: list[dict[str, Any]] = []
     images: list[dict[str, Any]] = []
     for block in blocks:
-        match block.get("type"):
-            case "text":
-                parts.append({"type": "text", "text": _text(block)})
-            case "image":
-                parts.append(_image(block))
-            case "tool_result":
-                yield from _result(block, images)
-            case "tool_reference":
-                pass  # means something in a result only
-            case other:
-                raise _not_served(other)
+        if block.get("type") == "tool_result":
+            yield from _result(block, images, left_out)
+        else:
+            parts += parts_of(block, left_out)
     if content := _content([*images, *parts]):
         yield {"role": "user", "content": content}
 
 
-def _result(block: dict[str, Any], images: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _result(block: dict[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
     content = block.get("content")
-    texts: list[str] = [content] if isinstance(content, str) else []
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    texts: list[str] = []
     references: list[dict[str, Any]] = []
-    for item in objects(content, "messages") if isinstance(content, list) else ():
-        match item.get("type"):
-            case "text":
-                texts.append(_text(item))
-            case "image":
-                images.append(_image(item))
-            case "tool_reference":
-                references.append({"type": "tool_reference", "name": item.get("tool_name") or item.get("name")})
-            case other:
-                raise _not_served(other)
+    for item in objects([] if content is None else content, "messages"):
+        if item.get("type") == "tool_reference":
+            references.append({"type": "tool_reference", "name": item.get("tool_name") or item.get("name")})
+            continue
+        for part in parts_of(item, left_out):
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                images.append(part)
     answered = {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or "")}
     if texts or not references:
         yield {**answered, "content": "\n".join(texts)}
@@ -162,24 +155,18 @@ def _result(block: dict[str, Any], images: list[dict[str, Any]]) -> Iterator[dic
         yield {**answered, "content": references}
 
 
-def _assistant(blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block in blocks:
         match block.get("type"):
-            case "text":
-                parts.append({"type": "text", "text": _text(block)})
-            case "image":
-                parts.append(_image(block))
             case "thinking":
                 thoughts.append(str(block.get("thinking") or ""))
-            case "redacted_thinking":
-                pass  # nobody but Anthropic can read it
             case "tool_use":
                 calls.append(_call(block))
-            case other:
-                raise _not_served(other)
+            case _:
+                parts += parts_of(block, left_out)
     message: dict[str, Any] = {"role": "assistant"}
     if thoughts:
         message["reasoning"] = message["reasoning_content"] = "".join(thoughts)  # vLLM's name, and SGLang's
@@ -202,32 +189,6 @@ def _content(parts: list[dict[str, Any]]) -> Any:
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
-
-
-def _text(block: dict[str, Any]) -> str:
-    text = block.get("text")
-    if not isinstance(text, str):
-        raise BadRequest("a text block must have text", param="messages")
-    return text
-
-
-def _image(block: dict[str, Any]) -> dict[str, Any]:
-    source = object_in(block, "source")
-    kind, url, data = source.get("type", "base64"), source.get("url"), source.get("data")
-    if kind == "base64" and isinstance(data, str):
-        url = f"data:{source.get('media_type') or 'image/jpeg'};base64,{data}"
-    elif kind != "url":
-        raise BadRequest("images are taken as base64 or from a url, not from files", param="messages")
-    if not isinstance(url, str):
-        raise BadRequest("an image block must have its source", param="messages")
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def _not_served(kind: object) -> BadRequest:
-    if kind == "document":
-        return BadRequest("documents are not served here; send their text, or pages as images", param="messages")
-    known = kind if isinstance(kind, str) and kind.isidentifier() and len(kind) < 64 else "of that kind"
-    return BadRequest(f"content blocks {known} are not served here", param="messages")
 
 
 def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.responses.items import sealed
-from proxy.dialects.responses.tools import as_text
+from proxy.dialects.responses.tools import ToolKind, as_object, as_text
 from proxy.dialects.translated import Kind, Part, Parts, event, words
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
@@ -84,7 +84,7 @@ class ResponseEvents(Parts):
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
             case Kind.TEXT:
                 return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
-            case Kind.CALL if self._asked.is_custom(part.name):
+            case Kind.CALL if self._asked.kind_of(part.name) is not ToolKind.FUNCTION:
                 return b""
             case Kind.CALL:
                 return self._about("response.function_call_arguments.delta", part, delta=text)
@@ -101,7 +101,9 @@ class ResponseEvents(Parts):
             case Kind.TEXT:
                 done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
                 done += self._of_content("response.content_part.done", part)
-            case Kind.CALL if self._asked.is_custom(part.name):
+            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+                done = b""
+            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
                 done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
                 done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
             case Kind.CALL:
@@ -162,12 +164,15 @@ class _Items:
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case Kind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
-            case Kind.CALL if self._asked.is_custom(part.name):
+            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+                arguments = {} if is_begun else as_object(part.text)
+                item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
+            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
                 item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
             case Kind.CALL:
                 # Arguments that never began are told as none, but not before they are known not to begin.
-                arguments = part.text or ("" if is_begun else "{}")
-                item |= {"type": "function_call", **self._call(part), "arguments": arguments}
+                written = part.text or ("" if is_begun else "{}")
+                item |= {"type": "function_call", **self._call(part), "arguments": written}
         return {**item, "status": status}
 
     def _call(self, part: Part) -> dict[str, str]:

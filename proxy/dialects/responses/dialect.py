@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.dialects.base import Rendering, Unit
+    from proxy.dialects.left_out import LeftOut
 
 
 class Responses(Translated):
@@ -21,9 +22,9 @@ class Responses(Translated):
     path = "/v1/responses"
     label = "responses"
 
-    def chat(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
         """See Translated."""
-        return chat_of(values)
+        return chat_of(values, left_out)
 
     def asked(self, values: Mapping[str, Any]) -> Asked:
         """What the response repeats of it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.dialects.requests import object_in
+from proxy.dialects.left_out import LeftOut, kind_name
+from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.dialects.responses.items import conversation
-from proxy.dialects.responses.refusals import refuse
-from proxy.dialects.responses.tools import function_name, tools_of
+from proxy.dialects.responses.tools import SEARCH, ToolKind, function_name, tools_of
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ _SAME: Final = (
     *("stop", "chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_params", "priority", "min_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "thinking_token_budget"),
 )
+_CALLED: Final = ("function", "custom", "tool_search")
+"""The types of tools that a tool_choice can name."""
 _STATE: Final = {
     "previous_response_id": "responses are not kept here: send the whole conversation as input, with store false",
     "conversation": "conversations are not kept here: send the whole conversation as input",
@@ -29,25 +31,26 @@ _STATE: Final = {
 }
 
 
-def chat_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat. Raises BadRequest for what is no request, and for what only OpenAI's own service can do."""
+def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """The body of the chat that asks for the same. Raises BadRequest.
+
+    Tools, items and content that only OpenAI's own service can serve are added to `left_out`. A request that needs a
+    response or conversation that is kept there is refused: without it the model would answer another question.
+    """
     for name, words in _STATE.items():
         if values.get(name):
             raise BadRequest(words, param=name)
-    if "message.output_text.logprobs" in (values.get("include") or ()) or values.get("top_logprobs"):
+    if "message.output_text.logprobs" in _included(values) or values.get("top_logprobs"):
         raise BadRequest("log probabilities are told by /v1/chat/completions only", param="top_logprobs")
     chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
-    chat["messages"] = conversation(values.get("instructions"), values.get("input"))
-    limit = values.get("max_output_tokens")
-    if limit is not None:
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise BadRequest("max_output_tokens must be a positive whole number", param="max_output_tokens")
-        chat["max_tokens"] = chat["max_completion_tokens"] = limit
+    chat["messages"] = conversation(values.get("instructions"), values.get("input"), left_out)
+    if values.get("max_output_tokens") is not None:
+        chat["max_tokens"] = chat["max_completion_tokens"] = at_least_one(values, "max_output_tokens")
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     if _is_begun(values["input"]) and chat["messages"][-1].get("content"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    chat |= _tools(values)
+    chat |= _tools(values, left_out)
     chat |= _format(values)
     chat |= _reasoning(values)
     return chat
@@ -62,29 +65,61 @@ def _is_begun(given: Any) -> bool:
     return is_answer and last.get("status") in ("in_progress", "incomplete")
 
 
-def _tools(values: Mapping[str, Any]) -> dict[str, Any]:
-    functions = [tool.function() for tool in tools_of(values)]
-    if not functions:
-        return {}
+def _included(values: Mapping[str, Any]) -> list[Any]:
+    include = values.get("include")
+    if include is not None and not isinstance(include, list):
+        raise BadRequest("include must be a list of texts", param="include")
+    return include or []
+
+
+def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    functions = [tool.function() for tool in tools_of(values, left_out)]
     choice = values.get("tool_choice")
-    if not isinstance(choice, dict):
+    if choice is not None and not isinstance(choice, str | dict):
+        raise BadRequest("tool_choice must be a text or an object", param="tool_choice")
+    if isinstance(choice, dict):
+        functions, choice = _chosen_of(choice, functions)
+    if functions:
         return {"tools": functions, "tool_choice": "auto" if choice is None else choice}
+    if choice == "required" and values.get("tools"):
+        raise _not_served(next(iter(objects(values["tools"], "tools"))).get("type"))
+    return {}
+
+
+def _chosen_of(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+    """The functions that the model may call, and how it may call them."""
     match choice.get("type"):
-        case "function" | "custom":
-            return {"tools": functions, "tool_choice": {"type": "function", "function": {"name": _chosen(choice)}}}
+        case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
+            raise _not_served("tool_search")
+        case "function" | "custom" | "tool_search":
+            return functions, {"type": "function", "function": {"name": _chosen(choice)}}
         case "allowed_tools":
-            allowed = {_chosen(tool) for tool in choice.get("tools") or () if isinstance(tool, dict)}
+            tools = objects(choice.get("tools") or [], "tool_choice")
+            allowed = {_chosen(tool) for tool in tools if tool.get("type") in _CALLED}
             left = [tool for tool in functions if tool["function"]["name"] in allowed]
-            return {"tools": left, "tool_choice": choice.get("mode", "auto")} if left else {}
+            mode = choice.get("mode") or "auto"
+            if mode == "required" and tools and not left:
+                raise _not_served(tools[0].get("type"))
+            return left, mode
         case kind:
-            raise refuse("tools", kind, "tool_choice")
+            raise _not_served(kind)
 
 
 def _chosen(choice: Mapping[str, Any]) -> str:
+    if choice.get("type") == "tool_search":
+        return SEARCH
     name = choice.get("name")
     if not isinstance(name, str):
         raise BadRequest("tool_choice must have the name of the tool", param="tool_choice")
     return function_name(name, choice.get("namespace"))
+
+
+def _not_served(kind: object) -> BadRequest:
+    return BadRequest(
+        f"tool_choice demands a tool of type {kind_name(kind)}, which no engine here can serve: "
+        "use functions or custom tools, which the client runs",
+        param="tool_choice",
+    )
 
 
 # How it is to be answered
@@ -134,12 +169,12 @@ class Asked:
             "store": False,
         }
         """Members that a response repeats."""
-        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values)}
+        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
         """By the names that the model knows."""
-        self.wants_sealed = "reasoning.encrypted_content" in (values.get("include") or ())
+        self.wants_sealed = "reasoning.encrypted_content" in _included(values)
         """The client gives reasoning back only as something that it cannot read."""
 
-    def is_custom(self, function: str) -> bool:
-        """Whether the tool takes text instead of JSON."""
+    def kind_of(self, function: str) -> ToolKind:
+        """How the client is told of calls of a function; as of a function, if it is not known."""
         tool = self.tools.get(function)
-        return tool is not None and tool.is_custom
+        return ToolKind.FUNCTION if tool is None else tool.kind

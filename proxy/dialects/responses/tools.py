@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from proxy.dialects.requests import objects
-from proxy.dialects.responses.refusals import refuse
 from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from proxy.dialects.left_out import LeftOut
+
 _INPUT: Final = "input"
 """The only parameter of the function that a custom tool becomes."""
+SEARCH: Final = "tool_search"
+"""The function that a client's search for tools becomes."""
+_TOOLS_IN_ITEMS: Final = ("additional_tools", "tool_search_output")
+"""Items of the input that declare tools."""
+
+
+class ToolKind(Enum):
+    """How the client describes a tool, and how it is told of a call."""
+
+    FUNCTION = "function"
+    CUSTOM = "custom"
+    """It takes text instead of JSON."""
+    SEARCH = "tool_search"
+    """It finds tools, which the client adds to the conversation (Codex)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function or custom tool, which the client runs. `told`: as the client described it."""
+    """A tool that the client runs. `told`: as the client described it."""
 
     name: str
     namespace: str | None
-    is_custom: bool
+    kind: ToolKind
     told: Mapping[str, Any]
 
     @property
     def function_name(self) -> str:
-        """What the model calls it."""
+        """The name of the function that the model calls."""
         return function_name(self.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
         """As the tool of a chat."""
         described: dict[str, Any] = {"name": self.function_name}
-        if self.is_custom:
+        if self.kind is ToolKind.CUSTOM:
             text = {_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
             described["description"] = _with_grammar(self.told)
             described["parameters"] = {"type": "object", "properties": text, "required": [_INPUT]}
@@ -50,32 +66,45 @@ def function_name(name: str, namespace: object) -> str:
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
-def tools_of(values: Mapping[str, Any]) -> list[Tool]:
-    """The tools of a request. Raises BadRequest for those that only OpenAI's own service has."""
-    return [each for tool in objects(values.get("tools") or [], "tools") for each in _read(tool, None)]
+def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
+    """The tools of a request, also those that items of its input declare; a later one replaces one of the same name.
+
+    Tools that only OpenAI's own service or its models can use are added to `left_out`. Raises BadRequest.
+    """
+    declared = objects(values.get("tools") or [], "tools")
+    given = values.get("input")
+    for item in given if isinstance(given, list) else ():
+        if isinstance(item, dict) and item.get("type") in _TOOLS_IN_ITEMS:
+            declared = declared + objects(item.get("tools") or [], "input")
+    tools = {each.function_name: each for tool in declared for each in _read(tool, None, left_out)}
+    return list(tools.values())
 
 
-def _read(tool: Mapping[str, Any], namespace: str | None) -> Iterator[Tool]:
+def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> Iterator[Tool]:
     kind, name = tool.get("type"), tool.get("name")
-    if kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
-        raise refuse("tools", kind, "tools")
-    if not isinstance(name, str):
+    if kind == "tool_search" and tool.get("execution") == "client":
+        yield Tool(SEARCH, None, ToolKind.SEARCH, tool)
+    elif kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
+        left_out.add("tool", kind)
+    elif not isinstance(name, str):
         raise BadRequest("a tool must have a name", param="tools")
-    if kind != "namespace":
-        yield Tool(name, namespace, kind == "custom", tool)
-        return
-    inner = tool.get("tools")
-    if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-        raise BadRequest("the tools of a namespace must be a list of objects", param="tools")
-    for each in inner:
-        yield from _read(each, name)
+    elif kind != "namespace":
+        yield Tool(name, namespace, ToolKind(kind), tool)
+    else:
+        inner = tool.get("tools")
+        if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+            raise BadRequest("the tools of a namespace must be a list of objects", param="tools")
+        for each in inner:
+            yield from _read(each, name, left_out)
 
 
 def _with_grammar(tool: Mapping[str, Any]) -> str:
     """If the text must keep to one: no engine can bind one argument of a call to it, so the model is told."""
     form = tool.get("format")
+    if form is not None and not isinstance(form, dict):
+        raise BadRequest("the format of a custom tool must be an object", param="tools")
     words = str(tool.get("description") or "")
-    if isinstance(form, dict) and form.get("type") == "grammar":
+    if form is not None and form.get("type") == "grammar":
         return f"{words}\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}".strip()
     return words
 
@@ -93,3 +122,11 @@ def as_text(arguments: str) -> str:
         return arguments
     text = read.get(_INPUT) if isinstance(read, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+def as_object(arguments: str) -> object:
+    """The arguments of a search as the client reads them; text that is no JSON as it stands."""
+    try:
+        return orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        return arguments
