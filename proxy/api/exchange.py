@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 from multidict import CIMultiDict
 
+from proxy.balancer.engines.engine_keys import without_key
 from proxy.errors import Failure, UpstreamError
 from proxy.listener import replies
 from proxy.upstream import connect_problem, read_bounded, upstream_error
@@ -62,7 +63,7 @@ async def refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamE
     if answer.status < 400:
         return UpstreamError(Failure.BAD_ANSWER, backend, message)
     headers = {name.lower(): value for name, value in answer.headers.items()}
-    body = await read_bounded(answer, _MAX_REFUSAL_BYTES)
+    body = without_key(await read_bounded(answer, _MAX_REFUSAL_BYTES), answer.request_info.headers.get("Authorization"))
     return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=headers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.balancer.engines.engine_keys import without_key
 from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.upstream import engine_json
 
@@ -64,7 +65,12 @@ async def ask(
         message = f"{backend.role} instance answered with status {answer.status}"
         kind = {"content-type": answer.headers.get("Content-Type", "application/json")}
         raise UpstreamError(
-            Failure.STATUS, backend, message, engine_status=answer.status, body=answer.body, headers=kind
+            Failure.STATUS,
+            backend,
+            message,
+            engine_status=answer.status,
+            body=without_key(answer.body, headers.get("Authorization")),
+            headers=kind,
         )
     if answer.status == 200:
         with suppress(ValueError):

@@ -92,7 +92,7 @@ class FastAttempt(ABC):
             self._parts.upstream.preconnect(leg.then)
         exchange: WholeResponse | Response
         if leg.is_whole:
-            exchange = WholeResponse(connection.backend, self._arrived)
+            exchange = WholeResponse(connection, self._arrived)
         else:
             exchange = self._response = Response(connection, self._answered)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)

@@ -53,7 +53,7 @@ class Beside:
     def _send(self, connection: Connection) -> None:
         self._connection = connection
         leg = self._pair.prefill
-        exchange = WholeResponse(connection.backend, self._arrived)
+        exchange = WholeResponse(connection, self._arrived)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 
     def _arrived(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:

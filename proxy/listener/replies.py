@@ -71,6 +71,9 @@ _REJECTIONS_BY_CODE: Final = {"request_too_large": "too_large", "too_many_connec
 # What the OpenAI SDK repeats by itself, twice, unless it is told not to.
 _REPEATED_BY_SDK: Final = frozenset({408, 409, 429, *range(500, 600)})
 
+# What a browser would show as a page of this gateway's origin, and run: such as an engine's proxy writes with a 502.
+_MARKUP: Final = frozenset({"text/html", "application/xhtml+xml", "image/svg+xml", "text/xml", "application/xml"})
+
 
 def install(app: web.Application, metrics: Metrics) -> None:
     """Make `app` answer like this. Middlewares added before stand around, those added later inside."""
@@ -82,7 +85,11 @@ def error_response(error: GatewayError, body: bytes | None = None) -> web.Respon
     """The answer for an error: the engine's own if it gave one, otherwise ours. `body`: the same in other words."""
     if isinstance(error, UpstreamError) and error.body is not None:
         told = "application/json" if body is not None else error.headers.get("content-type", "")
+        kind, separator, parameters = told.partition(";")
+        if kind.strip().lower() in _MARKUP:
+            told = f"text/plain{separator}{parameters}"
         headers = {"Content-Type": told} if told and can_be_sent("Content-Type", told) else {}
+        headers["X-Content-Type-Options"] = "nosniff"
         headers |= retry_headers(error)
         return web.Response(status=error.status, body=error.body if body is None else body, headers=headers)
     headers = {"Content-Type": "application/json", "X-PDProxy-Error-Code": error.code, **retry_headers(error)}

@@ -92,6 +92,8 @@ class Connection(FastForward):
         self.on_exchanged = on_exchanged
         self._head = head
         self._clock = clock
+        self.mask_key: Callable[[bytes], bytes] = bytes
+        """Takes the gateway's own key out of an engine's refusal, which goes to the client in the engine's words."""
         self.is_reused = False
         """It has carried an exchange before."""
         self.usable_until = 0.0

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.backend import Backend
     from proxy.upstream.connection import Connection, Sink
     from proxy.upstream.fast_forward import Tokens
 
@@ -22,10 +21,11 @@ _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 class EngineResponse:
     """What every answer of an engine has."""
 
-    __slots__ = ("backend", "headers", "status")
+    __slots__ = ("_mask_key", "backend", "headers", "status")
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, connection: Connection) -> None:
+        self.backend = connection.backend
+        self._mask_key = connection.mask_key
         self.status = 0
         """0 as long as the headers have not arrived."""
         self.headers: Mapping[str, str] = {}
@@ -41,7 +41,9 @@ class EngineResponse:
         return upstream_error(failure, self.backend, message)
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """The error for an engine's own refusal, which reaches the client in its own words."""
+        """Return the error for an engine's own refusal, which reaches the client in its words, without our key."""
+        if body is not None:
+            body = self._mask_key(body)
         return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
 
 
@@ -50,9 +52,12 @@ class WholeResponse(EngineResponse):
 
     __slots__ = ("_arrived", "_on_end", "_size")
 
-    def __init__(self, backend: Backend, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]) -> None:
+    def __init__(
+        self, connection: Connection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
+    ) -> None:
         """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
-        self.backend = backend
+        self.backend = connection.backend
+        self._mask_key = connection.mask_key
         self.status = 0
         self._on_end = on_end
         self._arrived: list[bytes] = []
@@ -92,6 +97,7 @@ class Response(EngineResponse):
     def __init__(self, connection: Connection, on_head: Callable[[UpstreamError | None], None]) -> None:
         """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
         self.backend = connection.backend
+        self._mask_key = connection.mask_key
         self.status = 0
         self.headers = {}
         self.limit_silence = connection.limit_silence

@@ -59,6 +59,7 @@ class Upstream:
         """
         self._timeouts = timeouts
         self._heads = RequestHeads(keys)
+        self._mask_key = keys.mask
         self._names = names
         self._progress = Progress(stall_seconds)
         self._on_stall = on_stall
@@ -242,7 +243,9 @@ class Upstream:
 
     async def _connect_to(self, backend: Backend, address: str) -> Connection:
         make = partial(self._new_connection, backend, None if address == backend.host else address)
-        return (await self._loop.create_connection(make, address, backend.port))[1]
+        connection = (await self._loop.create_connection(make, address, backend.port))[1]
+        connection.mask_key = self._mask_key
+        return connection
 
     def _new_connection(self, backend: Backend, address: str | None) -> Connection:
         return Connection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)

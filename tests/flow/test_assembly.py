@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +82,58 @@ async def test_a_redirect_is_not_followed(deploy: Deploy) -> None:
     assert (answer.status, answer.error["code"]) == (502, "decode_bad_answer")
 
 
-async def test_an_engines_error_keeps_its_status_body_and_type(deploy: Deploy) -> None:
+@pytest.mark.parametrize("charset", ["", "; charset=latin-1"])
+@pytest.mark.parametrize(
+    ("kind", "passed_on"),
+    [
+        ("application/problem+json", "application/problem+json"),
+        ("text/html", "text/plain"),
+        ("TEXT/HTML ", "text/plain"),
+        ("image/svg+xml", "text/plain"),
+    ],
+)
+async def test_an_engines_error_keeps_its_body_and_is_no_page(
+    deploy: Deploy, kind: str, passed_on: str, charset: str
+) -> None:
     body = b"<h1>the context is too long</h1>"
-    answer = await answered(deploy, http(body, "422 Unprocessable", "text/html; charset=latin-1"))
+    answer = await answered(deploy, http(body, "422 Unprocessable", kind + charset))
     assert (answer.status, answer.body) == (422, body)
-    assert answer.headers["content-type"] == "text/html; charset=latin-1"
+    assert answer.headers["content-type"] == passed_on + charset
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+KEY = 's3cret-engine-"key"'
+
+
+@pytest.mark.parametrize("refusing", ["prefill", "decode", "decode in its stream"])
+@pytest.mark.parametrize("api", [*OPENAI_APIS, "messages", "responses"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engines_refusal_does_not_quote_the_gateways_key(
+    deploy: Deploy, refusing: str, api: Api | str, stream: bool
+) -> None:
+    quoted = {"error": {"message": f"bad header Authorization: Bearer {KEY}", "code": 422}}
+    event = b"data: " + json.dumps(quoted).encode() + b"\n\n"
+    refusals = [http(json.dumps(quoted).encode(), "422 Unprocessable")]
+    in_stream = [
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(event) + event
+    ]
+    prefiller = CannedEngine("prefill", refusals if refusing == "prefill" else [json_answer(PREFILLED)])
+    decoder = CannedEngine("decode", in_stream if refusing == "decode in its stream" else refusals)
+    gateway = await deploy(
+        [prefiller], [decoder], retry={"max_attempts": 1}, resume={"mode": "off"}, auth={"engine_api_key": KEY}
+    )
+    body = request(api, stream=stream) if isinstance(api, Api) else FOREIGN[api] | {"stream": stream}
+    path = api.path if isinstance(api, Api) else f"/v1/{api}"
+    async with gateway.session.post(gateway.url + path, json=body) as response:
+        answer = await response.read()
+    assert b"bad header Authorization" in answer
+    assert b"s3cret" not in answer
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "messages": {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]},
+    "responses": {"model": "m", "input": "Hi"},
+}
 
 
 async def test_a_busy_engine_says_itself_when_to_come_again(deploy: Deploy) -> None:

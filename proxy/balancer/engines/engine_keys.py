@@ -7,10 +7,28 @@ key. Without an engine key the client's own credential is passed on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
+
+
+_MASK: Final = b"***"
+_MIN_SECRET_BYTES: Final = 8
+"""A shorter key is no secret, and would be found in ordinary words."""
+
+
+def without_key(body: bytes, authorization: str | None) -> bytes:
+    """Return an engine's refusal without the credential that the engine was sent, which it may quote.
+
+    `authorization`: the header's value; None or empty: the engine was sent none.
+    """
+    key = (authorization or "").removeprefix("Bearer ")
+    for spelling in {key, json.dumps(key)[1:-1]}:
+        if len(spelling) >= _MIN_SECRET_BYTES:
+            body = body.replace(spelling.encode("utf-8", "surrogateescape"), _MASK)
+    return body
 
 
 class EngineKeys:
@@ -39,6 +57,10 @@ class EngineKeys:
     def passes_on(self) -> bool:
         """Engines are sent what clients show."""
         return not self.authorization
+
+    def mask(self, body: bytes) -> bytes:
+        """Return an engine's refusal without the gateway's own key. See without_key."""
+        return without_key(body, self.authorization)
 
     def headers(self, backend: Backend, clients_own: str | None = None) -> dict[str, str]:
         """Headers for a request to `backend`; `clients_own` is the Authorization that the client sent, if any."""
