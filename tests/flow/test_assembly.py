@@ -105,18 +105,17 @@ async def test_an_engines_error_keeps_its_body_and_is_no_page(
 KEY = 's3cret-engine-"key"'
 
 
-@pytest.mark.parametrize("refusing", ["prefill", "decode", "decode in its stream"])
+@pytest.mark.parametrize(
+    ("refusing", "stream"), [("decode in its stream", True), *product(("prefill", "decode"), (True, False))]
+)
 @pytest.mark.parametrize("api", [*OPENAI_APIS, "messages", "responses"])
-@pytest.mark.parametrize("stream", [True, False])
 async def test_an_engines_refusal_does_not_quote_the_gateways_key(
     deploy: Deploy, refusing: str, api: Api | str, stream: bool
 ) -> None:
     quoted = {"error": {"message": f"bad header Authorization: Bearer {KEY}", "code": 422}}
     event = b"data: " + json.dumps(quoted).encode() + b"\n\n"
     refusals = [http(json.dumps(quoted).encode(), "422 Unprocessable")]
-    in_stream = [
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(event) + event
-    ]
+    in_stream = [http(event, "200 OK", "text/event-stream")]
     prefiller = CannedEngine("prefill", refusals if refusing == "prefill" else [json_answer(PREFILLED)])
     decoder = CannedEngine("decode", in_stream if refusing == "decode in its stream" else refusals)
     gateway = await deploy(
