@@ -116,6 +116,16 @@ class SuspectRequest(GatewayError):
         )
 
 
+class UnknownFinish(GatewayError):
+    """The engine ended the answer for a reason that the client's API has no word for."""
+
+    status = 502
+    code = "unknown_finish_reason"
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(f"the engine ended the answer with the finish reason {str(reason)[:64]!r}, which is not known")
+
+
 class ShuttingDown(GatewayError):
     """This process is about to end; another one may serve the request."""
 
@@ -148,9 +158,16 @@ class Failure(StrEnum):
     MISSING_KV = "missing_kv"  # a prefiller answered without the KV parameters a decoder needs
     NOT_RESUMED = "not_resumed"  # the decoder was given the beginning of an answer and did not go on with it
     RECOMPUTED = "recomputed"  # the decoder gave up the request for lack of KV memory and asks for a new prefill
+    ABORTED = "aborted"  # the engine ended the answer before it was whole, as it does when it is stopped or paused
 
 
-_STATUS_OF_FAILURE = {Failure.TIMEOUT: 504, Failure.STALLED: 504, Failure.REMOVED: 503, Failure.BOOTSTRAP: 503}
+_STATUS_OF_FAILURE = {
+    Failure.TIMEOUT: 504,
+    Failure.STALLED: 504,
+    Failure.REMOVED: 503,
+    Failure.BOOTSTRAP: 503,
+    Failure.ABORTED: 503,
+}
 
 
 class UpstreamError(GatewayError):
@@ -185,7 +202,7 @@ class UpstreamError(GatewayError):
         """Holds a breakdown against the backend, once it is known that it was not the request's; None: nothing is left
         to say. See `balancer.blame`."""
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
-        if failure is Failure.BOOTSTRAP:
+        if failure in (Failure.BOOTSTRAP, Failure.ABORTED):
             self.retry_after_seconds = 1.0
         told = self.headers.get("retry-after", "")
         if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends

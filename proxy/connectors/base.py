@@ -13,6 +13,7 @@ from proxy.backend import Role
 from proxy.connectors.callbacks import Callbacks
 from proxy.errors import Failure
 from proxy.wire.document import InvalidDocument
+from proxy.wire.finish import is_given_up
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
@@ -214,7 +215,16 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
         code = told.get("code") if isinstance(told, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
+    # The bytes cannot occur inside a JSON string, where the quotes would be escaped.
+    if (b'"abort"' in body or b'"error"' in body) and _is_given_up(body):
+        raise response.fail(Failure.ABORTED, "stopped working on the prompt")
     return answer
+
+
+def _is_given_up(body: bytes) -> bool:
+    choices = orjson.loads(body).get("choices")
+    choices = choices if isinstance(choices, list) else ()
+    return any(is_given_up(choice.get("finish_reason")) for choice in choices if isinstance(choice, dict))
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:

@@ -168,6 +168,8 @@ class _Legs:
         if response.status != 200:
             raise refusal(response, answer)
         if (told := error_in_answer(answer)) is not None:
+            if told.is_wish:
+                raise response.fail(Failure.ABORTED, "stopped working on the prompt")
             raise response.refuse("reported an error in its answer", told.status, told.body, ERROR_HEADERS)
         self.answer = answer
         self.at_work.discard(self.prefiller)

@@ -13,6 +13,7 @@ from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwi
 from proxy.errors import BadRequest, Failure
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
+from proxy.wire.finish import is_given_up
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api, with_prompt_details
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class OpenAi(Dialect):
         return fanout.is_single(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Each choice must have ended, and not for recomputation."""
+        """Each choice must have ended, and not because the engine gave it up."""
         choices = values.get("choices")
         if not isinstance(choices, list) or not choices:
             raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
@@ -104,8 +105,10 @@ class OpenAi(Dialect):
                 raise response.fail(Failure.BAD_ANSWER, "a choice of the answer is no object")
             if choice.get("stop_reason") == "recomputed":
                 raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
-            if choice.get("finish_reason") is None:
+            if not choice.get("finish_reason"):
                 raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
+            if is_given_up(choice["finish_reason"]):
+                raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
         """As it stands there."""

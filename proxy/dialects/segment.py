@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
+from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
@@ -32,6 +33,7 @@ class Meaning(Enum):
     DONE = auto()  # `[DONE]`
     ERROR = auto()  # the engine's error event
     RECOMPUTED = auto()  # the decoder gives up and asks for a new prefill; not a finish, whatever finish_reason says
+    ABORTED = auto()  # the decoder stopped working on the answer, because it is being stopped itself, or paused
     MALFORMED = auto()  # data that is not JSON, or choices that are none
 
 
@@ -119,7 +121,12 @@ class Segment:
             reason = choice.get("finish_reason")
             if choice.get("stop_reason") == "recomputed":
                 return Meaning.RECOMPUTED
+            if reason is not None and not reason:  # some engines write "" until the answer ends
+                reason = choice["finish_reason"] = None
             if reason is not None:
+                if is_given_up(reason):
+                    self.is_mute = is_mute(choice)
+                    return Meaning.ABORTED
                 self.finish_reasons[index] = reason
                 self.open_choices.discard(index)
                 has_content = True

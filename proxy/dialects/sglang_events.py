@@ -8,6 +8,7 @@ import orjson
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.wire import sglang
+from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE
 from proxy.wire.sglang_errors import error_of
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
@@ -47,6 +48,9 @@ class Events(Segment):
             return Meaning.OTHER
         self.usage = usage
         if (finish := finish_of(payload)) is not None:
+            if is_given_up(finish):
+                self.is_mute = False
+                return Meaning.ABORTED
             self.finish_reasons[0] = str(finish)
         return Meaning.CONTENT
 
@@ -65,7 +69,7 @@ class WatchedEvents(Events):
     def read(self, event: Event) -> Meaning:
         """See Segment. What has not the whole answer has no choice either, which no reader expects."""
         meaning = super().read(event)
-        if meaning is not Meaning.CONTENT:
+        if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
         payload, self.payload = self.payload, {}
         meta, text, ids = payload["meta_info"], payload.get("text"), payload.get("output_ids")
@@ -83,6 +87,7 @@ class WatchedEvents(Events):
             "token_ids": ids[self._ids :],
             "meta_info": meta,
         }
+        self.is_mute = len(text) == self._text and len(ids) == self._ids
         self._text, self._ids = len(text), len(ids)
         self.payload = {"choices": [choice]}
         return meaning
@@ -133,4 +138,4 @@ class AnswerSoFar:
 def finish_of(payload: dict[str, Any]) -> Any:
     """Why an answer has ended; None while it goes on."""
     meta = payload.get("meta_info")
-    return meta.get("finish_reason") if isinstance(meta, dict) else None
+    return (meta.get("finish_reason") or None) if isinstance(meta, dict) else None

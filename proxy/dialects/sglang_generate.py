@@ -15,6 +15,7 @@ from proxy.dialects.requests import WHOLE_NUMBER, boolean, spelled_otherwise, wi
 from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
 from proxy.errors import Failure
 from proxy.wire import openai, sglang
+from proxy.wire.finish import is_given_up
 from proxy.wire.openai import Api, data_event
 from proxy.wire.prefix import Prompt
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
@@ -97,8 +98,11 @@ class SglangGenerate(Dialect):
         """Raise UpstreamError if the whole answer of an engine is an error, or has no finish reason."""
         if told := error_of(values):
             raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
-        if finish_of(values) is None:
+        finish = finish_of(values)
+        if finish is None:
             raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
+        if is_given_up(finish):
+            raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
         """What `meta_info` counts."""

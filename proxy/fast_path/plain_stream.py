@@ -18,6 +18,7 @@ from proxy.flow.chunk_writer import without_token_ids
 from proxy.flow.relay import END_MARK_SECONDS
 from proxy.flow.token_shapes import TokenShapes
 from proxy.resume.transcript import Transcript
+from proxy.wire.finish import WHOLE
 from proxy.wire.openai import DONE, data_event, with_prompt_details
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ class PlainStream(Bypass):
                     ):
                         raise _Odd
                     is_finished = reason is not None
+                    if is_finished and reason not in WHOLE:
+                        raise _Odd
                 elif (
                     payload.get("error")
                     or not (type(of_all) is dict and of_all)

@@ -240,16 +240,25 @@ class Relay(Bypass):
         elif meaning is Meaning.ERROR:
             self._end(_engine_error(attempt, segment.payload, event.data))
         elif meaning is Meaning.RECOMPUTED:
-            if not self._opened:
-                self._open()
-            part = delivery.recomputed(segment)
+            part = self._read_last_words()
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
+        elif meaning is Meaning.ABORTED:
+            if self._opened or not segment.is_mute:
+                part = self._read_last_words()
+            aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
+            self._end(None if delivery.is_stopped else aborted)
         else:
             self.malformed_events += meaning is Meaning.MALFORMED
             part = delivery.other(event)
         if part:
             output.append(part)
+
+    def _read_last_words(self) -> bytes:
+        """Return what the client gets of the event with which a decoder gives up."""
+        if not self._opened:
+            self._open()
+        return self._delivery.recomputed(self.segment)
 
     def _unfinished(self) -> UpstreamError:
         """The error for a stream that said `[DONE]` but never finished its answer."""

@@ -20,6 +20,8 @@ class EngineError(NamedTuple):
 
     status: int
     body: bytes
+    is_wish: bool = False
+    """The request was aborted by its name, or because the engine is paused: nothing broke."""
 
 
 def error_in_answer(answer: bytes) -> EngineError | None:
@@ -34,7 +36,7 @@ def error_in_answer(answer: bytes) -> EngineError | None:
         if error := error_of(payload):
             return error
         if isinstance(payload, dict) and any(map(_is_abort, _finishes(payload))):
-            return _aborted({})
+            return _aborted({})._replace(is_wish=True)
     return None
 
 

@@ -136,6 +136,7 @@ PREFILL_FAILS = [
     case(P, ALL, "invalid_json", Refused(2, 0, status=502, code="prefill_bad_answer", pinned=2)),
     case(P, FIRST, "truncated_json", Answered(2, 1, pinned=1)),
     case(P, ALL, "truncated_json", Refused(2, 0, status=502, code="prefill_broken", pinned=2)),
+    case(P, FIRST, "abort", Answered(2, 1)),
     case(P, FIRST, "missing_kv_params", Answered(2, 1)),
     case(P, ALL, "missing_kv_params", Answered(2, 1)),
     case(P, FIRST, "hang_before_headers", Refused(1, 0, status=504, code="prefill_timeout"), short="prefill"),
@@ -145,6 +146,7 @@ PREFILL_FAILS = [
 RETRIED = Answered(2, 2)
 TIMED_OUT = Refused(1, 1, status=504, code="decode_timeout")
 BROKEN = Broken(1, 1, code="decode_broken")
+ABORTED = Broken(1, 1, code="decode_aborted")
 RECOMPUTED = Broken(1, 1, code="decode_recomputed")
 
 DECODE_FAILS = [
@@ -170,6 +172,8 @@ DECODE_FAILS = [
     case(D, FIRST, "end_without_finish", BROKEN, RETRIED, tokens=3, done=False),
     case(D, FIRST, "error_event", RETRIED, tokens=0),
     case(D, FIRST, "error_event", Broken(1, 1, code=500), RETRIED, tokens=3),
+    case(D, FIRST, "abort", RETRIED, tokens=0),
+    case(D, FIRST, "abort", ABORTED, RETRIED, tokens=3),
     case(D, FIRST, "recompute", RETRIED, tokens=0),
     case(D, FIRST, "recompute", RECOMPUTED, RETRIED, tokens=3),
     case(D, FIRST, "recompute", Broken(1, 1, code="decode_recomputed", tokens=2), RETRIED, tokens=3, merged=1),

@@ -219,17 +219,6 @@ IN_ITS_OWN_WORDS = {"error": {"message": "the engine is dead", "type": "Own", "c
 
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_an_answer_that_the_engine_aborted_is_passed_on_as_what_it_is(deploy: Deploy, stream: bool) -> None:
-    events = [text_event("so far", "abort"), b"data: [DONE]\n\n"]
-    whole = {"choices": [NO_FINISH], "usage": None}
-    engine = CannedEngine("both", event_stream(events) if stream else [json_answer(whole)])
-    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
-    answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
-    assert answer.body == (b"".join(events) if stream else orjson.dumps(whole))
-
-
-@pytest.mark.fault(52)
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_an_error_with_status_200_is_no_answer(deploy: Deploy, stream: bool) -> None:
     engine = CannedEngine("both", event_stream([data(IN_ITS_OWN_WORDS)]) if stream else [json_answer(IN_ITS_OWN_WORDS)])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"}, retry={"max_attempts": 1})

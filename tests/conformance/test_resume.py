@@ -242,12 +242,21 @@ FAULTS = [
         ("in content", behind(THINK_END, 10), GO_ON, "end_without_finish"),
         ("in content", behind(THINK_END, 10), GO_ON, "end_without_finish", {"done": True}),
         ("in content", behind(THINK_END, 10), GO_ON, "error_event"),
+        ("in content", behind(THINK_END, 10), GO_ON, "abort"),
         ("in arguments", behind(ARGUMENT_BEGIN, 5), "suffix", "kill"),
         ("before the first token", after(0), REPEATED, "reset_after_tokens"),
         ("before the first token", after(0), REPEATED, "end_without_finish"),
         ("before the first token", after(0), "restart", "end_without_finish", {"done": True}),
         ("before the first token", after(0), REPEATED, "error_event"),
         profiles=("v0.23", "v0.33"),
+    ),
+    # Older engines say `tool_calls` instead of `abort` once a call has begun, and nothing before the first token.
+    *rows(
+        *("chat", story(**WITH_USAGE)),
+        ("in a name", behind(CALL_BEGIN, 12), ROLL_BACK, "abort"),
+        ("in arguments", behind(ARGUMENT_BEGIN, 5), "suffix", "abort"),
+        ("before the first token", after(0), REPEATED, "abort"),
+        profiles=("v0.33",),
     ),
     *rows(
         *("whole-chat", thoughts()),
@@ -256,6 +265,7 @@ FAULTS = [
         ("late", after(70), GO_ON, "stall_after_tokens"),
         ("late", after(70), GO_ON, "end_without_finish"),
         ("late", after(70), GO_ON, "error_event"),
+        ("late", after(70), GO_ON, "abort"),
         ("late", after(70), GO_ON, "recompute", {"merged": 3}),
         profiles=("v0.27", "v0.30"),
     ),
@@ -265,6 +275,7 @@ FAULTS = [
         ("in a word", after(10), "completion_tokens", "recompute", {"merged": 3}),
         ("in a character", in_character(after(5)), "completion_tokens", "reset_after_tokens"),
         ("in a word", after(10), "completion_tokens", "error_event"),
+        ("in a word", after(10), "completion_tokens", "abort"),
         profiles=("v0.18", "v0.33"),
     ),
 ]
@@ -804,13 +815,14 @@ async def test_an_engine_that_tells_no_token_ids_cannot_be_resumed(profile: str,
         check_that_the_client_is_told(gateway, answer, "token ids")
 
 
-@pytest.mark.parametrize("fault", ["recompute", "end_without_finish", "kill"])
+@pytest.mark.parametrize("fault", ["recompute", "end_without_finish", "kill", "abort"])
 @pytest.mark.parametrize("mode", ["off", "restart-only"])
 async def test_a_stream_that_broke_off_is_not_taken_up_if_so_configured(mode: str, fault: str) -> None:
     async with serving("v0.33", resume={"mode": mode}) as gateway:
         gateway.decoders[0].faults.add(fault, tokens=10)
         answer = await gateway.ask(chat(stream=True))
-        assert answer.error["code"] == ("decode_recomputed" if fault == "recompute" else "decode_broken")
+        codes = {"recompute": "decode_recomputed", "abort": "decode_aborted"}
+        assert answer.error["code"] == codes.get(fault, "decode_broken")
         assert not answer.is_whole
         assert answer.text == text_of(chat(), 0, 10)
         assert actions(gateway) == []

@@ -360,8 +360,8 @@ async def test_a_prefiller_whose_request_somebody_aborted_has_failed(deploy: Dep
     aborted = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "abort"}]}
     pair = await start(deploy, streams(data(aborted), meeting.DONE), hangs)
     answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
-    assert answer.status == 500
-    assert pair.results(pair.prefiller) == {"status": 1}
+    assert (answer.status, answer.error["code"]) == (503, "prefill_aborted")
+    assert set(pair.results(pair.prefiller)) == {"aborted"}
 
 
 async def test_when_both_fail_the_prefiller_is_to_blame(deploy: Deploy) -> None:

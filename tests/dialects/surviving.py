@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     Asking = Callable[[Deployment], Awaitable[dict[str, Any]]]
     """Asks for a message and puts together what comes."""
 
-FAULTS: Final = {"recomputed": "recompute", "killed": "reset_after_tokens", "stalled": "stall_after_tokens"}
+FAULTS: Final = {
+    "recomputed": "recompute",
+    "killed": "reset_after_tokens",
+    "aborted": "abort",
+    "stalled": "stall_after_tokens",
+}
 
 
 async def differences(asking: Asking, profile: str, fault: str, places: Iterable[int]) -> dict[int, str]:

@@ -359,10 +359,11 @@ async def test_an_abort_in_the_middle_ends_the_stream_as_an_error(start: Opener)
     assert rest.events[-1]["error"]
 
 
-async def test_somebodys_wish_to_abort_is_an_end_like_others(start: Opener) -> None:
+async def test_generate_reports_an_abort_without_a_status_as_an_error(start: Opener) -> None:
     ended = {"text": "x", "meta_info": {"finish_reason": {"type": "abort", "message": "Abort", "status_code": None}}}
     site = await start.acting(answers_openai, says(orjson.dumps(ended)))
-    assert (await site.ask(BODY)).json == ended
+    answer = await site.ask(BODY)
+    assert (answer.status, answer.json["error"]["code"]) == (503, "decode_aborted")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 TOKENS = 137
-STEPS = {"recomputed": 1, "killed": 3, "stalled": 12}
+STEPS = {"recomputed": 1, "killed": 3, "aborted": 3, "stalled": 12}
 """Places that are tried by the short suite, which has less time; the full one tries them all."""
 LOST = [
     (fault, dialect, profile, stream)

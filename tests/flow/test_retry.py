@@ -24,6 +24,7 @@ MATRIX = [
     (Failure.STATUS, 503, ALWAYS),
     (Failure.RECOMPUTED, None, ALWAYS),
     (Failure.REMOVED, None, ALWAYS),
+    (Failure.ABORTED, None, ALWAYS),
     (Failure.NOT_RESUMED, None, NEVER),
     # The engine may have begun: once.
     (Failure.RESET, None, ONCE),

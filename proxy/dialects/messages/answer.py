@@ -8,6 +8,8 @@ import orjson
 
 from proxy.dialects.messages import errors
 from proxy.dialects.translated import Kind, Parts, event, matched_stop
+from proxy.errors import UnknownFinish
+from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from proxy.errors import GatewayError
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
-_STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
+_STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}
 _CUT_OFF: Final[dict[str, Any]] = {}
 _BEGUN: Final[Mapping[Kind, dict[str, Any]]] = {
     Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
@@ -134,8 +136,10 @@ def _stop(
 ) -> dict[str, str | None]:
     """What the message has counts: a chat that had to call a tool of a name ends like one that called none, and with
     old engines one that the limit cuts off in a call like one that is complete. A call that a stop string has cut off
-    must not be run.
+    must not be run. Raises UnknownFinish.
     """
+    if not is_whole(finish_reason):
+        raise UnknownFinish(finish_reason)
     is_cut = bool(uses) and uses[-1]["input"] is _CUT_OFF
     reason = _STOP_REASONS.get(finish_reason or "")
     if reason is None and uses and not is_cut:

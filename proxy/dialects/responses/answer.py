@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.tools import ToolKind, as_object, as_text
 from proxy.dialects.translated import Kind, Part, Parts, event, words
+from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from proxy.dialects.responses.request import Asked
     from proxy.errors import GatewayError
 
-_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "repetition": "repetition"}
+_MAX_REASON: Final = 64
 
 
 def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, 
         written = bytearray((function.get("arguments") or "{}").encode())
         parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], written))
     items = _Items(asked)
-    is_cut = choice["finish_reason"] in _INCOMPLETE
+    is_cut = _why_incomplete(choice["finish_reason"]) is not None
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
     head = _head(call, asked, completion)
     return {**head, **_outcome(choice["finish_reason"], output, completion.get("usage"))}
@@ -91,7 +93,8 @@ class ResponseEvents(Parts):
 
     def closed(self, part: Part) -> bytes:
         """The events that end a part: its whole text or arguments, and its complete output item."""
-        item = self._items.item(part, is_cut=self.finish_reason in _INCOMPLETE)
+        is_cut = self.finish_reason is not None and _why_incomplete(self.finish_reason) is not None
+        item = self._items.item(part, is_cut=is_cut)
         self._output.append(item)
         text = part.text
         match part.kind:
@@ -199,10 +202,20 @@ def _head(call: Call, asked: Asked, completion: Mapping[str, Any]) -> dict[str, 
     return {"id": f"resp_{name}", "object": "response", "created_at": created, "model": model, **asked.echo}
 
 
+def _why_incomplete(finish_reason: object) -> str | None:
+    """Return why a response that ended so is incomplete; None: it is complete.
+
+    A reason that no engine is known to give is named as the engine did.
+    """
+    if is_whole(finish_reason):
+        return _INCOMPLETE.get(str(finish_reason))
+    return str(finish_reason)[:_MAX_REASON]
+
+
 def _outcome(
     finish_reason: str | None, output: list[dict[str, Any]], usage: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    reason = _INCOMPLETE.get(finish_reason or "")
+    reason = _why_incomplete(finish_reason)
     return {
         "status": "completed" if reason is None else "incomplete",
         "error": None,

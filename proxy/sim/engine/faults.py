@@ -23,6 +23,7 @@ ACTIONS: Final[dict[str, str]] = {
     "end_without_finish": "stream `tokens` tokens, then end without finish_reason (with `[DONE]` if `done`)",
     "error_event": "stream `tokens` tokens, then an error event and `[DONE]`",
     "recompute": "after `tokens` tokens end with stop_reason 'recomputed', the last `merged` of them in that chunk",
+    "abort": "after `tokens` tokens end with finish_reason 'abort', as an engine does that is stopped or paused",
     "drop_token_ids": "answer without token ids, whatever `return_token_ids` says",
     "ignore_prompt_ids": "render a chat's messages although `kv_transfer_params` gives its prompt as ids",
     "slow_load": "the transfer of KV takes `seconds` longer",

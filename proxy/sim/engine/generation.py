@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _STRIKES = (
     "recompute",
+    "abort",
     "reset_after_tokens",
     "stall_after_tokens",
     "end_without_finish",

@@ -181,6 +181,7 @@ class GenerationRoutes:
         try:
             try:
                 await self._run(generation, answer, plan)
+                await stream.settle()
                 closing = self._closing(answer, plan, generation.cached_tokens)
             except EngineError as error:
                 closing = [event(endpoint.lament(error, answer.answer_id)), DONE]

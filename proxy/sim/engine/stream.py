@@ -99,10 +99,14 @@ class EventStream:
         for delta in early:
             self.on_delta(delta)
 
-    async def close(self, closing: list[bytes]) -> None:
+    async def settle(self) -> None:
+        """Wait until the deltas so far have been turned into events."""
         if self._opening is not None:
             await self._opening
-        elif self._writer is None:
+
+    async def close(self, closing: list[bytes]) -> None:
+        await self.settle()
+        if self._writer is None:
             await self.open()
         while self._drained is not None:
             await self._drained

@@ -181,6 +181,8 @@ class Sequence:
         if strike.kind == "recompute":
             self._finish("stop", "recomputed")
             self._flush()
+        elif strike.kind == "abort":
+            self.abort()
         else:
             self._flush(now=True)
             self._emit(Delta(self.index, "", [], fault=strike.kind))
