@@ -21,6 +21,7 @@ LOST = [
     for fault in STEPS
     for dialect in ("messages", "responses")
     for profile in ("v0.23", "v0.33")
+    if fault != "aborted" or profile == "v0.33"  # older engines say `tool_calls` once a call has begun
     for stream in (False, True)
 ]
 
